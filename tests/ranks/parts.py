@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-WIDTH, HIDDEN, VOCAB = 4, 6, 12
+WIDTH, HIDDEN, VOCAB = 4, 7, 10
 
 
 def chunk(rank: int, size: int, length: int) -> tuple[int, int]:

@@ -153,15 +153,20 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
     )
 
 
-def job_parts(folder: str) -> str:
+def job_parts(folder: str) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, _, layout = build("parts")
     fill(model, 7, rank, size)
     for to in ("safetensors", "dcp", "torch"):
         anyrank.convert(model, os.path.join(folder, to), to=to, layout=layout)  # type: ignore[arg-type]
+    errors: list[str] = []
+    for given in (None, {**layout, "heed": layout["bias"]}):  # type: ignore[dict-item]
+        with pytest.raises(anyrank.LoadError) as caught:
+            anyrank.convert(model, os.path.join(folder, "wrong"), layout=given)
+        errors.append(str(caught.value))
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.convert(nn.Linear(2, 2, bias=rank > 0), os.path.join(folder, "wrong"))
-    return str(caught.value)
+    return [*errors, str(caught.value)]
 
 
 def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
@@ -172,8 +177,9 @@ def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
         assert anyrank.diff(tmp_path / to, wanted.state_dict()), to
     for text in texts:
         assert text == texts[0]
-        assert "the ranks' models differ" in text
-        assert "rank 0 has no further tensor, rank 1 has bias [2] torch.float32" in text
+        assert "the ranks' models differ" in text[0]
+        assert "layout= names heed, which no tensor of the model has" in text[1]
+        assert "rank 0 has no further tensor, rank 1 has bias [2] torch.float32" in text[2]
     assert not (tmp_path / "wrong").exists()
 
 

@@ -52,10 +52,12 @@ def job_tie() -> None:
     if dist.get_rank() == 1:
         assert torch.equal(apart.head.weight, apart.embed.weight)
         assert dst.head.weight is dst.embed.weight
-    words = "head.weight and embed.weight are one tensor in dst, and two in src: tie them in src"
+    words = "head.weight and embed.weight: one tensor in dst, and different values in src"
     refused(words, lambda: anyrank.sync(on(1, dst), on(0, Tied(False))))
-    apart = Tied(False)
-    anyrank.sync(on(0, dst), on(1, apart), rename={"head.weight": ""})
+    with torch.no_grad():
+        apart.head.weight.copy_(apart.embed.weight)
+    report = anyrank.sync(on(0, dst), on(1, apart))
+    assert report.duplicates == {"head.weight": "embed.weight"}
 
 
 def net() -> nn.Sequential:
@@ -208,6 +210,23 @@ def job_disagree() -> None:
         assert torch.equal(full["0.weight"], state["0.weight"])
 
 
+class Shared(nn.Module):
+    """Two parameters in one memory, as a part of a fused weight that is listed twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.zeros(4, 2))
+        self.part = nn.Parameter(self.whole.data[:2])
+
+
+def job_shared_memory() -> None:
+    src = {"whole": torch.ones(4, 2), "part": torch.full((2, 2), 2.0)}
+    dst = Shared()
+    words = "whole and part of dst share a part of their memory"
+    refused(words, lambda: anyrank.sync(on(1, dst), on(0, src)))
+    assert not dst.whole.any()
+
+
 def job_permuted() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     torch.manual_seed(0)
@@ -215,8 +234,7 @@ def job_permuted() -> None:
     swap: dict[str, Any] = {"rename": {"0": "1", "1": "0"}, "verify": True}
     a, b = (layer.weight.full_tensor().clone() for layer in model)
     refused("has memory of", lambda: anyrank.sync(model, model, **swap))
-    words = "is a DTensor, and a source of load() holds whole tensors: call anyrank.sync(model"
-    refused(words, lambda: anyrank.load(model, model.state_dict(), **swap))
+    refused("has memory of", lambda: anyrank.load(model, model.state_dict(), **swap))
     assert torch.equal(model[0].weight.full_tensor(), a)
     anyrank.sync(model, model, atomic=True, **swap)
     assert torch.equal(model[0].weight.full_tensor(), b)

@@ -41,6 +41,21 @@ def test_a_recurrent_module_on_meta_keeps_its_parameters(call: str) -> None:
     assert [ref() for ref in kept] == list(model.rnn.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_legacy_weight_norm_on_meta_keeps_its_parameters() -> None:
+    def build() -> nn.Linear:
+        return nn.utils.weight_norm(nn.Linear(3, 3))
+
+    real = build()
+    with anyrank.meta():
+        model = build()
+    before = model.weight_g
+    assert anyrank.load(model, real.state_dict()).renewed == []
+    assert model.weight_g is before
+    x = torch.ones(2, 3)
+    assert torch.equal(model(x), real(x))
+
+
 def test_a_parameter_that_something_else_refers_to_is_replaced_and_named() -> None:
     with anyrank.meta():
         model = nn.Linear(2, 2)

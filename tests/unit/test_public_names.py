@@ -87,7 +87,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "Sync": (lambda: anyrank.Sync(nn.Linear(2, 2), nn.Linear(2, 2)), "version"),
     "SyncReport": (
         lambda: anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2)),
-        "tensors missing unexpected kept initialised rebuilt renamed tied cast frozen"
+        "tensors missing unexpected kept initialised rebuilt renamed tied duplicates cast frozen"
         " renewed bytes_sent bytes_received bytes_copied peak_host_bytes peak_device_bytes"
         " is_planned merged verified seconds to_json",
     ),

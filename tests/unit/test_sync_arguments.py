@@ -12,6 +12,26 @@ from torch.distributed.tensor import Shard
 import anyrank
 
 
+def test_a_renaming_function_may_change_its_mind() -> None:
+    src, dst = {"p": torch.ones(2), "q": torch.full((2,), 2.0)}, {"w": torch.zeros(2)}
+    chosen = "p"
+
+    def rename(name: str) -> str:
+        return "w" if name == chosen else name
+
+    weights = anyrank.Sync(dst, src, rename=rename, unexpected="ignore")
+    for name, value, is_planned in (
+        ("p", 1, True),
+        ("q", 2, True),
+        ("q", 2, False),
+        ("p", 1, True),
+    ):
+        chosen = name
+        report = weights()
+        assert dst["w"].tolist() == [value, value]
+        assert report.is_planned is is_planned
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
 @pytest.mark.parametrize("end", ["src", "dst"])
 @pytest.mark.parametrize(

@@ -111,3 +111,13 @@ def test_the_values_arrive_where_the_change_put_them(change: str) -> None:
     weights()
     for key, value in src.state_dict().items():
         assert torch.equal(dst.state_dict()[key], value)
+
+
+def test_memory_that_came_to_be_shared_is_seen() -> None:
+    src, dst = Net(), Net()
+    weights = anyrank.Sync(dst, src)
+    weights()
+    base = torch.zeros(12)
+    dst.a.bias.data, dst.b.bias.data = base[:3], base[2:5]
+    with pytest.raises(anyrank.LoadError, match=r"a\.bias and b\.bias of dst share a part"):
+        weights()

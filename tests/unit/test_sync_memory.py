@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_memory_of_a_source_that_is_written_before_it_is_read_is_refused(
     rotate: Callable[[nn.ModuleList], Any],
 ) -> None:
     model = layers()
-    with pytest.raises(anyrank.LoadError, match=r"has memory of the source.*\.clone\(\)"):
+    with pytest.raises(anyrank.LoadError, match=r"has memory of .* in the source.*\.clone\(\)"):
         rotate(model)
     assert values(model) == [{0.0}, {1.0}, {2.0}]
 
@@ -60,7 +61,7 @@ def test_memory_of_a_source_that_is_written_before_it_is_read_is_refused(
 def test_a_tensor_is_not_filled_from_a_view_of_its_own_memory() -> None:
     base = torch.arange(8.0)
     for call in (anyrank.sync, lambda dst, src: anyrank.load(holder(dst), src)):
-        with pytest.raises(anyrank.LoadError, match="w: has memory of the source"):
+        with pytest.raises(anyrank.LoadError, match="w: has memory of w in the source"):
             call({"k": torch.zeros(2), "w": base[1:7]}, {"k": torch.ones(2), "w": base[:6]})
         assert base.tolist() == list(range(8))
 
@@ -78,6 +79,25 @@ def test_a_model_gives_itself_what_it_has_without_memory() -> None:
     report = anyrank.sync(model, model, verify=True)
     assert torch.equal(model.weight, before)
     assert report.peak_host_bytes[0] < before.nbytes
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda base: (base[:4], base[2:]),
+        lambda base: (base.view(2, 3), base.view(3, 2)),
+        lambda base: (base[::2], base[4:]),
+        lambda base: (base[::2], base[1::2]),
+    ],
+)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_tensors_of_dst_that_overlap_are_refused(split: Any, atomic: bool) -> None:
+    base = torch.zeros(6)
+    a, b = split(base)
+    call = partial(anyrank.sync, {"a": a, "b": b}, atomic=atomic)
+    with pytest.raises(anyrank.LoadError, match="a and b of dst share a part of their memory"):
+        call({"a": torch.ones(a.shape), "b": torch.full(b.shape, 2.0)})
+    assert not base.any()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from anyrank.formats import dcp
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.sources import list_memory
-from anyrank.model.given_layouts import lay_out
+from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import check_alike, compare_replicas
@@ -204,13 +204,10 @@ def _agreed(
 
 def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
-
-    def look() -> list[ModelTensor]:
-        found = in_state_dict(find_tensors(model))
-        lay_out(found, options.layout, ranks)
-        return found
-
-    return ranks.own("looking at the model", look)
+    found = ranks.own("looking at the model", lambda: in_state_dict(find_tensors(model)))
+    if options.layout is not None:
+        apply_layouts({"the model": found}, options.layout, ranks)
+    return found
 
 
 def _look(model: nn.Module, found: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:

@@ -7,7 +7,7 @@ coordinates only, which are a few numbers each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
+from anyrank.model.given_layouts import JoinedLayouts
 from anyrank.model.match import is_pinned
 from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
 from anyrank.model.tensors import ModelTensor, find_tensors
@@ -124,47 +125,56 @@ class End:
         return self.described.digest
 
 
-def look(
-    given: Module,
-    *,
-    merge: bool = False,
-    lay_out: Callable[[list[ModelTensor]], object] = lambda tensors: None,
-) -> End:
-    """One end as this rank has it.
+class Look:
+    """One end as this rank has it, on its way to what other ranks need to know of it.
 
     Args:
         given: the module, the dict, or None.
         merge: see the end as the model that it is with its adapters merged.
-        lay_out: says of plain tensors what they are parts of.
+
+    Attributes:
+        tensors: of the module; of plain ones that are parts, as if they were whole.
 
     Raises:
-        LoadError: tensors that cannot be read or written, named with their type; adapters that
-            cannot be merged.
+        LoadError: tensors that cannot be read or written, named with their type.
     """
-    module = _as_module(given)
-    tensors = find_tensors(module)
-    lay_out(tensors)
-    rows = _rows(tensors)
-    rows = _as_merged(tensors, rows) if merge else rows
-    kind = plain_class(module)
-    title = f"{kind.__module__}.{kind.__qualname__}"
-    return End(module, tensors, Described(tuple(rows), coordinates_of(tensors), title))
+
+    def __init__(self, given: Module, *, merge: bool = False) -> None:
+        self.module, self.merge = _as_module(given), merge
+        self.tensors = find_tensors(self.module)
+
+    def end(self) -> End:
+        """The end, once its tensors say what they are parts of.
+
+        Raises:
+            LoadError: adapters that cannot be merged.
+        """
+        rows = _rows(self.tensors)
+        rows = _as_merged(self.tensors, rows) if self.merge else rows
+        kind = plain_class(self.module)
+        title = f"{kind.__module__}.{kind.__qualname__}"
+        described = Described(tuple(rows), coordinates_of(self.tensors), title)
+        return End(self.module, self.tensors, described)
 
 
-def with_ties(given: Module) -> Module:
-    """A source whose tensors in one memory are one, as those of a tied model's `state_dict()`."""
-    if not isinstance(given, Mapping):
-        return given
-    known: dict[Any, torch.Tensor] = {}
-    joined: dict[str, torch.Tensor] = {}
-    for name, tensor in given.items():
-        local = tensor.to_local() if hasattr(tensor, "placements") else tensor
-        joined[name] = tensor
-        if local.layout == torch.strided and local.numel() and not local.is_meta:
-            view = local.stride(), local.dtype, local.is_conj(), local.is_neg()
-            memory = local.device, local.data_ptr(), local.shape, *view, tensor.shape
-            joined[name] = known.setdefault(memory, tensor)
-    return joined
+def look(given: Module, *, merge: bool = False) -> End:
+    """One end as this rank has it, without `layout=`.
+
+    Raises:
+        LoadError: as `Look`.
+    """
+    return Look(given, merge=merge).end()
+
+
+def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End]:
+    """Both ends, dst first, with what plain tensors are parts of.
+
+    Raises:
+        LoadError: adapters that cannot be merged.
+    """
+    dst, src = looks
+    joined.apply({"dst": dst.tensors, "src": src.tensors})
+    return dst.end(), src.end()
 
 
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:

@@ -36,6 +36,8 @@ class Flow:
         stored, wire, held: dtypes in the source, between the ranks, and in the model.
         nbytes: that all ranks receive of it, at most.
         is_compared: whether it is to be equal already, and not written.
+        twin: number of the source tensor that takes the place of `dst` where two of src are
+            compared, as dst ties them; else -1.
         reads: place of a held box -> what this rank reads of a file to give it.
     """
 
@@ -48,6 +50,7 @@ class Flow:
     held: torch.dtype
     nbytes: int
     is_compared: bool
+    twin: int = -1
     reads: Mapping[int, Read] = field(default_factory=dict[int, Read])
 
 

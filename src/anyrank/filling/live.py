@@ -106,15 +106,15 @@ class LiveSide(Side):
             if problem := unwritable(match.tensors[index]):
                 raise LoadError(problem)
         # Merged values may not go into the memory of src: its adapters would count twice.
-        if not self.atomic or plan.added:
-            check_memory(match.tensors, match.stored, real, self._sources)
+        by_element = not self.atomic or plan.added
+        check_memory(match.tensors, match.stored, real, self._sources if by_element else {})
         share.allocate(match.stored if self.atomic else ())
         targets = {index: share.local(index) for index, _ in match.filled}
         self.places = LocalMemory(self._memory, targets, Adapters(self.factors, plan.added))
         self.mover = self._mover(plan.flows, self.places)
 
     def compare(self) -> None:
-        """Compare frozen parts, and with `verify` the replicas in `src`."""
+        """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
         check_before(self.plan.flows, self.places, self.ranks)
         if self.verify:
             sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]

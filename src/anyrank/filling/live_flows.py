@@ -23,6 +23,7 @@ from anyrank.filling.report import SyncReport
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
+from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.transfers import (
     HeldBox,
@@ -50,6 +51,7 @@ class SyncPlan:
         facts: of all `dst` together: the report, as far as the plan knows it.
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
+        renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
     """
 
     match: ModelMatch
@@ -60,6 +62,7 @@ class SyncPlan:
     facts: SyncReport
     rebuild: bool
     receivers: int
+    renamed: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
             run, total = [], 0
     if run:
         yield run
+
+
+def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
+    """What `rename=` makes of each name."""
+    rename = renamer(options.rename)
+    return {name: rename(name) for name in names}
 
 
 class Planner:
@@ -130,7 +139,7 @@ class Planner:
             for group in from_ranks
         ]
         sources = sources_of(groups)
-        match, matched = self._matched(dst, sources, to_ranks)
+        match, matched, renamed = self._matched(dst, sources, to_ranks)
         ends = [
             self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
@@ -138,6 +147,7 @@ class Planner:
         check_all_shards(ends, at, len(self.summaries))
         flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
+        flows += tuple(self._twins(facts.duplicates, sources))
         numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}
         added = _added(sources)
         return SyncPlan(
@@ -153,12 +163,13 @@ class Planner:
             facts=facts,
             rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
             receivers=sum(map(len, to_ranks)),
+            renamed=renamed,
         )
 
     def _matched(
         self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
-    ) -> tuple[ModelMatch, MatchedEnd]:
-        """What this rank's `dst` takes of the sources. All ranks.
+    ) -> tuple[ModelMatch, MatchedEnd, dict[str, str]]:
+        """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
 
         Raises:
             LoadError: as `plan`; or ranks give one `dst` different names.
@@ -167,9 +178,10 @@ class Planner:
         if len(to_ranks) > 1:  # what one dst does not take, another may
             options = replace(options, unexpected="ignore")
 
-        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd], str]:
+        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
             match, matched = match_ends(dst, sources, listing, options)
-            return (match, matched), matched.digest if dst.digest else ""
+            renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
+            return (match, matched, renamed), matched.digest if dst.digest else ""
 
         mine, digests = self.ranks.own_and_all("matching dst with src", match_here)
         by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
@@ -256,6 +268,27 @@ class Planner:
             nbytes=numel * wire.itemsize,
             is_compared=filling.is_compared,
         )
+
+    def _twins(
+        self, duplicates: Mapping[str, str], sources: Sequence[SourceTensor]
+    ) -> Iterator[Flow]:
+        """Source tensors that dst ties, to be compared with one another.
+
+        Raises:
+            LoadError: two that cannot be equal.
+        """
+        numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
+        for key, loaded in duplicates.items():
+            one, other = sources[numbers[key]], sources[numbers[loaded]]
+            if (one.shape, one.row.dtype) != (other.shape, other.row.dtype):
+                raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
+            wanted = {
+                rank: local_pieces(other.shape, other.layout, coordinate)
+                for rank, coordinate in other.coordinates.items()
+            }
+            whole = self._whole(one, numbers[key], wanted)
+            name, twin = f"{key} and {loaded}", numbers[loaded]
+            yield replace(whole, name=name, index=-1, is_compared=True, twin=twin)
 
     def _factors(
         self,

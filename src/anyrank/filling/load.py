@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.errors import LoadError
-from anyrank.files.checksums import compared, mismatches
 from anyrank.filling.fill import Filled
+from anyrank.filling.load_live import load_live
 from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
@@ -28,6 +27,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.model.verify import (
+    check_files,
     compare_duplicates,
     compare_replicas,
     count_nonfinite,
@@ -77,7 +77,7 @@ def load(
         model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
             real or on meta, or half of both.
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
-            folder, anyrank run), a list of files, or a dict of whole tensors. None on
+            folder, anyrank run), a list of files, or a dict of tensors, plain or sharded. None on
             ranks that have no source: they receive their share from ranks that do.
         missing: what to do with tensors that the source does not hold: "error"; "init" gives them
             the model's own initial values, the same on any number of ranks; "keep" leaves them.
@@ -127,6 +127,10 @@ def load(
         headers = header_reader(model, source, ranks)
         tell = partial(look_at_source, source, ranks, headers)
         sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)
+        if any(info.is_live for info in sources):
+            report = load_live(model, source, options, ranks, meter)
+            _log(report, ranks)
+            return report
         plan = plan_load(model, source, ranks, options, sources, headers)
         verified = ["replicas", *_check_source(plan, ranks)] if verify else []
         filled = fill_from_files(model, plan, ranks, meter, progress)
@@ -141,11 +145,7 @@ def load(
 
 
 def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
-    """Compare the source with its checksums; what was compared, in words. All ranks.
-
-    Raises:
-        LoadError: a checksum differs; names the file, and the record where the format knows it.
-    """
+    """Compare the source with its checksums; what was compared, in words. All ranks."""
     readers, listing = plan.readers, plan.match.listing
 
     def check() -> list[str]:
@@ -153,9 +153,7 @@ def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
             return []
         compare_duplicates(listing, plan.match.stored_twice)
         number, count = readers.index(ranks.rank), len(readers)
-        for path, what in mismatches(listing, number, count, ranks.check):
-            raise LoadError(f"{path}: {what}")
-        return compared(listing)
+        return check_files(listing, number, count, ranks.check)
 
     checked = next((words for words in ranks.together("checking the files", check) if words), [])
     return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
@@ -204,7 +202,7 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
     if ranks.index:
         return
     log_report(report, log, "the source", "the model")
-    if report.duplicates and not report.verified:
+    if report.duplicates and not report.verified and report.strategy != "sync":
         log.warning(
             "the source holds tied tensors more than once; %s was loaded, and not compared with "
             "the others: verify=True does",

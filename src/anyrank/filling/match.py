@@ -187,7 +187,6 @@ def match_ends(
                 f"{dst.tensors[index].name}: its adapter is scaled by {theirs:g} in src, and by "
                 f"{own:g} in dst, which would be another model: give both the same LoraConfig"
             )
-    _check_ties(match, sources)
     shapes = [source.shape for source in sources]
     fillings = tuple(
         Filling(index, strips_of(stored, shapes), stored.dtype, index in match.compared)
@@ -196,21 +195,6 @@ def match_ends(
     facts = _facts(dst, match, len(fillings), sources)
     matched = MatchedEnd(dst.rows, fillings, facts, left)
     return match.of([]), matched
-
-
-def _check_ties(match: ModelMatch, sources: Sequence[SourceTensor]) -> None:
-    """Refuse a source with two tensors for what `dst` ties, which may hold different values.
-
-    Raises:
-        LoadError: names both.
-    """
-    numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
-    for key, loaded in match.duplicates.items():
-        if numbers.get(key) != numbers.get(loaded):
-            raise LoadError(
-                f"{key} and {loaded} are one tensor in dst, and two in src: tie them in src, or "
-                f"leave one out by rename={{{key!r}: ''}}"
-            )
 
 
 def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
@@ -231,6 +215,7 @@ def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
 
 def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTensor]) -> SyncReport:
     tensors = dst.tensors
+    numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
     filled = {**match.stored, **match.compared}
     return SyncReport(
         tensors=count,
@@ -243,6 +228,11 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
             if not {*tensors[i].flat_names()}.intersection(candidates(stored.name))
         },
         tied=match.tied,
+        duplicates={
+            key: loaded
+            for key, loaded in match.duplicates.items()
+            if numbers.get(key) != numbers.get(loaded)
+        },
         cast={
             tensors[i].name: f"{dtype_name(stored.dtype)} -> {dtype_name(tensors[i].dtype)}"
             for i, stored in filled.items()
@@ -312,6 +302,7 @@ def joined(ends: Sequence[MatchedEnd], unexpected: str) -> SyncReport:
             kept=list(dict.fromkeys([*first.kept, *facts.kept])),
             renamed={**first.renamed, **facts.renamed},
             tied={**first.tied, **facts.tied},
+            duplicates={**first.duplicates, **facts.duplicates},
             cast={**first.cast, **facts.cast},
             frozen=list(dict.fromkeys([*first.frozen, *facts.frozen])),
             merged={**first.merged, **facts.merged},

@@ -81,7 +81,7 @@ class LocalMemory:
 
     def taken(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
-        into = self.targets[flow.index]
+        into = self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
         if into.shape == box.sizes:
             return into  # all of it
         return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]

@@ -20,7 +20,7 @@ from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
 from anyrank.model.allocate import default_buffer
-from anyrank.model.given_layouts import lay_out
+from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import ModelTensor, find_tensors
@@ -53,12 +53,14 @@ class SourceInfo:
         given: the paths, or "a dict of tensors", or "" for None or an empty dict.
         visible: whether this rank can read it.
         seed: this rank's torch seed.
+        is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
         headers: what it holds, if this rank has read them for all, and they are few bytes.
     """
 
     given: str
     visible: bool
     seed: int
+    is_live: bool = False
     headers: Headers | None = None
 
 
@@ -142,7 +144,7 @@ def look_at_source(
         LoadError: the source cannot be reached.
     """
     info = _look(source)
-    if ranks.index or not info.visible:
+    if ranks.index or not info.visible or info.is_live:
         return info
     try:
         headers = read_headers()
@@ -183,12 +185,14 @@ def plan_load(
     assert listing is not None
     list_own = functools.cache(lambda: list_source(_given(source)))
 
+    if options.layout is not None:
+        tensors = ranks.own("looking at it", lambda: find_tensors(model))
+        apply_layouts({"the model": tensors}, options.layout, ranks)
+
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
         mine = list_own() if isinstance(source, Mapping) and source else listing
-        held = find_tensors(model) if tensors is None else tensors
-        lay_out(held, options.layout, ranks)
-        match = match_model(model, mine, options, held, parts)
+        match = match_model(model, mine, options, tensors, parts)
         return match, _summary(model, match, options, ranks)
 
     match, summaries = ranks.own_and_all("planning the load", match_here)
@@ -270,13 +274,8 @@ def _given(source: Source | None) -> Source:
 def _look(source: Source | None) -> SourceInfo:
     seed = torch.initial_seed()
     if source is None or isinstance(source, Mapping):
-        sharded = [key for key, held in (source or {}).items() if hasattr(held, "placements")]
-        if sharded:
-            raise LoadError(
-                f"{sharded[0]}: is a DTensor, and a source of load() holds whole tensors: call "
-                "anyrank.sync(model, state_dict), which takes shares"
-            )
-        return SourceInfo("a dict of tensors" if source else "", bool(source), seed)
+        is_live = any(hasattr(value, "placements") for value in (source or {}).values())
+        return SourceInfo("a dict of tensors" if source else "", bool(source), seed, is_live)
     several = isinstance(source, Sequence) and not isinstance(source, str)
     paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
     visible = True

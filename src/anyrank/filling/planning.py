@@ -17,9 +17,9 @@ from torch import nn
 
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError
-from anyrank.filling.ends import Described, End, check_values, look, with_ties
-from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan
-from anyrank.model.given_layouts import lay_out, pair_of
+from anyrank.filling.ends import Described, End, Look, check_values, join_ends
+from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
+from anyrank.model.given_layouts import JoinedLayouts, RankLayouts, join_layouts, read_layouts
 from anyrank.model.options import LoadOptions
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
@@ -57,12 +57,16 @@ class KeptPlan:
         where: the ranks, and the machine of each.
         plan: this rank's part.
         described: dst and src, for other ranks.
+        said: what `layout=` said of the tensors of both.
+        joined: what these are parts of.
     """
 
     token: str
     where: tuple[tuple[int, ...], tuple[int, ...]]
     plan: SyncPlan
     described: tuple[Described, Described]
+    said: RankLayouts
+    joined: JoinedLayouts
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,14 @@ class _Told:
     Attributes:
         token: of the plan that serves this rank; empty if there is none.
         new: a token for the plan that is made if they differ; the first rank's counts.
+        has_layout: whether it was given one.
         seed: its torch seed.
-        ends: both of them; None where something is wrong with them.
+        ends: as they are without `layout=`; None where something is wrong with them.
     """
 
     token: str
     new: str
+    has_layout: bool
     seed: int
     ends: EndsSummary | None
 
@@ -117,69 +123,126 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
-    where = ranks.ranks, ranks.nodes
-    ends: list[End] = []
-    problems: list[Exception] = []
+    here = _Here(call, ranks, kept)
 
     def tell() -> _Told:
-        """What is wrong with the ends is raised below, where all ranks raise it."""
-        token, summary = "", None
-        try:
-            ends.extend(_look(call, ranks, kept))
-            if kept is not None and kept.where == where and _is_served(ends, kept):
-                token = kept.token
-            summary = _summary(*ends)
-        except Exception as error:
-            problems.append(error)
-        return _Told(token, uuid.uuid4().hex, torch.initial_seed(), summary)
+        has_layout = call.options.layout is not None
+        token = kept.token if here.is_served() and kept is not None else ""
+        ends = None if has_layout else here.introduce()
+        return _Told(token, uuid.uuid4().hex, has_layout, torch.initial_seed(), ends)
 
     given = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
     told: list[_Told] = same_arguments(ranks, "sync", given, LoadError, call.check, tell)
-    summaries = [each.ends for each in told if each.ends is not None]
-    if len(summaries) < ranks.size:
-        ranks.own("looking at both ends", lambda: _raise_any(problems))
-    dst, src = ends
     token = told[0].token
     if kept is not None and token and all(each.token == token for each in told):
-        return Agreement(kept, dst, src, False, told[0].seed)
-    plan = Planner(summaries, ranks, call.options).plan(dst, src)
-    made = KeptPlan(told[0].new, where, plan, (dst.described, src.described))
-    return Agreement(made, dst, src, True, told[0].seed)
+        return Agreement(kept, *here.both(), False, told[0].seed)
+    ends = [each.ends for each in told if each.ends is not None]
+    made = here.plan(told[0].new, ends, any(each.has_layout for each in told))
+    return Agreement(made, *here.both(), True, told[0].seed)
 
 
-def _look(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
-    """dst and src as this rank has them; those that are as before have digests that are known.
+class _Here:
+    """What this rank has of both ends in one call."""
 
-    Raises:
-        LoadError: tensors that cannot be read or written, or that `layout=` does not fit.
-    """
-    options = call.options
-    into, out_of = pair_of(options.layout)
-    dst = look(call.dst, lay_out=lambda tensors: lay_out(tensors, into, ranks))
-    source = with_ties(call.src)
-    src = look(source, merge=options.merge, lay_out=lambda t: lay_out(t, out_of, ranks))
-    if kept is not None and (dst.described, src.described) == kept.described:
+    def __init__(self, call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> None:
+        self.call, self.ranks, self.kept = call, ranks, kept
+        self.where = ranks.ranks, ranks.nodes
+        self.problem: Exception | None = None
+        self.looks: tuple[Look, Look]
+        self.said: RankLayouts
+        self.joined: JoinedLayouts
+        self.ends: tuple[End, End] | None = None
+
+    def is_served(self) -> bool:
+        """Look at both ends: whether the kept plan is for them as they are now.
+
+        What goes wrong is raised where all ranks look together.
+        """
+        try:
+            return self._look()
+        except Exception as error:
+            self.problem = error
+            return False
+
+    def introduce(self) -> EndsSummary | None:
+        """Both ends for the other ranks, without `layout=`; None if something is wrong."""
+        if self.problem is not None:
+            return None
+        try:
+            if self.ends is None:
+                self._join(JoinedLayouts(self.said.parts, {}))  # of no parts
+            return self._summary()
+        except Exception as error:
+            self.problem = error
+            return None
+
+    def _join(self, joined: JoinedLayouts) -> None:
+        self.joined = joined
+        self.ends = join_ends(self.looks, joined)
+
+    def both(self) -> tuple[End, End]:
+        """dst and src, once they are joined."""
+        assert self.ends is not None
+        return self.ends
+
+    def _summary(self) -> EndsSummary:
+        dst, src = self.both()
+        check_values(src)
+        at = src.described.coordinates, dst.described.coordinates
+        return EndsSummary(src.digest, at[0], dst.digest, at[1])
+
+    def _look(self) -> bool:
+        call, kept = self.call, self.kept
+        options = call.options
+        self.looks = Look(call.dst), Look(call.src, merge=options.merge)
+        ends = {"dst": self.looks[0].tensors, "src": self.looks[1].tensors}
+        self.said = read_layouts(ends, options.layout, self.ranks.rank)
+        if kept is None or (self.where, self.said) != (kept.where, kept.said):
+            return False
+        ends = join_ends(self.looks, kept.joined)
+        if tuple(end.described for end in ends) != kept.described:
+            return False
+        if kept.plan.renamed != renamed_by(kept.plan.renamed, options):
+            return False  # a function answers differently now
         dst, src = (
-            replace(end, described=known)
-            for end, known in zip((dst, src), kept.described, strict=True)
+            replace(end, described=old) for end, old in zip(ends, kept.described, strict=True)
         )
-    return dst, src
+        self.joined, self.ends = kept.joined, (dst, src)  # the digests are known
+        return True
 
+    def plan(self, token: str, ends: Sequence[EndsSummary], has_layout: bool) -> KeptPlan:
+        """A new plan. All ranks.
 
-def _is_served(ends: Sequence[End], kept: KeptPlan) -> bool:
-    """Whether a kept plan is for both ends as they are now."""
-    return all(end.described is known for end, known in zip(ends, kept.described, strict=True))
+        Args:
+            token: of it.
+            ends: of the ranks that have introduced theirs.
+            has_layout: whether any rank was given one.
 
+        Raises:
+            LoadError: as `agree_plan`.
+        """
+        ranks, what = self.ranks, "looking at both ends"
 
-def _summary(dst: End, src: End) -> EndsSummary:
-    check_values(src)
-    at = src.described.coordinates, dst.described.coordinates
-    return EndsSummary(src.digest, at[0], dst.digest, at[1])
+        def say() -> tuple[None, RankLayouts]:
+            if self.problem is not None:
+                raise self.problem
+            return None, self.said
 
+        if has_layout:  # ranks without it take part
+            _, every = ranks.own_and_all("reading layout=", say)
+            joined = join_layouts(self.said, every, ranks)
 
-def _raise_any(problems: Sequence[Exception]) -> None:
-    if problems:
-        raise problems[0]
+            def introduce() -> EndsSummary:
+                self._join(joined)
+                return self._summary()
+
+            ends = ranks.together(what, introduce)
+        elif len(ends) < ranks.size:
+            ranks.own(what, say)  # raises
+        plan = Planner(ends, ranks, self.call.options).plan(*self.both())
+        dst, src = self.both()
+        described = dst.described, src.described
+        return KeptPlan(token, self.where, plan, described, self.said, self.joined)
 
 
 def _check_end(name: str, given: Any) -> None:

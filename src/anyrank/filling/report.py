@@ -35,6 +35,7 @@ class FillReport:
     rebuilt: dict[str, str] = field(default_factory=dict[str, str])
     kept: list[str] = field(default_factory=list[str])
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
     cast: dict[str, str] = field(default_factory=dict[str, str])
     renewed: list[str] = field(default_factory=list[str])
     verified: str = ""
@@ -104,7 +105,6 @@ class LoadReport(FillReport):
         seconds: of the slowest rank.
     """
 
-    duplicates: dict[str, str] = field(default_factory=dict[str, str])
     own_code: list[str] = field(default_factory=list[str])
     own_code_not_run: dict[str, str] = field(default_factory=dict[str, str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
@@ -164,6 +164,7 @@ class SyncReport(FillReport):
         rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
         renamed: tensor of `dst` -> its name in `src`, where the two differ.
         tied: tensor of `dst` -> its other names.
+        duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
         cast: tensor -> "dtype in src -> dtype in dst".
         merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
             values of `src`, each with its scaling.

@@ -74,13 +74,19 @@ def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> Non
 
 
 def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
-    """Compare frozen parts, which are not sent, and have to be equal. All ranks.
+    """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
 
     Raises:
         LoadError: names the tensors; on all ranks.
     """
     compared = [flow for flow in flows if flow.is_compared]
     wrong = differing(compared, places, ranks) if compared else []
+    twins = {flow.name for flow in compared if flow.twin >= 0}
+    if twins.intersection(wrong):
+        raise LoadError(
+            f"{', '.join(name for name in wrong if name in twins)}: one tensor in dst, and "
+            "different values in src: untie them in dst, or tie them in src"
+        )
     if wrong:
         raise LoadError(
             f"{', '.join(wrong[:10])}: frozen in dst, and src holds other values: freeze the part "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -57,36 +57,42 @@ def check_memory(
     filled: Mapping[int, torch.Tensor],
     sources: Mapping[int, SourceMemory],
 ) -> None:
-    """Refuse memory that is filled, and that others are filled from.
-
-    A tensor that is filled by itself, element for element, is allowed.
+    """Refuse memory that is filled, and of which another tensor has a part in another way: the same
+    elements in the same order are one tensor in two objects.
 
     Args:
         tensors: of the model.
         stored: tensor -> what fills it.
-        filled: memory of the real ones that are filled, by position.
+        filled: memory of the real ones that are filled, by position; {} where they are all filled
+            apart, and put in place when everything has been read.
         sources: this rank's tensors that others are filled from, by the number that `Chunk.file`
             counts.
 
     Raises:
-        LoadError: names the tensor.
+        LoadError: names the two tensors.
     """
-    held = {_storage(source.memory) for source in sources.values() if source.memory.numel()}
-    for index, memory in filled.items():
-        if not memory.numel() or _storage(memory) not in held:
-            continue
-        number = stored[index].chunks[0].file
-        source = sources.get(number)
-        if source is None or not _is_itself(tensors[index], memory, stored[index], number, source):
-            raise LoadError(
-                f"{tensors[index].name}: has memory of the source, which it is not filled from as "
-                "it is, so it would be written to before that is read: give dst memory of its own "
-                "(copy.deepcopy, .clone())"
-            )
-
-
-def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    targets, givers = list(filled.items()), list(sources.items())
+    memory = [*filled.values(), *(source.memory for source in sources.values())]
+    for one, other in _touching(memory):
+        if one >= len(targets):
+            continue  # sources are only read
+        index, mine = targets[one]
+        if other < len(targets):
+            second, others = targets[other]
+            if not _is_same_memory(mine, others):
+                raise LoadError(
+                    f"{tensors[index].name} and {tensors[second].name} of dst share a part of "
+                    "their memory, or lie between each other's elements, and are filled one after "
+                    "the other: leave out one of them, or give it memory of its own (.clone())"
+                )
+        else:
+            number, source = givers[other - len(targets)]
+            if not _is_itself(tensors[index], mine, stored[index], number, source):
+                raise LoadError(
+                    f"{tensors[index].name}: has memory of {source.held.name} in the source, which "
+                    "it is not filled from as it is, so it would be written to before that is "
+                    "read: give dst memory of its own (copy.deepcopy, .clone())"
+                )
 
 
 def _is_itself(
@@ -107,14 +113,34 @@ def _is_itself(
         and first.strides == source.strides
         and (target.shape, target.layout, target.coordinate)
         == (held.shape, held.layout, held.coordinate)
-        and (memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
-        == (
-            source.memory.data_ptr(),
-            source.memory.shape,
-            source.memory.stride(),
-            source.memory.dtype,
-        )
+        and _is_same_memory(memory, source.memory)
     )
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+
+
+def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs, in the order given, of which neither ends before the other starts in memory."""
+    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            start, size = tensor.data_ptr(), tensor.element_size()
+            span = (start, start + (_last(tensor) - _first(tensor) + 1) * size, number)
+            by_device.setdefault(tensor.device, []).append(span)
+    for spans in by_device.values():
+        opened: list[tuple[int, int, int]] = []
+        for span in sorted(spans):
+            opened = [each for each in opened if each[1] > span[0]]
+            for *_, number in opened:
+                yield min(number, span[2]), max(number, span[2])
+            opened.append(span)
 
 
 def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +23,11 @@ GivenLayout: TypeAlias = "Mapping[str, One] | Callable[[str], One | None] | None
 """What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
 
 The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
-the ranks hold of the sharded dim, if that is not equal chunks: for each place on the mesh
+the ranks hold of the sharded dim, if that is not torch's even chunks: for each place on the mesh
 axis its (start, length) pairs, in the order in which they lie in the part.
 """
-Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for both ends, or a pair
-
-log = logging.getLogger("anyrank.load")
+Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for all ends, or one for each
+Shape: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,55 @@ class RankMesh:
         index = self.ranks.index(rank)
         steps = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         return tuple(index // step % size for step, size in zip(steps, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank holds of a tensor: its shape, and where that is."""
+
+    name: str
+    mesh: RankMesh
+    layout: Layout
+    at: tuple[int, ...] | None
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayouts:
+    """What one rank's `layout=` says of its tensors; equal where it says the same.
+
+    Attributes:
+        parts: of each end, by position of the tensor.
+        used: each end, with the names and patterns that a tensor of it has.
+        asked: the ends of which one is to have such a tensor, with each name and pattern.
+    """
+
+    parts: dict[str, dict[int, _Part]]
+    used: set[tuple[str, str]]
+    asked: set[tuple[tuple[str, ...], str]]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLayouts:
+    """What this rank's parts are parts of: of each end, by position of the tensor."""
+
+    parts: dict[str, dict[int, _Part]]
+    shapes: dict[str, dict[int, Shape]]
+
+    def apply(self, ends: Mapping[str, Sequence[ModelTensor]]) -> dict[str, dict[int, RankMesh]]:
+        """Say so of the tensors, which are changed in place.
+
+        Returns:
+            Of each end, position of a tensor -> its mesh; of equal ones, the same object.
+        """
+        meshes: dict[str, dict[int, RankMesh]] = {}
+        for end, parts in self.parts.items():
+            for index, part in parts.items():
+                tensor = ends[end][index]
+                tensor.layout, tensor.coordinate = part.layout, part.at
+                tensor.shape = self.shapes[end][index]
+            meshes[end] = {index: part.mesh for index, part in parts.items()}
+        return meshes
 
 
 def check_layout(given: object) -> None:
@@ -132,83 +179,114 @@ def _with_intervals(
     )
 
 
-def lay_out(
-    tensors: Sequence[ModelTensor], given: GivenLayout, ranks: Ranks
-) -> dict[int, RankMesh]:
-    """Make plain tensors parts of a whole, as `layout=` says. Each rank by itself.
+def apply_layouts(
+    ends: Mapping[str, list[ModelTensor]], given: Layouts, ranks: Ranks
+) -> dict[str, dict[int, RankMesh]]:
+    """Make plain tensors parts of a whole, as `layout=` says. All ranks.
 
-    Parts are equal, or say their intervals, so that a rank knows the whole from its own part; that
-    all ranks know the same whole is compared where their models are.
+    The whole's shape is what its parts add up to, and every part has to be the one that the layout
+    gives its rank: no element is there twice on one axis, and none is missing.
 
     Args:
-        tensors: of a model, which are changed in place; DTensors keep their own layout.
-        given: the layouts on this rank.
+        ends: the tensors of each model, which are changed in place, by what messages call it.
+        given: the layouts on this rank; DTensors keep their own.
         ranks: of the call.
 
     Returns:
-        Position of a tensor -> its mesh.
+        Of each model, position of a tensor -> its mesh.
 
     Raises:
-        LoadError: a tensor that has no such dim, is outside of its mesh, or is not the part that
-            the intervals say; a mesh with other ranks than the call's; no name or pattern that a
-            tensor has; a function failed.
+        LoadError: parts that do not make a whole; a name or pattern that no tensor has on any rank
+            that gives it.
+    """
+
+    def read() -> tuple[RankLayouts, RankLayouts]:
+        said = read_layouts(ends, given, ranks.rank)
+        return said, said
+
+    said, every = ranks.own_and_all("reading layout=", read)
+    return join_layouts(said, every, ranks).apply(ends)
+
+
+def join_layouts(said: RankLayouts, every: Sequence[RankLayouts], ranks: Ranks) -> JoinedLayouts:
+    """The wholes, from what each rank says of its parts. All ranks.
+
+    Raises:
+        LoadError: as `apply_layouts`.
+    """
+    by_rank = dict(zip(ranks.ranks, every, strict=True))
+    what = "joining the parts of layout="
+    return JoinedLayouts(said.parts, ranks.own(what, lambda: _join(said, by_rank)))
+
+
+def read_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> RankLayouts:
+    """What this rank's `layout=` says of its tensors.
+
+    Raises:
+        LoadError: of a tensor that has no such dim, or is outside of its mesh; a function failed.
         TypeError, ValueError: a function gave no layout.
     """
-    found = _chosen(tensors, given)
-    for index, mesh, layout in found:
-        _lay_out(tensors[index], mesh, layout, ranks)
-    return {index: mesh for index, mesh, _ in found}
+    alike = not isinstance(given, tuple)
+    if not alike and len(given) != len(ends):
+        raise WrongType(
+            f"layout= is a tuple of {len(given)}: give one for each of {', '.join(ends)}"
+        )
+    layouts = dict(zip(ends, (given,) * len(ends) if alike else given, strict=True))
+    said = RankLayouts({}, set(), set())
+    for end, tensors in ends.items():
+        layout = layouts[end]
+        found, used = _chosen(tensors, layout)
+        parts: dict[int, _Part] = {}
+        for index, mesh, rules in found:
+            name, held = tensors[index].name, tensors[index].tensor
+            cut = [rule.dim for rule in rules.placements if rule.kind == "shard"]
+            wrong = [dim for dim in cut if not 0 <= dim < held.dim()]
+            if wrong:
+                raise LoadError(
+                    f"{name}: layout= shards dim {wrong[0]} of a tensor of {held.dim()} dims: "
+                    "count dims from 0"
+                )
+            at = mesh.coordinate(rank)
+            if at is None and held.numel():
+                raise LoadError(
+                    f"{name}: rank {rank} holds {list(held.shape)}, and is not in the mesh of its "
+                    f"layout=, whose ranks are {list(mesh.ranks)}"
+                )
+            parts[index] = _Part(name, mesh, rules, at, tuple(held.shape))
+        said.parts[end] = parts
+        said.used.update((end, key) for key in used)
+        asked = layout if isinstance(layout, Mapping) else ()
+        said.asked.update((tuple(ends) if alike else (end,), key) for key in asked)
+    return said
 
 
-def pair_of(given: Layouts) -> tuple[GivenLayout, GivenLayout]:
-    """The layouts of `dst` and `src`.
+def _join(said: RankLayouts, every: Mapping[int, RankLayouts]) -> dict[str, dict[int, Shape]]:
+    """Of each end, position of a tensor of this rank -> the shape of the whole it is a part of.
 
     Raises:
-        TypeError: a tuple that is no pair.
+        LoadError: as `apply_layouts`.
     """
-    if not isinstance(given, tuple):
-        return given, given
-    if len(given) != 2:
-        raise WrongType(f"layout= is a tuple of {len(given)}: give one for each of dst, src")
-    return given
-
-
-def _lay_out(tensor: ModelTensor, mesh: RankMesh, layout: Layout, ranks: Ranks) -> None:
-    """Say of one tensor what it is a part of.
-
-    Raises:
-        LoadError: as `lay_out`.
-    """
-    name, held = tensor.name, tensor.tensor
-    at = mesh.coordinate(ranks.rank)
-    if at is None:
+    used: set[tuple[str, str]] = set().union(*(each.used for each in every.values()))
+    asked = {asked for each in every.values() for asked in each.asked}
+    unused = sorted(
+        (ends, key) for ends, key in asked if not used.intersection((end, key) for end in ends)
+    )
+    if unused:
+        ends = unused[0][0]
+        keys = ", ".join([key for among, key in unused if among == ends][:10])
         raise LoadError(
-            f"{name}: rank {ranks.rank} holds {list(held.shape)}, and is not in the mesh of its "
-            f"layout=, whose ranks are {list(mesh.ranks)}"
+            f"layout= names {keys}, which no tensor of {' or '.join(ends)} has on any rank that "
+            "gives it"
         )
-    absent = sorted({*mesh.ranks}.difference(ranks.ranks))
-    if absent:
-        raise LoadError(f"{name}: its layout= has rank {absent[0]} in its mesh, which has no part")
-    shape = list(held.shape)
-    for axis, rule in enumerate(layout.placements):
-        if rule.kind != "shard":
-            continue
-        if not 0 <= rule.dim < len(shape):
-            raise LoadError(
-                f"{name}: layout= shards dim {rule.dim} of a tensor of {len(shape)} dims: "
-                "count dims from 0"
-            )
-        if isinstance(rule, IntervalShard):
-            shape[rule.dim] = sum(size for part in rule.intervals for _, size in part)
-        else:
-            shape[rule.dim] *= mesh.shape[axis]
-    expected = local_shape(shape, layout, at)
-    if tuple(held.shape) != expected:
-        raise LoadError(
-            f"{name}: rank {ranks.rank} holds {list(held.shape)}, and its part of {shape} by "
-            f"layout= is {list(expected)}: there is a hole or an overlap"
-        )
-    tensor.layout, tensor.coordinate, tensor.shape = layout, at, tuple(shape)
+    shapes: dict[str, dict[int, Shape]] = {}
+    for end, parts in said.parts.items():
+        named = {r: {part.name: part for part in s.parts[end].values()} for r, s in every.items()}
+        shapes[end] = {}
+        for index, part in parts.items():
+            inside = {*part.mesh.ranks}
+            held = {r: named[r][part.name] for r in named if r in inside and part.name in named[r]}
+            shapes[end][index] = _whole(part.name, part.layout, held, inside)
+    return shapes
 
 
 def _answer(given: Callable[[str], Any], name: str) -> Any:
@@ -221,17 +299,18 @@ def _answer(given: Callable[[str], Any], name: str) -> Any:
 
 def _chosen(
     tensors: Sequence[ModelTensor], given: GivenLayout
-) -> list[tuple[int, RankMesh, Layout]]:
-    """Position, mesh and layout of each plain tensor that has one."""
+) -> tuple[list[tuple[int, RankMesh, Layout]], set[str]]:
+    """Position, mesh and layout of each plain tensor that has one; the keys that tensors have."""
     found: list[tuple[int, RankMesh, Layout]] = []
-    if not given:
-        return found
+    used: set[str] = set()
+    if given is None:
+        return found, used
+    meshes: dict[RankMesh, RankMesh] = {}
     known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
     table: Mapping[str, One] = given if isinstance(given, Mapping) else {}
     patterns = [
         (key, re.compile(fnmatch.translate(key)).match) for key in table if {*key} & {*"*?["}
     ]
-    used: set[str] = set()
     for index, tensor in enumerate(tensors):
         # Also those without the `module.` of a wrapper that is not torch's own, as AveragedModel.
         every = (name for raw in tensor.flat_names() for name in candidates(raw))
@@ -248,14 +327,39 @@ def _chosen(
             continue
         if id(value) not in known:
             mesh, rules = _checked(tensor.name, value)
-            known[id(value)] = value, mesh, Layout(mesh.shape, rules)
+            known[id(value)] = value, meshes.setdefault(mesh, mesh), Layout(mesh.shape, rules)
         found.append((index, *known[id(value)][1:]))
-    unused = ", ".join([key for key in table if key not in used][:10])
-    if unused and tensors and not used:
-        raise LoadError(
-            f"layout= names {unused}, which no tensor here has: give it to the ranks that have "
-            "them, and sync a pair of layouts where one end has none"
-        )
-    if unused and tensors:  # ranks of a pipeline, and both ends, may share one dict
-        log.warning("layout= names %s, which no tensor here has", unused)
-    return found
+    return found, used
+
+
+def _whole(
+    name: str, layout: Layout, held: Mapping[int, _Part], inside: set[int]
+) -> tuple[int, ...]:
+    """The shape of the tensor whose parts the ranks hold.
+
+    Raises:
+        LoadError: a part is missing, or is not the one that the layout gives its rank.
+    """
+    absent = sorted(inside.difference(held))
+    if absent:
+        raise LoadError(f"{name}: its layout= has rank {absent[0]} in its mesh, which has no part")
+    if any(part.layout != layout for part in held.values()):
+        raise LoadError(f"{name}: ranks were given different layout= for it: give all the same")
+    first = next(iter(held.values()))
+    shape = list(first.shape)
+    for dim in range(len(shape)):
+        axes = [a for a, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim]
+        sizes = {
+            tuple(part.at[axis] for axis in axes): part.shape[dim]
+            for part in held.values()
+            if part.at is not None and len(part.shape) > dim
+        }
+        shape[dim] = sum(sizes.values()) if axes else shape[dim]
+    for rank, part in held.items():
+        expected = local_shape(shape, layout, part.at)
+        if part.shape != expected:
+            raise LoadError(
+                f"{name}: rank {rank} holds {list(part.shape)}, and its part of {shape} by layout= "
+                f"is {list(expected)}: there is a hole or an overlap"
+            )
+    return tuple(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ class ModelMatch:
     Attributes:
         tensors: every tensor of the model; the numbers below are positions in it.
         listing: the source under the model's names, with the sources of frozen parts.
-        own_code: code of modules that load_state_dict would have run.
         stored: tensor -> its bytes.
         compared: tensor of a frozen part -> bytes that must be what the tensor holds in the end.
         initialise: tensors that a rule fills.
@@ -61,20 +60,21 @@ class ModelMatch:
         duplicates: keys of a tied tensor's other ends -> the key that is loaded.
         ignored: unexpected keys that need no tensor; `_ignorable` says which.
         frozen: frozen parts -> the source of their own that fills them.
+        own_code: code of modules that load_state_dict would have run.
     """
 
     tensors: list[ModelTensor]
     listing: Listing
+    stored: dict[int, StoredTensor]
+    compared: dict[int, StoredTensor]
+    initialise: list[int]
+    keep: list[int]
+    missing: list[str]
+    unexpected: list[str]
+    duplicates: dict[str, str]
+    ignored: list[str]
+    frozen: dict[str, str]
     own_code: OwnCode
-    stored: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
-    compared: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
-    initialise: list[int] = field(default_factory=list[int])
-    keep: list[int] = field(default_factory=list[int])
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-    duplicates: dict[str, str] = field(default_factory=dict[str, str])
-    ignored: list[str] = field(default_factory=list[str])
-    frozen: dict[str, str] = field(default_factory=dict[str, str])
 
     def of(self, tensors: list[ModelTensor]) -> ModelMatch:
         """The same match of a model with the same tensors, or of none."""
@@ -178,8 +178,20 @@ def match_model(
 def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
     """A match without a source: rules fill some of the tensors, and the others stay as they are."""
     nothing = Listing("initial values", (), {})
-    own_code = OwnCode([], nothing, renamer(None))
-    return ModelMatch(tensors, nothing, own_code, initialise=initialise)
+    return ModelMatch(
+        tensors=tensors,
+        listing=nothing,
+        stored={},
+        compared={},
+        initialise=initialise,
+        keep=[],
+        missing=[],
+        unexpected=[],
+        duplicates={},
+        ignored=[],
+        frozen={},
+        own_code=OwnCode([], nothing, renamer(None)),
+    )
 
 
 def _tied_to(filled: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:

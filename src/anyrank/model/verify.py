@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 from anyrank.errors import LoadError
+from anyrank.files.checksums import compared, mismatches
 from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
@@ -13,6 +14,26 @@ from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.sharded_tensor import Described
 from anyrank.world.ranks import Ranks
+
+
+def check_files(listing: Listing, number: int, count: int, check: Callable[[], None]) -> list[str]:
+    """Compare this rank's part of the files with the checksums that came with them.
+
+    Args:
+        listing: the source.
+        number: which of `count` equal parts of the work to do.
+        count: how many ranks share the work.
+        check: called between blocks; raises to stop early.
+
+    Returns:
+        What was compared, in words.
+
+    Raises:
+        LoadError: a checksum differs; names the file, and the record where the format knows it.
+    """
+    for path, what in mismatches(listing, number, count, check):
+        raise LoadError(f"{path}: {what}")
+    return compared(listing)
 
 
 def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:

@@ -1,11 +1,11 @@
-"""`TrainState(layout=)`: plain tensors that are parts, read when a run is opened."""
+"""`TrainState(layout=)`: plain tensors that are parts, agreed on when a run is opened."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.model.given_layouts import GivenLayout, RankMesh, lay_out
+from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.modules import in_part
 from anyrank.steps.loader import ElasticLoader
@@ -20,14 +20,18 @@ class GivenParts:
 
     Args:
         layout: as it was given; may be None on some ranks.
+
+    Attributes:
+        is_used: whether any rank gave one; the same on all.
     """
 
     def __init__(self, layout: GivenLayout) -> None:
         self.layout = layout
+        self.is_used = False
         self._known: dict[str, ModelTensor] = {}
 
     def agree(self, find: Callable[[], Modules], data: object, ranks: Ranks) -> None:
-        """Read the layouts. All ranks.
+        """Compare the parts over the ranks. All ranks.
 
         Args:
             find: the tensors of each module.
@@ -35,23 +39,24 @@ class GivenParts:
             ranks: that save and resume together.
 
         Raises:
-            CheckpointError: parts that do not fit, or whose gradients would be averaged.
+            CheckpointError: parts that make no whole, or whose gradients would be averaged.
         """
         self._known = {}
-        if not ranks.any(self.layout is not None, "reading layout="):
+        self.is_used = ranks.any(self.layout is not None, "reading layout=")
+        if not self.is_used:
             return
 
-        def look() -> dict[str, ModelTensor]:
-            tensors = [in_part(part, tensor) for part, held in find().items() for tensor in held]
-            meshes = lay_out(tensors, self.layout, ranks)
-            parts = [(tensors[index], mesh) for index, mesh in meshes.items()]
-            _check_data(parts, data)
-            return {held.name: held for held, _ in parts}
+        def look() -> list[ModelTensor]:
+            return [in_part(part, tensor) for part, held in find().items() for tensor in held]
 
         try:
-            self._known = ranks.own("reading layout=", look)
+            tensors = ranks.own("looking at the state", look)
+            meshes = apply_layouts({"the model": tensors}, self.layout, ranks)
         except LoadError as error:
             raise CheckpointError(str(error), causes=error.causes) from error
+        parts = {index: (tensors[index], mesh) for index, mesh in meshes["the model"].items()}
+        ranks.together("comparing layout= with the data", lambda: _check_data(parts.values(), data))
+        self._known = {held.name: held for held, _ in parts.values()}
 
     def apply(self, found: Modules) -> None:
         """Say of each part what it is a part of.

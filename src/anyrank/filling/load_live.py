@@ -1,0 +1,54 @@
+"""A load from a dict of sharded tensors, which is a sync: no rank has all bytes of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.filling.live import execute_sync
+from anyrank.filling.planning import SyncCall, agree_plan
+from anyrank.filling.report import FillReport, LoadReport
+from anyrank.model.match import LIVE
+from anyrank.model.memory_meter import Meter
+from anyrank.model.options import LoadOptions
+from anyrank.model.own_code import NOT_RUN, OwnCode
+from anyrank.model.tensors import find_places
+from anyrank.tensors.names import renamer
+from anyrank.world.ranks import Ranks
+
+
+def load_live(
+    model: nn.Module, source: object, options: LoadOptions, ranks: Ranks, meter: Meter
+) -> LoadReport:
+    """Load from tensors that lie on several ranks. All ranks.
+
+    Raises:
+        LoadError: as `anyrank.load`.
+    """
+    given: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    tensors = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
+    }
+    if options.layout is not None:  # it is of the model; sharded tensors know theirs
+        options = replace(options, layout=(options.layout, None))
+    call = SyncCall(model, tensors, options, atomic=False)
+    done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
+    own_code = OwnCode(find_places(model), Listing(LIVE, (), {}), renamer(options.rename))
+    skipped = [f"{key}: not a tensor of the model" for key in given if key not in tensors]
+    shared: dict[str, Any] = {each.name: getattr(done, each.name) for each in fields(FillReport)}
+    return LoadReport(
+        **shared,
+        own_code_not_run=dict.fromkeys(own_code.modules, NOT_RUN),
+        format="sharded tensors in memory",
+        strategy="sync",
+        reason="no rank has all bytes of the source",
+        skipped=sorted(set().union(*ranks.gather(skipped, "naming what was skipped"))),
+        bytes_read=done.bytes_copied,
+    )
