@@ -34,22 +34,23 @@ class Zero(torch.optim.SGD):
                 }
 
 
-def zero() -> tuple[nn.Module, Zero]:
+def zero(has_state: bool) -> tuple[nn.Module, Zero]:
     torch.manual_seed(0)
     net = nn.Linear(4, ROWS)
     optimizer = Zero(net.parameters(), lr=0.1)
-    optimizer.make_state()
+    if has_state:
+        optimizer.make_state()
     return net, optimizer
 
 
 def job_save(path: str) -> None:
-    net, optimizer = zero()
+    net, optimizer = zero(has_state=True)
     save(path, anyrank.TrainState(net, optimizer))
 
 
-def job_resume(path: str) -> list[tuple[int, list[float]]]:
+def job_resume(path: str, has_state: bool) -> list[tuple[int, list[float]]]:
     """What this rank holds of each moment, and the whole."""
-    net, optimizer = zero()
+    net, optimizer = zero(has_state)
     for state in optimizer.state.values():
         state["moment"].to_local().zero_()
     resume(path, anyrank.TrainState(net, optimizer))
@@ -63,12 +64,13 @@ def job_resume(path: str) -> list[tuple[int, list[float]]]:
     return found
 
 
+@pytest.mark.parametrize("has_state", [False, True], ids=["saved layout", "own layout"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_dtensor_of_a_plain_parameter_comes_back_as_each_ranks_share(
-    tmp_path: Path, world: int
+    tmp_path: Path, has_state: bool, world: int
 ) -> None:
     run_ranks(2, job_save, str(tmp_path))
-    answers = run_ranks(world, job_resume, str(tmp_path))
+    answers = run_ranks(world, job_resume, str(tmp_path), has_state)
     wholes = [[float(n) for n in range(ROWS * 4)], [float(n) + 1 for n in range(ROWS)]]
     for found in answers:
         assert [whole for _, whole in found] == wholes

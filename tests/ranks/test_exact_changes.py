@@ -1,4 +1,4 @@
-"""exact=True: what changes a model within the loop is refused."""
+"""exact=True: what changes a model within the loop, or lies outside of it, is refused."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def rows() -> torch.Tensor:
     return torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 
 
-def attempt(model: Any, between: Callable[[], Any] = lambda: None) -> str:
-    """The error of a run of three steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def attempt(model: Any, parameters: Any = (), between: Callable[[], Any] = lambda: None) -> str:
+    """The error of a run of three steps, of a loss with a factor that may be a parameter."""
+    factor = next(iter(parameters), 1.0)
+    optimizer = torch.optim.SGD([*model.parameters(), *parameters], lr=0.1)
     loader = anyrank.ElasticLoader(rows(), global_batch=8, microbatch=2, exact=True)
     try:
         for step in loader:
             for batch in step.microbatches(model):
-                step.backward(model(batch).square().mean())
+                step.backward((model(batch) * factor).square().mean())
             optimizer.step()
             optimizer.zero_grad()
             between()
@@ -71,12 +72,15 @@ def job_refused() -> dict[str, str]:
     affine = nn.BatchNorm1d(6, momentum=None)
     affine.num_batches_tracked = None  # no version counts its statistics
     late = nn.Sequential(nn.Linear(6, 6), affine.eval())
+    sharded: Any = fully_shard(nn.Linear(6, 2))
     return {
         "max_norm": attempt(DistributedDataParallel(Tokens())),
         "forward": attempt(DistributedDataParallel(Scaling())),
         "hook": attempt(DistributedDataParallel(stepping(nn.Linear(6, 2)))),
         "train": attempt(DistributedDataParallel(frozen), between=frozen.train),
         "statistics": attempt(late, between=late.train),
+        "outside": attempt(nn.Linear(6, 2), [nn.Parameter(torch.ones(1))]),
+        "hooked": attempt(stepping(sharded)),
         "broadcast": attempt(DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), Buffered()))),
     }
 
@@ -92,16 +96,18 @@ class Buffered(nn.Module):
         return x * self.scale.nan_to_num(2.0)[0]
 
 
-def test_changes_within_the_loop_are_refused_on_all_ranks() -> None:
+def test_changes_within_the_loop_and_gradients_outside_of_it_are_refused_on_all_ranks() -> None:
     for found in (*run_ranks(1, job_refused), *run_ranks(2, job_refused)):
         assert "step 0: exact=True: " in found["max_norm"]
-        assert "changes ['module.table.weight']" in found["max_norm"]
+        assert "table is an Embedding with max_norm" in found["max_norm"]
         assert "step 0: exact=True: the loop over microbatches() changes [" in found["forward"]
         assert "inner.weight" in found["forward"]
         assert "changes ['module.bias', 'module.weight']" in found["hook"]
         assert "step 1: exact=True: the loop over microbatches() changes [" in found["train"]
         assert "step 1: exact=True: " in found["statistics"]
         assert "1.running_mean" in found["statistics"]
+        assert "parameter 2 of group 0 of the optimizer, of shape [1]," in found["outside"]
+        assert "step 0: exact=True: weight has a gradient hook" in found["hooked"]
         assert found["broadcast"] == "no error"
 
 

@@ -45,7 +45,7 @@ CHANGES: dict[str, Change] = {
     ),
     "unscaled": lambda step, net: scaled(net, 2.0**-16),
     "a constant": lambda step, net: scaled(net, 0.1),
-    "replaced": lambda step, net: setattr(net[0].weight, "grad", net[0].weight.grad * 3),
+    "replaced": lambda step, net: setattr(net[1].bias, "grad", net[1].bias.grad * 3),
 }
 
 
@@ -90,6 +90,7 @@ def test_changed_gradients_are_noted_once() -> None:
         ([1.0, -3.0, 0.0], [0.3, -0.9, 0.0], False),
         ([1.0, float("inf")], [1.0, float("nan")], True),  # what overflows shows nothing
         ([0.0, 0.0], [0.0, 0.0], True),
+        ([1.0, 1.0], [1.0], False),
     ],
 )
 def test_a_power_of_two_keeps_all_bits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_st
     assert first == second
     assert "AdamW(fused=True) steps sharded parameters, and its kernel" in first["fused"]
     assert "Adafactor steps sharded parameters, and its means run over rows" in first["factored"]
-    assert "Lion steps sharded parameters of torch.float32, and is not proved" in first["unknown"]
+    assert "Lion steps sharded parameters, and is not proved" in first["unknown"]
     assert first["unknown"].count("exact=True") == 1, "noted again"
     assert first["adam"] == ""
 
@@ -148,7 +149,7 @@ def job_by_kind() -> dict[str, str]:
         "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
         "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=2),
     }
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         for name, make in makers.items():
             torch.manual_seed(0)
             net: Any = fully_shard(nn.Linear(7, 5, dtype=dtype))
@@ -172,12 +173,35 @@ def job_by_kind() -> dict[str, str]:
 def test_an_optimizer_is_refused_for_the_dtypes_that_it_steps_by_shard() -> None:
     found = digests_on((3,), job_by_kind)
     trained = {key for key, text in found.items() if not text.startswith("exact=True")}
-    assert trained == {"SGD float32", "AdamW float32", "AdamW bfloat16"}
-    for kind in ("float32", "bfloat16"):
+    assert trained == {"SGD float32", "AdamW float32", "AdamW bfloat16", "SGD complex64"}
+    for kind in ("float32", "bfloat16", "complex64"):
         assert "LBFGS steps sharded parameters, and its dot products" in found[f"LBFGS {kind}"]
     rounded = found["SGD bfloat16"]
-    assert "its kernel rounds elements of torch.bfloat16 at the end of a shard" in rounded
+    assert "SGD gives an element of torch.bfloat16 other bits" in rounded
     assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo" in rounded
+    assert "AdamW steps a sharded parameter of torch.complex64" in found["AdamW complex64"]
+    assert "call torch.view_as_complex in the forward" in found["AdamW complex64"]
+
+
+def job_warned() -> list[str]:
+    """What TrainState says of complex parameters, by optimizer and wrapper."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("anyrank.state").addHandler(handler)
+    for make in (torch.optim.AdamW, torch.optim.SGD):
+        for dtype in (torch.complex64, torch.float32):
+            for wrap in (fully_shard, nn.Sequential):
+                net: Any = wrap(nn.Linear(7, 5, dtype=dtype))
+                anyrank.TrainState(net, make(net.parameters(), lr=0.1))
+    return [record.getMessage() for record in records]
+
+
+def test_a_sharded_complex_parameter_is_warned_of_without_exact() -> None:
+    (text,), others = run_ranks(2, job_warned)
+    assert text.startswith("optimizer: group 0 has complex parameters that are sharded, of shape [")
+    assert others == []
+    assert run_ranks(1, job_warned) == [[]]  # where the view is none of a copy
 
 
 def job_all_infinite() -> list[Any]:

@@ -211,7 +211,7 @@ def job_adversaries(kind: str) -> str:
 
 
 def job_left_unsynced(kind: str) -> str:
-    """FSDP2 units that were left without gradient exchange."""
+    """FSDP2 units that were left without gradient exchange, and must be left so again."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     if kind == "fsdp":
@@ -226,6 +226,10 @@ def job_left_unsynced(kind: str) -> str:
             step.backward(net(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+    if kind == "fsdp":
+        net(rows).sum().backward()
+        assert net[0].weight.grad is None
+        assert net[2].weight.grad is not None
     return sha256(net, optimizer)
 
 
@@ -318,6 +322,9 @@ def job_refused() -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
 
     attempt(DistributedDataParallel(nn.Linear(4, 1), static_graph=True))
+    hooked = DistributedDataParallel(nn.Linear(4, 1))
+    hooked.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type]
+    attempt(hooked)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel = parallelize_module(nn.Linear(4, 2), mesh["tp"], ColwiseParallel())
     attempt(tensor_parallel, process_group=mesh["dp"].get_group())
@@ -338,8 +345,9 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
     for found in (first, second):
         texts = (
             "static_graph=True",
+            "communication hook",
             "tensor parallelism adds up",
-            "or FSDP2 that shards over one axis of a mesh",
+            "is only replicated over",
             "more than once in a microbatch",
             "threads= differs between ranks",
         )

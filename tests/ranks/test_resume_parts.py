@@ -142,8 +142,12 @@ def job_wrong(path: str, change: str) -> str:
         given["bias"] = ([0], [Shard(0)])
     elif change == "unused":
         given["biass"] = given["bias"]
-    elif change == "averaged":
-        data = anyrank.ElasticLoader(torch.zeros(8, 1), global_batch=4, microbatch=2)
+    elif change in ("averaged", "exact"):
+        group = None if change == "averaged" else anyrank.ALONE
+        exact = change == "exact"
+        data = anyrank.ElasticLoader(
+            torch.zeros(8, 1), global_batch=4, microbatch=2, process_group=group, exact=exact
+        )
     model = Parts(rank, 2)
     fill(model, 7, rank, 2)
     if change == "replica" and rank:
@@ -163,6 +167,7 @@ def job_wrong(path: str, change: str) -> str:
         ("outside", "model.bias: rank 1 holds [3], and is not in the mesh"),
         ("unused", "layout= names biass, which no tensor of the model has"),
         ("averaged", "model.embed: rank 1 holds another part of it by layout=, and the loader"),
+        ("exact", "exact=True: model.embed is sharded over ranks [0, 1] by layout="),
         ("replica", "model.norm.weight: ranks [0] unlike ranks [1]"),
     ],
 )
@@ -171,6 +176,25 @@ def test_what_is_no_layout_of_the_state_is_refused(tmp_path: Path, change: str, 
     assert first == second
     assert words in first, first
     assert not list(tmp_path.glob("step-*"))
+
+
+def job_reshaped(path: str) -> str:
+    rank = dist.get_rank()
+    model = Parts(rank, 2)
+    state = anyrank.TrainState(model, layout=layouts([0, 1], 2))
+    with anyrank.Checkpoints(path, state) as ckpts:
+        ckpts.save()
+        ckpts.step_done()
+        model.bias = nn.Parameter(torch.zeros(5))
+        with pytest.raises(anyrank.CheckpointError) as caught:
+            ckpts.save()
+        model.bias = nn.Parameter(torch.zeros(4 - rank))
+    return str(caught.value)
+
+
+def test_a_part_that_changed_its_shape_is_refused(tmp_path: Path) -> None:
+    text = run_ranks(2, job_reshaped, str(tmp_path))[0]
+    assert "model.bias: is [5] here, and was [4] when its layout= was read" in text
 
 
 def job_adopt(path: str, source: str) -> Found:

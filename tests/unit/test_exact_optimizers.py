@@ -57,8 +57,12 @@ def is_same_when_cut(
 ) -> bool:
     """Whether the pieces of a tensor get the bits of the whole tensor, of any shape."""
     generator = torch.Generator().manual_seed(0)
+    drawn = torch.complex64 if dtype.is_complex else torch.float32
     for shape in SHAPES:
-        terms = [torch.randn(shape, generator=generator).to(dtype) for _ in range(1 + NUM_STEPS)]
+        terms = [
+            torch.randn(shape, generator=generator, dtype=drawn).to(dtype)
+            for _ in range(1 + NUM_STEPS)
+        ]
         one = train(kind, options, terms, 1)
         for number in CUTS:
             if not all(map(torch.equal, one, train(kind, options, terms, number))):
@@ -71,6 +75,7 @@ def proved_cases() -> list[Any]:
     for kind, row in PROVED.items():
         dtypes = [torch.float32, torch.float64]
         dtypes += [torch.bfloat16, torch.float16] if row.low else []
+        dtypes += [torch.complex64] if row.is_complex else []
         modes: list[dict[str, Any]] = [{"foreach": True}, {"foreach": False}]
         for dtype in dtypes:
             is_fused = row.fused and dtype in (torch.float32, torch.float64)
@@ -104,13 +109,9 @@ def test_each_row_is_proved_and_each_class_of_torch_is_judged() -> None:
         (optim.AdamW, {"fused": True}, torch.float32, "AdamW(fused=True) steps sharded"),
         (optim.AdamW, {"fused": True}, torch.bfloat16, "build it with foreach=True"),
         (optim.SGD, {"fused": True}, torch.float64, "its kernel rounds the elements"),
-        (
-            optim.SGD,
-            {},
-            torch.bfloat16,
-            "SGD steps sharded parameters, and its kernel rounds elements of torch.bfloat16",
-        ),
+        (optim.SGD, {}, torch.bfloat16, "SGD gives an element of torch.bfloat16 other bits"),
         (optim.RAdam, {}, torch.float16, "MixedPrecisionPolicy(param_dtype=torch.float16, reduce"),
+        (optim.AdamW, {}, torch.complex64, "call torch.view_as_complex in the forward"),
         (optim.LBFGS, {}, torch.float32, "LBFGS steps sharded parameters, and its dot products"),
         (optim.Adafactor, {}, torch.float32, "its means run over rows"),
     ],

@@ -1,13 +1,14 @@
-"""FSDP2 of one torch and another: where sums lie, and to what gradients are rounded."""
+"""A torch whose FSDP2 is built otherwise is refused by name, before a step begins."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from anyrank.exact import fsdp as exact_fsdp
 from anyrank.steps import fsdp_groups
@@ -23,12 +24,63 @@ def record(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(known | changes))
 
 
+@pytest.fixture(autouse=True)
+def unused_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 can reduce unused parameters, as from torch 2.13 on."""
+    monkeypatch.setattr(FSDPModule, "set_reduce_scatter_unused_params", None, raising=False)
+
+
 class Later(SimpleNamespace):
     """A record of torch 2.15, whose dtype of gradients is known after the first forward alone."""
 
     @property
     def unsharded_grad_dtype(self) -> torch.dtype:
         raise AttributeError
+
+
+def module(lacks: str = "", of_record: str = "") -> SimpleNamespace:
+    """An FSDP2 module whose group, or the record of whose parameter, lacks a name."""
+    parameter = record()
+    if of_record:
+        delattr(parameter, of_record)
+    names = {name: None for name in (*fsdp_groups.GROUP_NAMES, "mesh_info") if name != lacks}
+    names |= {} if lacks == "fsdp_params" else {"fsdp_params": [parameter]}
+    state = SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(**names)])
+    return SimpleNamespace(_get_fsdp_state=lambda: state)
+
+
+@pytest.mark.parametrize("name", [*fsdp_groups.GROUP_NAMES, "mesh_info", "fsdp_params"])
+def test_a_group_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"torch {torch.__version__[:4]}.* has no .*{name}"):
+        fsdp_groups.check_names([module(lacks=name)], is_exact=True)
+
+
+@pytest.mark.parametrize("name", fsdp_groups.PARAMETER_NAMES)
+def test_a_record_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"has no SimpleNamespace\.{name}, .*README"):
+        fsdp_groups.check_names([module(of_record=name)], is_exact=False)
+
+
+def test_what_only_exact_reads_may_be_missing_without_it() -> None:
+    for name in fsdp_groups.GROUP_NAMES:
+        fsdp_groups.check_names([module(lacks=name)], is_exact=False)
+    fsdp_groups.check_names([module()], is_exact=True)
+
+
+def test_exact_is_refused_on_a_torch_that_leaves_out_unused_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.13 or newer.*exact=False"):
+        fsdp_groups.check_names([module()], is_exact=True)
+    fsdp_groups.check_names([module()], is_exact=False)
+    fsdp_groups.check_names([], is_exact=True)  # without FSDP2 it works
+
+
+def test_a_state_without_groups_is_refused() -> None:
+    unknown = SimpleNamespace(_get_fsdp_state=SimpleNamespace)
+    with pytest.raises(RuntimeError, match=r"has no FSDPState\._fsdp_param_groups"):
+        fsdp_groups.parameter_groups(unknown)
 
 
 def test_what_was_added_up_is_dropped_where_each_torch_keeps_it() -> None:

@@ -48,7 +48,6 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     """What each listed name is an attribute of; the names of the same object share a line."""
     module, weight = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # it wraps the optimizer's step
     found: Owners = {}
 
     def have(owner: Any, *names: str) -> None:
@@ -59,6 +58,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(wrapped["state"], "_fsdp_param_groups", "_fsdp_param_group")
     have(wrapped["group"], "_reduce_scatter_comm")
     have(wrapped["ddp"].reducer, "_reset_state")
+    have(wrapped["ddp"], "_comm_hooks")
     have(wrapped["sharded"], "_local_tensor", "_spec")
     have(module, "_non_persistent_buffers_set", "_modules", "_parameters", "_buffers")
     have(module, "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -70,6 +70,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(optimizer, "_optimizer_load_state_dict_pre_hooks")
     have(optimizer, "_optimizer_load_state_dict_post_hooks")
     have(optimizer.step, "_wrapped_by_lr_sched")
+    have(torch.optim.LBFGS(module.parameters()), "_numel_cache")
     have(torch._C._nn, "_parse_to")
     have(torch._C._distributed_c10d, "_dump_fr_trace_json")
     have(nn.MultiheadAttention(2, 1), "_reset_parameters")

@@ -7,13 +7,23 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from anyrank.steps.fsdp_groups import parameter_groups
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.world.ranks import Ranks
 
+KEEPS_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 TITLES = {
     "device": "device type",
     "cpu": "CPU instruction set",
@@ -85,17 +95,38 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
         ValueError: names the module or the parameter, and the way out.
     """
     for name, module in model.named_modules():
-        adds_over_ranks = isinstance(module, nn.SyncBatchNorm) and module.training
-        if adds_over_ranks or updates_statistics(module):
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise ValueError(
-                f"exact=True: {name or 'the model'} is a {type(module).__name__} in train mode, "
-                "whose statistics are those of the microbatches of its rank, or run over the "
-                "ranks: use GroupNorm or LayerNorm, or BatchNorm with track_running_stats=False, "
-                f"or {name or 'model'}.eval()"
+                f"exact=True: {name} is a SyncBatchNorm in train mode, whose sums run over the "
+                f"ranks: use GroupNorm or LayerNorm, or {name}.eval()"
+            )
+        if updates_statistics(module):
+            raise ValueError(
+                f"exact=True: {name} is a {type(module).__name__} in train mode, whose running "
+                "statistics are those of the microbatches that its rank runs: use GroupNorm or "
+                f"LayerNorm, track_running_stats=False, or {name}.eval()"
+            )
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ValueError(sparse_gradient(f"{name}.weight".lstrip("."), torch.sparse_coo))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"exact=True: {name or 'the model'} is an {type(module).__name__} with max_norm, "
+                "which scales rows of its weight in the forward pass, each rank those of its own "
+                "microbatches: build it without, and scale all rows after optimizer.step()"
+            )
+        if isinstance(module, FSDPModule) and len(parameter_groups(module)) > 1:
+            raise ValueError(
+                f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
+                "no reduction for all of them: shard it over one mesh"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            _check_sharding(name, parameter, ranks)
+            _check_mesh(name, parameter, ranks)
+            _check_hooks(name, parameter)
     is_kept = torch.are_deterministic_algorithms_enabled()
     is_kept = is_kept and not torch.is_deterministic_algorithms_warn_only_enabled()
     if set(_device_types(model)) - {"cpu"} and not is_kept:
@@ -107,7 +138,7 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
 
 def updates_statistics(module: nn.Module) -> bool:
     """Whether a forward pass changes a module's running statistics, which no version counts."""
-    return module.training and bool(getattr(module, "track_running_stats", False))
+    return isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats
 
 
 def sparse_gradient(name: str, layout: torch.layout) -> str:
@@ -118,42 +149,61 @@ def sparse_gradient(name: str, layout: torch.layout) -> str:
     )
 
 
-def _check_sharding(name: str, parameter: DTensor, ranks: Ranks) -> None:
-    """Refuse a parameter whose gradient the ranks of the data do not add up in one order."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    members = mesh.mesh.flatten().tolist()
-    sharded = [axis for axis, place in enumerate(placements) if isinstance(place, Shard)]
-    is_summed = (
-        sorted(members) == sorted(ranks.ranks)
-        and len(sharded) == 1
-        and len(placements) <= 2
-        and all(isinstance(place, Shard | Replicate) for place in placements)
-        and (mesh.size(sharded[0]) > 1 or ranks.size == 1)
-    )
-    if not is_summed:
+def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
+    """Refuse a parameter that is sharded over other ranks than those of the data."""
+    members = parameter.device_mesh.mesh.flatten().tolist()
+    if sorted(members) != sorted(ranks.ranks):
         raise ValueError(
-            f"exact=True: {name} is laid out as {list(placements)} on {mesh}, over ranks "
-            f"{members}, and the data over {list(ranks.ranks)}: use DistributedDataParallel over "
-            "the ranks of the data, or FSDP2 that shards over one axis of a mesh of them (tensor "
-            "parallelism adds up in an order of its own)"
+            f"exact=True: {name} is sharded over ranks {members}, the data over "
+            f"{list(ranks.ranks)}: tensor parallelism adds up in an order of its own; use FSDP2 or "
+            "DDP over the ranks of the data"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [axis for axis, place in enumerate(placements) if isinstance(place, Shard)]
+    others = [place for place in placements if not isinstance(place, Shard | Replicate)]
+    if len(sharded) != 1 or len(placements) > 2 or others:
+        raise ValueError(
+            f"exact=True: {name} is laid out as {list(placements)} on {mesh}: shard it over one "
+            "axis of a mesh of one or two"
+        )
+    if mesh.size(sharded[0]) == 1 and ranks.size > 1:
+        raise ValueError(
+            f"exact=True: {name} is only replicated over {members}, by FSDP2's own all-reduce: use "
+            "DistributedDataParallel, or a mesh of one axis"
         )
 
 
-def check_wrappers(sync: GradientSync) -> None:
-    """Refuse a wrapper whose reduction cannot be ordered.
+def _check_hooks(name: str, parameter: DTensor) -> None:
+    """Refuse gradient hooks, which FSDP2 calls once a step on several ranks, or never."""
+    of_tensor = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    of_sum = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    if of_tensor or of_sum:
+        raise ValueError(
+            f"exact=True: {name} has a gradient hook, which FSDP2 calls with the sum over the "
+            "microbatches or not at all, and one rank in each microbatch: change gradients, and "
+            "call the optimizer, after the loop over microbatches()"
+        )
+
+
+def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
+    """Refuse wrappers whose reductions cannot be ordered.
 
     Raises:
-        ValueError: names it, and the way out.
-        RuntimeError: FSDP2 of a torch before 2.13.
+        ValueError: names the wrapper, and the way out.
     """
-    if sync.fsdp and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise RuntimeError(
-            "exact=True under FSDP2 needs torch 2.13 or newer, as FSDP2 leaves out the gradients "
-            f"of unused parameters before; this is torch {torch.__version__}: use "
-            "DistributedDataParallel, or exact=False"
-        )
-    if any(module.static_graph for module in sync.ddp):
-        raise ValueError(
-            "exact=True: DistributedDataParallel(static_graph=True) reduces gradients in its "
-            "first backward in an order of its own: build it with static_graph=False"
-        )
+    for module in sync.ddp:
+        if module.static_graph:
+            raise ValueError(
+                "exact=True: DistributedDataParallel(static_graph=True) reduces gradients in its "
+                "first backward in an order of its own: build it with static_graph=False"
+            )
+        if module._comm_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise ValueError(
+                "exact=True: a communication hook is registered on DistributedDataParallel, and "
+                "would not be called: build it without register_comm_hook"
+            )
+        if set(dist.get_process_group_ranks(module.process_group)) != set(ranks.ranks):
+            raise ValueError(
+                "exact=True: DistributedDataParallel reduces over other ranks than those of the "
+                f"data, {ranks.ranks}: give the loader its process_group"
+            )

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.tree_sum import Span, TreeSum
+from anyrank.steps.fsdp_groups import parameter_groups
 from anyrank.steps.norm import sum_dtype
 from anyrank.world.ranks import Ranks
 
@@ -198,6 +199,20 @@ def installed(
         unit.set_gradient_divide_factor(before[1])
         unit.set_force_sum_reduction_for_comms(before[2])
         unit.set_reduce_scatter_unused_params(before[3], recurse=False)
+
+
+@contextmanager
+def exchanging(unit: Any) -> Generator[None, None, None]:
+    """Let an FSDP2 module reduce its gradients in every backward, as it may not do outside."""
+    before = [
+        (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(unit)
+    ]
+    unit.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
 
 @contextmanager

@@ -23,10 +23,12 @@ class Proved:
 
     Attributes:
         low: in bfloat16 and float16 too.
+        is_complex: steps complex parameters that are sharded, without torch.view_as_real.
         fused: with fused=True on the CPU too, in float32 and float64.
     """
 
     low: bool = False
+    is_complex: bool = False
     fused: bool = False
 
 
@@ -41,11 +43,11 @@ PROVED: dict[type[optim.Optimizer], Proved] = {
     optim.RAdam: Proved(),
     optim.RMSprop: Proved(),
     optim.Rprop: Proved(low=True),
-    optim.SGD: Proved(),
+    optim.SGD: Proved(is_complex=True),
 }
 DEPENDING: dict[type[optim.Optimizer], str] = {
-    optim.Adafactor: "its means run over rows and whole tensors",
-    optim.LBFGS: "its dot products run over the whole model",
+    optim.Adafactor: "its means run over rows and whole tensors, of which each rank has a part",
+    optim.LBFGS: "its dot products run over the whole model, of which each rank has a part",
 }
 
 
@@ -66,29 +68,41 @@ def judge(
     Raises:
         ValueError: it is known that it does not; names the way out.
     """
-    row, is_fused = PROVED.get(kind), bool(options.get("fused"))
-    name = f"exact=True: {kind.__name__}{'(fused=True)' * is_fused} steps sharded parameters"
-    reason = DEPENDING.get(kind)
-    if reason is None and (row is None or dtype.is_complex or (is_fused and device != "cpu")):
+    name = f"exact=True: {kind.__name__}"
+    if reason := DEPENDING.get(kind):
+        raise ValueError(
+            f"{name} steps sharded parameters, and {reason}: use DistributedDataParallel, or "
+            "another optimizer"
+        )
+    row = PROVED.get(kind)
+    is_fused = bool(options.get("fused"))
+    if row is None or (is_fused and device != "cpu"):
         return (
-            f"{name} of {dtype}, and is not proved to give an element the same bits where its "
-            "shard ends elsewhere, as shards do on another number of ranks: one that treats each "
-            "element by itself does, one with norms, rows or blocks of a tensor does not, so use "
-            "DistributedDataParallel for it"
+            f"{name}{'(fused=True)' * is_fused} steps sharded parameters, and is not proved to "
+            "give an element the same bits where its shard ends elsewhere, as shards do on another "
+            "number of ranks: one that treats each element by itself does, one with norms, rows "
+            "or blocks of a tensor does not, so use DistributedDataParallel for it"
         )
-    if row is not None and dtype.itemsize == 2 and not row.low:
-        reason = (
-            f"its kernel rounds elements of {dtype} at the end of a shard in another way: keep "
-            "them in float32, with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype="
-            f"{dtype}, reduce_dtype=torch.float32))"
+    if dtype.is_complex and not row.is_complex:
+        raise ValueError(
+            f"{name} steps a sharded parameter of {dtype} by torch.view_as_real, which gives a "
+            "copy of it on several ranks, so that the step is lost: make it a parameter of real "
+            "numbers with a last dimension of 2, and call torch.view_as_complex in the forward; or "
+            "use SGD, or DistributedDataParallel"
         )
-    elif row is not None and is_fused and not (row.fused and dtype.itemsize > 2):
-        reason = (
-            "its kernel rounds the elements at the end of a shard in another way: build it with "
-            "foreach=True or foreach=False"
+    if dtype.itemsize == 2 and not row.low:
+        raise ValueError(
+            f"{name} gives an element of {dtype} other bits where its shard ends elsewhere, as "
+            "shards do on another number of ranks, and one of float32 the same: use AdamW, or keep "
+            "sharded parameters in float32, with fully_shard(..., "
+            f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)), or "
+            "use DistributedDataParallel"
         )
-    if reason is not None:
-        raise ValueError(f"{name}, and {reason}; or use AdamW, or DistributedDataParallel")
+    if is_fused and not (row.fused and dtype.itemsize > 2):
+        raise ValueError(
+            f"{name}(fused=True) steps sharded parameters, and its kernel rounds the elements at "
+            "the end of a shard in another way: build it with foreach=True or foreach=False"
+        )
     return None
 
 

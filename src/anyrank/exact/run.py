@@ -59,7 +59,7 @@ class ExactRun:
 
         Raises:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
-                the ranks.
+                the ranks, or it has parameters of a model and others.
         """
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -67,6 +67,7 @@ class ExactRun:
                 for note in judge_optimizer(optimizer):
                     self._tell(note, notes)
                 self._judged.add(optimizer)
+            self._delivered.check_strangers(optimizer)
             self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
 
         self.takes_turns = None
@@ -105,7 +106,7 @@ class ExactRun:
         if self.takes_turns is None:
             self.takes_turns = takes_turns(model, ranks)
         rounds = Rounds(plan, ranks, self.takes_turns)
-        return ExactSync(model, ranks, group, rounds)
+        return ExactSync(model, ranks, group, rounds, is_first)
 
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
         """Check a model before its first step. All data-parallel ranks.
@@ -146,7 +147,7 @@ class ExactRun:
 
     def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of a model's parameters as the optimizer should find them."""
-        self._delivered.record(parameters)
+        self._delivered.record([*parameters])
 
     def check_saved(self, record: Mapping[str, Any]) -> None:
         """Raise CheckpointError for the record of a run with another number of threads."""

@@ -20,6 +20,7 @@ from anyrank.data.schedule import MicrobatchSlot
 from anyrank.exact.checks import check_wrappers
 from anyrank.exact.fsdp import (
     OrderedReduceScatter,
+    exchanging,
     installed,
     reduction_dtype,
     unit_groups,
@@ -29,7 +30,7 @@ from anyrank.exact.groups import GradientSums
 from anyrank.exact.ordered_reduce import OrderedGroup
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.watch import ChangeWatch
-from anyrank.steps.fsdp_groups import parameter_groups
+from anyrank.steps.fsdp_groups import check_names, parameter_groups
 from anyrank.steps.gradient_sync import GradientSync, used_on_any_rank
 from anyrank.steps.step_record import StepRecord
 from anyrank.world.ranks import Ranks
@@ -43,16 +44,20 @@ class ExactSync(GradientSync):
         ranks: the ranks with different data.
         group: the user's group of these ranks.
         rounds: of the step.
+        is_first: it is the model's first pass: whole buffers are compared.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, group: Any, rounds: Rounds) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, group: Any, rounds: Rounds, is_first: bool
+    ) -> None:
         super().__init__(model, ranks, group)
-        check_wrappers(self)
+        check_names(self.fsdp, is_exact=True)
+        check_wrappers(self, ranks)
         self.rounds = rounds
-        self.watch = ChangeWatch(self.modules, self.named)
+        self.watch = ChangeWatch(self.modules, self.named, is_first)
         reduced: set[int] = set()
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
@@ -94,7 +99,8 @@ class ExactSync(GradientSync):
                 # whatever no_sync() says then.
                 module.reducer._reset_state()  # pyright: ignore[reportPrivateUsage]
                 stack.enter_context(module.no_sync())
-            self._set_fsdp(True)  # FSDP2 may have been told not to, for a backward outside
+            for module in self.fsdp:
+                stack.enter_context(exchanging(module))
             for unit, group, reduction in self.reductions:
                 stack.enter_context(installed(unit, group, reduction))
                 stack.enter_context(watched(unit, group, reduction))

@@ -18,7 +18,7 @@ from anyrank.files.manifest import IMPLEMENTATION, POSITION, Manifest
 from anyrank.files.receipt import data_differences
 
 PROGRESS = ("step", "epoch", "samples")
-TENSORS = ("~rank", "~whole", "~like", "~array")  # compared elsewhere
+TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
 NOT_COMPARED = ("kind", "layout")
 COMPARED_APART = ("tree", "by_rank", "groups")
 ABSENT = object()

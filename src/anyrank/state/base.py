@@ -6,6 +6,8 @@ on the ranks.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,7 +16,6 @@ from anyrank.checks import check_path, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.receipt import digest_of_box
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.hashing import derive
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.arguments import same_arguments
 from anyrank.world.ranks import Ranks
@@ -69,7 +70,8 @@ class Base:
             return self.digest is not None and self._writes == _writes(mine)
 
         if not all(ranks.together("looking at the base", is_known)):
-            rows = ranks.together("comparing the base", lambda: _digests(mine))
+            described = [[t.name, list(t.shape), str(t.dtype)] for t in mine]
+            rows = ranks.together("comparing the base", lambda: (described, _digests(mine)))
             self.digest, self._writes = _joined(rows), _writes(mine)
 
     def record(self, targets: Sequence[ModelTensor], trained: Collection[int]) -> dict[str, Any]:
@@ -120,33 +122,40 @@ def _writes(mine: Sequence[ModelTensor]) -> dict[str, int]:
     return {target.name: version_of(target.tensor) for target in mine}
 
 
-def _digests(mine: Sequence[ModelTensor]) -> dict[tuple[str, str], int]:
-    """Name of a tensor and box of a piece that this rank holds of it -> digest of the piece."""
-    found: dict[tuple[str, str], int] = {}
-    for target in mine:
-        local, seed = target.local(), derive(target.name, str(target.dtype), *target.shape)
+def _digests(mine: Sequence[ModelTensor]) -> list[list[Any]]:
+    """Of each piece that this rank holds: number of its tensor, box, digest."""
+    rows: list[list[Any]] = []
+    for number, target in enumerate(mine):
+        local = target.local()
         for piece in target.pieces:
-            values = local[piece.local_slices()]
-            digest = digest_of_box(values, piece.box, target.shape, seed)
-            found[target.name, str(piece.box)] = digest
-    return found
+            where = [list(piece.box.offsets), list(piece.box.sizes)]
+            digest = digest_of_box(local[piece.local_slices()], piece.box, target.shape, number)
+            rows.append([number, *where, digest])
+    return rows
 
 
-def _joined(rows: Sequence[dict[tuple[str, str], int]]) -> str:
+def _joined(answers: Sequence[tuple[list[Any], list[Any]]]) -> str:
     """One digest of what all ranks hold, each element counted once.
 
     Raises:
         CheckpointError: two ranks hold different values of the same part.
     """
-    found: dict[tuple[str, str], int] = {}
-    for row in rows:
-        for key, digest in row.items():
-            if found.setdefault(key, digest) != digest:
+    described = answers[0][0]
+    totals, found = [0] * len(described), dict[str, int]()
+    for others, rows in answers:
+        if others != described:
+            raise CheckpointError(
+                "model: the ranks have different frozen parameters: freeze the same on all of them"
+            )
+        for number, offsets, sizes, digest in rows:
+            place = f"{number} {offsets} {sizes}"
+            if place not in found:
+                found[place] = digest
+                totals[number] = (totals[number] + digest) % (1 << 64)
+            elif found[place] != digest:
                 raise CheckpointError(
-                    f"model.{key[0]}: the frozen base differs between the ranks: load the same on "
-                    "all of them"
+                    f"model.{described[number][0]}: the frozen base differs between the ranks: "
+                    "load the same on all of them"
                 )
-    totals: dict[str, int] = {}
-    for (name, _), digest in found.items():
-        totals[name] = (totals.get(name, 0) + digest) % (1 << 64)
-    return f"{derive(str(sorted(totals.items()))):016x}"
+    text = json.dumps([described, totals])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -63,18 +63,27 @@ class GivenParts:
 
         Args:
             found: the tensors of each module; changed in place.
+
+        Raises:
+            CheckpointError: a tensor has another shape than when the ranks agreed.
         """
         for part, several in found.items():
             for tensor in several:
                 known = self._known.get(f"{part}.{tensor.name}")
                 if known is None or tensor.layout is not None:
                     continue
+                now, before = list(tensor.tensor.shape), list(known.tensor.shape)
+                if now != before:
+                    raise CheckpointError(
+                        f"{known.name}: is {now} here, and was {before} when its layout= was read: "
+                        "open the run after the model has its shapes"
+                    )
                 tensor.layout, tensor.coordinate = known.layout, known.coordinate
                 tensor.shape = known.shape
 
 
 def _check_data(parts: Iterable[tuple[ModelTensor, RankMesh]], data: object) -> None:
-    """Refuse a loader that would average the gradients of different parts.
+    """Refuse a loader that would average the gradients of different parts, or sum them exactly.
 
     Raises:
         CheckpointError: names the tensor and the ranks.
@@ -85,15 +94,21 @@ def _check_data(parts: Iterable[tuple[ModelTensor, RankMesh]], data: object) -> 
     for held, mesh in parts:
         if not held.tensor.requires_grad:
             continue
-        shared = [
+        others = [
             rank
             for rank in mesh.ranks
-            if rank in averaged
-            and local_pieces(held.shape, held.layout, mesh.coordinate(rank)) != held.pieces
+            if local_pieces(held.shape, held.layout, mesh.coordinate(rank)) != held.pieces
         ]
+        shared = [rank for rank in others if rank in averaged]
         if shared:
             raise CheckpointError(
                 f"{held.name}: rank {shared[0]} holds another part of it by layout=, and the "
                 "loader would average the gradients of both: give it the data-parallel "
                 "process_group, whose ranks hold the same parts"
+            )
+        if others and data.position.exact:
+            raise CheckpointError(
+                f"exact=True: {held.name} is sharded over ranks {list(mesh.ranks)} by layout=: "
+                "tensor parallelism adds up in an order of its own; use FSDP2 or DDP over the "
+                "ranks of the data"
             )

@@ -4,19 +4,23 @@ torch's own helpers run `step()` on an optimizer without state, which moves what
 the learning rate, and drop what they do not know. Here absent state stays absent, state of any
 shape and type is kept, and hyperparameters belong to the parameters rather than to a group's index.
 
-A tensor of the state lies like its parameter, whole on each rank, or is each rank's own. What an
-optimizer keeps in its attributes is not in torch's `state_dict()`: it is named, and not saved. One
-with a `state_dict()` of its own goes through that (`state.stateful`).
+A tensor of the state lies like its parameter, whole on each rank, or is each rank's own; beside a
+plain parameter, a DTensor lies as it says itself. What an optimizer keeps in its attributes is not
+in torch's `state_dict()`: it is named, and not saved. One with a `state_dict()` of its own goes
+through that (`state.stateful`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
@@ -38,8 +42,9 @@ from anyrank.state.part_types import (
 )
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import (
+    attribute_tensors,
     has_own_methods,
-    match_stateful,
+    match_own_methods,
     overrides,
     save_own_methods,
 )
@@ -50,7 +55,6 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import rank_device
 
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
-PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
 NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
@@ -102,27 +106,8 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
         "extra": extra,
         "layout": layout_digest(saved.tensors),
     }
-    saved.unsaved = _unsaved(optimizer, [held.tensor for held in saved.tensors])
+    saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.tensors])
     return saved
-
-
-def _unsaved(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
-    """Names of attributes that are tensors, or hold some, which torch's `state_dict()` leaves
-    out: a resume does not bring them back.
-    """
-    known = {id(tensor) for tensor in saved}
-    known |= {id(param) for group in optimizer.param_groups for param in group["params"]}
-    found: set[str] = set()
-    for name, value in vars(optimizer).items():
-        if name in PLAIN:
-            continue
-        several = [value.state] if isinstance(value, Optimizer) else [value]
-        for inner in several:
-            items: Any = inner.values() if isinstance(inner, Mapping) else inner
-            items = items if isinstance(inner, Mapping | list | tuple) else [inner]
-            if any(torch.is_tensor(item) and id(item) not in known for item in items):
-                found.add(name)
-    return sorted(found)
 
 
 def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Tensor, str]:
@@ -156,6 +141,8 @@ def _putter(
         saved.tensors.append(held)
         if held.layout is None:
             return {"~whole": [where, ""]}
+        if parameter is not None and layout is None:
+            return {"~laid": [where, str(held.layout)]}
         return {"~like" if held.layout == layout else "~whole": [where, str(held.layout)]}
 
     return put
@@ -178,7 +165,7 @@ def match_optimizer(
     """What fills an optimizer. Nothing is changed."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer) and "opaque" in record:
-        return _with_notes(match_stateful(part, optimizer, record, stored, rank), part, record)
+        return _with_notes(match_own_methods(part, optimizer, record, stored, rank), part, record)
     matched = Matched(stored.moved("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
         matched.problems.append(other_class(part, name, record["class"]))
@@ -206,27 +193,13 @@ def match_optimizer(
         for group, number in zip(optimizer.param_groups, groups, strict=True)
         if number is not None
     ]
+    for number, (group, saved) in enumerate(pairs):
+        matched.problems += _check_options(f"{part}: group {number}", saved, group)
     extra = _table(record["extra"], take)
     matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
-
-    def place() -> None:
-        for parameter in by_name.values():
-            optimizer.state.pop(parameter, None)
-        optimizer.state.update({by_name[name]: state for name, state in states.items()})
-        optimizer.state.update(extra)
-
-    def commit() -> None:
-        place()
-        for group, saved in pairs:
-            _set_options(group, saved)
-        if overrides(optimizer, "load_state_dict"):
-            # It may rebuild what hangs on the state, and cast the state itself.
-            optimizer.load_state_dict(optimizer.state_dict())
-            place()
-
-    matched.commit = commit
+    matched.commit = _NewState(optimizer, by_name, states, extra, pairs).commit
     return _with_notes(matched, part, record)
 
 
@@ -240,15 +213,45 @@ def _with_notes(matched: Matched, part: str, record: Any) -> Matched:
     return matched
 
 
-def _set_options(group: dict[str, Any], saved: Mapping[Any, Any]) -> None:
-    """Give a group its hyperparameters, and leave how a step is computed."""
-    for key, value in saved.items():
-        if key in IMPLEMENTATION and key in group:
-            continue
-        if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
-            group[key].copy_(value)
-        else:
-            group[key] = value
+@dataclass(frozen=True)
+class _NewState:
+    """What an optimizer gets.
+
+    Attributes:
+        optimizer: that gets it.
+        parameters: all of its own, by name.
+        states: name of a parameter -> its state.
+        extra: entries of its state that belong to no parameter.
+        options: its groups, each with the options that it gets.
+    """
+
+    optimizer: Optimizer
+    parameters: dict[str, torch.Tensor]
+    states: dict[str, Any]
+    extra: dict[Any, Any]
+    options: list[tuple[dict[str, Any], dict[Any, Any]]]
+
+    def place(self) -> None:
+        for parameter in self.parameters.values():
+            self.optimizer.state.pop(parameter, None)
+        for name, state in self.states.items():
+            self.optimizer.state[self.parameters[name]] = state
+        self.optimizer.state.update(self.extra)
+
+    def commit(self) -> None:
+        self.place()
+        for group, saved in self.options:
+            for key, value in saved.items():
+                if key in IMPLEMENTATION and key in group:
+                    continue
+                if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        if overrides(self.optimizer, "load_state_dict"):
+            # It may rebuild what hangs on the state, and cast the state itself.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.place()
 
 
 def _table(tree: Any, take: Callable[[Any], torch.Tensor]) -> dict[Any, Any]:
@@ -279,6 +282,7 @@ class _Room:
             if group.get("capturable") or group.get("fused")
             for parameter in group["params"]
         }
+        self.meshes: dict[torch.device, DTensor] = {}  # an empty tensor on each
 
     def taker(self, parameter: ModelTensor | None, where: str) -> Callable[[Any], torch.Tensor]:
         """What gives memory to each tensor of a parameter's state, or to those of no parameter."""
@@ -310,14 +314,10 @@ class _Room:
             lie: _Lie = None
             if isinstance(here, DTensor) and here.shape == saved.shape and not is_own:
                 lie = here, here.placements  # as the optimizer itself has laid it out
-            elif parameter is not None and parameter.layout is not None and not is_own:
+            elif parameter is not None and parameter.layout is None:
+                lie = self._as_saved(where, layout, device) if kind == "~laid" else None
+            elif parameter is not None and not is_own:
                 lie = _by_parameter(parameter, kind, saved.shape, where, layout)
-            elif kind == "~whole" and "S" in layout and dist.is_initialized():
-                raise _Unplaced(
-                    f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so "
-                    "only the optimizer knows its mesh: let the optimizer make its state before "
-                    "the resume"
-                )
         except _Unplaced as error:
             self.matched.problems.append(str(error))
             return torch.empty(0, device="cpu")
@@ -325,6 +325,26 @@ class _Room:
         self.tensors += [] if is_own else [held]
         self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
         return held.tensor
+
+    def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
+        """How a tensor of a plain parameter lies that was a DTensor: on all ranks, as it did.
+
+        Raises:
+            _Unplaced: its mesh was not one axis of all ranks.
+        """
+        if not dist.is_initialized():
+            return None
+        found = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
+        if found is None or int(found[3]) != self.stored.ranks:
+            raise _Unplaced(
+                f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so only "
+                "the optimizer knows its mesh: let the optimizer make its state before the resume"
+            )
+        if device not in self.meshes:
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            empty = torch.empty(0, device=device)
+            self.meshes[device] = DTensor.from_local(empty, mesh, [Replicate()], run_check=False)
+        return self.meshes[device], [Shard(int(found[2])) if found[2] else Replicate()]
 
     def _dtype(self, saved: StoredTensor, where: str, parameter: ModelTensor | None) -> torch.dtype:
         mine = saved.dtype if parameter is None else parameter.dtype
@@ -355,6 +375,8 @@ def _by_parameter(
     tensor = parameter.tensor
     own: _Lie = (tensor, tensor.placements) if isinstance(tensor, DTensor) else parameter
     if kind == "~like" and (shape == parameter.shape or layout == str(parameter.layout)):
+        return own
+    if kind == "~laid" and shape == parameter.shape:
         return own
     if layout:
         if isinstance(tensor, DTensor):
@@ -393,6 +415,33 @@ def _hold(
         like, local, placements=placements, shape=whole.shape, stride=whole.stride()
     )
     return as_sharded(key, tensor)
+
+
+def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters of a saved group that are of another kind than the optimizer's.
+
+    Raises:
+        CorruptCheckpoint: its learning rate is absent, or none.
+    """
+    lr = saved.get("lr", ...)
+    if "lr" in now and _kind_of(lr) not in ("number", "None"):
+        found = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
+        raise CorruptCheckpoint(f"{where} has {found} in the checkpoint, which is damaged")
+    return [
+        f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
+        "optimizer as it was"
+        for key in sorted(saved.keys() & now.keys() - {*IMPLEMENTATION})
+        if len({_kind_of(saved[key]), _kind_of(now[key])} - {"None"}) > 1
+    ]
+
+
+def _kind_of(value: Any) -> str:
+    """The kind of a hyperparameter, within which its type may change."""
+    if isinstance(value, int | float | torch.Tensor):
+        return "number"
+    if isinstance(value, list | tuple):
+        return "sequence"
+    return "None" if value is None else type(value).__name__
 
 
 def _fit_groups(

@@ -8,18 +8,19 @@ more between its saves, of the whole.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.state.digests import digests_of
+from anyrank.state.digests import start_digests
 from anyrank.state.part_types import SHOWN, Saved
 from anyrank.state.train_state import TrainState
-from anyrank.tensors.hashing import derive
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
@@ -60,7 +61,7 @@ def compare_replicas(
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     wrong = {name: held for name, held in differing.items() if name not in may_differ}
     if wrong:
-        raise CheckpointError(_in_words("nothing was saved, as", wrong))
+        raise CheckpointError(_in_words("nothing was saved, as", wrong, parts))
     if ranks.index == 0:
         log.warning(
             "%d tensors differ between the ranks; the first rank's are saved: %s",
@@ -94,18 +95,15 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     held = _replicas(parts, coordinates, None, ranks.rank)
     differing = _differing([one for one in held if one.name not in may_differ], ranks)
     if differing:
-        raise CheckpointError(_in_words(f"step {state.step}:", differing))
+        raise CheckpointError(_in_words(f"step {state.step}:", differing, parts))
 
 
 def _differing(mine: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
     """Name of each tensor that differs -> the ranks that are alike. All ranks."""
 
-    def here() -> tuple[list[str], dict[Members, str]]:
-        digests = digests_of([(one.name, one.values) for one in mine], ranks.check)
-        tables: dict[Members, list[str]] = {}
-        for one, digest in zip(mine, digests, strict=True):
-            tables.setdefault(one.members, []).append(digest)
-        return digests, {members: f"{derive(*table):x}" for members, table in tables.items()}
+    def here() -> tuple[list[int], dict[Members, str]]:
+        digests = start_digests([(one.name, one.values) for one in mine], ranks.check)()
+        return digests, _by_members(mine, digests)
 
     digests, answers = ranks.own_and_all("comparing the replicas", here)
     by_rank = dict(zip(ranks.ranks, answers, strict=True))
@@ -116,7 +114,7 @@ def _differing(mine: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[in
     ):
         return {}
     table = {(one.name, one.members): digest for one, digest in zip(mine, digests, strict=True)}
-    found: dict[tuple[str, Members], dict[str, list[int]]] = {}
+    found: dict[tuple[str, Members], dict[int, list[int]]] = {}
     for rank, other in zip(ranks.ranks, ranks.gather(table), strict=True):
         for key, digest in other.items():
             found.setdefault(key, {}).setdefault(digest, []).append(rank)
@@ -146,19 +144,44 @@ def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     return tensor.reshape(-1)[low:high]
 
 
-def _in_words(head: str, wrong: Mapping[str, list[list[int]]]) -> str:
-    """What differs, and what may have happened."""
+def _by_members(mine: Sequence[_Replica], digests: Sequence[int]) -> dict[Members, str]:
+    """One digest of everything that the same ranks hold."""
+    tables: dict[Members, Any] = {}
+    for one, digest in zip(mine, digests, strict=True):
+        hashed = tables.setdefault(one.members, hashlib.blake2b(digest_size=16))
+        hashed.update(digest.to_bytes(9, "little", signed=True))
+    return {members: hashed.hexdigest() for members, hashed in tables.items()}
+
+
+def _in_words(head: str, wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) -> str:
+    """What differs, and what has happened: replicas have diverged, or an optimizer is sharded."""
     found = [
         f"{name}: " + " unlike ".join(f"ranks {held}" for held in groups)
         for name, groups in wrong.items()
     ]
-    return "\n".join(
-        [
-            f"{head} ranks hold different values of what they should hold alike:",
-            *(f"  {line}" for line in first_few(found, SHOWN)),
+    optimizers = [
+        part
+        for part, saved in parts.items()
+        if saved.record["kind"] == "optimizer"
+        and wrong.keys() & {held.name for held in saved.tensors}
+    ]
+    of_optimizers = {held.name for part in optimizers for held in parts[part].tensors}
+    each_its_own = all(len(held) == 1 for groups in wrong.values() for held in groups)
+    if each_its_own and wrong.keys() <= of_optimizers:
+        reason = (
+            f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "
+            "own share in plain tensors. Hold them as DTensors, which say what each rank has, or "
+            "give the optimizer a state_dict() and load_state_dict() of its own; if it is not "
+            "sharded, its ranks have diverged: resume the last step"
+        )
+    else:
+        reason = (
             "the replicas have diverged (a forward around the wrapper, an update on one rank "
-            "alone): make them alike, or resume the last step. If it is the state of an optimizer "
-            "that keeps each rank's own share in plain tensors, hold them as DTensors, or give the "
-            "optimizer a state_dict() and load_state_dict() of its own",
-        ]
-    )
+            "alone): make them alike, or resume the last step"
+        )
+    lines = [
+        f"{head} ranks hold different values of what they should hold alike:",
+        *(f"  {line}" for line in first_few(found, SHOWN)),
+        reason,
+    ]
+    return "\n".join(lines)

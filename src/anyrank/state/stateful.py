@@ -6,7 +6,8 @@ weights, inner optimizers or partitions besides torch's state, which only their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.state.part_types import (
@@ -23,6 +25,7 @@ from anyrank.state.part_types import (
     Stored,
     hold_to_save,
     layout_digest,
+    listed,
     other_class,
     own_name,
 )
@@ -35,6 +38,8 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
+NESTED = 6  # containers within each other that are looked into
 POSITIONS = ("ElasticLoader", "ElasticSampler")  # each continues where the other was saved
 
 
@@ -218,4 +223,72 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> Saved:
         )
     saved.record["kind"] = "optimizer"
     saved.record["opaque"] = True
+    saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.own])
     return saved
+
+
+def match_own_methods(
+    part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int
+) -> Matched:
+    """What fills such an optimizer: its load_state_dict(). Nothing is changed.
+
+    It is "derived" where its state_dict() then has other values than it was given, as of an inner
+    optimizer that the call leaves out.
+    """
+    matched = match_stateful(part, optimizer, record, stored, rank)
+    load = matched.commit
+
+    def commit() -> None:
+        load()
+        now = _tensors_now(part, optimizer)
+        given = {fill.held.name: fill.local for fill in matched.fills}
+        lost = [key for key, value in given.items() if not _is_same(now.get(key), value)]
+        if lost:
+            call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"
+            matched.outcome = Outcome("derived", listed(call, lost))
+
+    matched.commit = commit
+    return matched
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    if one is None or one.dtype != other.dtype:
+        return False
+    return one is other or content_hash(one) == content_hash(other)
+
+
+def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
+    """Names of an optimizer's attributes that hold tensors, or optimizers with state, that are
+    not among the saved ones, nor copies of them: a resume does not bring them back.
+    """
+    known = {_place(tensor) for tensor in saved}
+    known |= {_place(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [
+        (name, tensor)
+        for name, value in vars(optimizer).items()
+        if name not in PLAIN
+        for tensor in _tensors_in(value, NESTED)
+        if _place(tensor) not in known
+    ]
+    if left and has_own_methods(optimizer):  # its state_dict() may hold copies
+        values = {content_hash(tensor) for tensor in saved}
+        left = [(name, tensor) for name, tensor in left if content_hash(tensor) not in values]
+    return sorted({name for name, _ in left})
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors of a value that holds some: a tensor, a container, an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Optimizer):
+        yield from _tensors_in(value.state, depth)
+    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        items: Any = value.values() if isinstance(value, Mapping) else value
+        for item in items:
+            yield from _tensors_in(item, depth - 1)
+
+
+def _place(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
+    local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    place = local.data_ptr() if local.layout == torch.strided else id(tensor)
+    return place, local.shape, local.dtype

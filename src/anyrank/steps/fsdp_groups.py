@@ -1,7 +1,8 @@
 """What the exchange of gradients has to know of FSDP2 and torch has no public way to ask for.
 
 An FSDP2 module keeps its parameters in groups; a group is gathered, and its gradients are reduced,
-as one.
+as one. The names that are read here are compared with the installed torch before a model's first
+step, so that another version is one error on every rank, and no AttributeError in a step.
 """
 
 from __future__ import annotations
@@ -9,15 +10,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+# What is read of a parameter's record, and of a group with exact=True.
+GROUP_NAMES = (
+    "_reduce_scatter_comm",
+    "all_reduce_grads",
+    "force_sum_reduction_for_comms",
+    "gradient_divide_factor",
+    "reduce_grads",
+    "reduce_scatter_unused_params",
+)
+PARAMETER_NAMES = ("mp_policy", "sharded_param", "unsharded_accumulated_grad")
+
 
 def parameter_groups(module: Any) -> Sequence[Any]:
-    """The parameter groups of an FSDP2 module, each exchanged together."""
+    """The parameter groups of an FSDP2 module, each exchanged together.
+
+    Raises:
+        RuntimeError: this torch keeps them elsewhere; names its version.
+    """
     state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups  # pyright: ignore[reportPrivateUsage]
-    else:  # torch before 2.13
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.13
+        if not hasattr(state, "_fsdp_param_group"):
+            raise _unknown_torch("FSDPState", "_fsdp_param_groups")
         groups = [state._fsdp_param_group]  # pyright: ignore[reportPrivateUsage]
     return [group for group in groups if group]
+
+
+def check_names(modules: Sequence[Any], is_exact: bool) -> None:
+    """Refuse a torch whose FSDP2 lacks a name that steps read. No collective.
+
+    Args:
+        modules: the FSDP2 modules of a model; the first one that has parameters answers for all.
+        is_exact: whether what exact=True reads of a group is needed too.
+
+    Raises:
+        RuntimeError: names the class, the name and torch's version; or exact=True on a torch
+            before 2.13.
+    """
+    if modules and is_exact and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise RuntimeError(
+            "exact=True under FSDP2 needs torch 2.13 or newer, as FSDP2 leaves out the gradients "
+            f"of unused parameters before; this is torch {torch.__version__}: use "
+            "DistributedDataParallel, or exact=False"
+        )
+    group = next((group for module in modules for group in parameter_groups(module)), None)
+    if group is None:
+        return
+    needed = [(group, "mesh_info"), (group, "fsdp_params")]
+    needed += [(group, name) for name in GROUP_NAMES if is_exact]
+    for owner, name in needed:
+        if not hasattr(owner, name):
+            raise _unknown_torch(type(owner).__name__, name)
+    for parameter in group.fsdp_params[:1]:
+        for name in PARAMETER_NAMES:
+            if not hasattr(parameter, name):
+                raise _unknown_torch(type(parameter).__name__, name)
+
+
+def _unknown_torch(owner: str, name: str) -> RuntimeError:
+    """The error for a torch without a private name that anyrank needs."""
+    return RuntimeError(
+        f"torch {torch.__version__} has no {owner}.{name}, which anyrank needs for FSDP2: install "
+        "a torch version that the table of support in anyrank's README names"
+    )
 
 
 def drop_accumulated(module: Any) -> None:

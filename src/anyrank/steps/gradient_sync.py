@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.files.content_hash import content_hash
 from anyrank.steps.buckets import average, local
-from anyrank.steps.fsdp_groups import drop_accumulated, parameter_groups
+from anyrank.steps.fsdp_groups import check_names, drop_accumulated, parameter_groups
 from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT, StepRecord
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
@@ -57,6 +57,7 @@ class GradientSync:
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in kinds if isinstance(module, FSDPModule)]
+        check_names(self.fsdp, is_exact=False)
         self.reshard()
         self.named = _parameters_of(self.modules)
         self.parameters = [param for param in self.named.values() if param.requires_grad]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyrank.random_state.saved_streams import capture
-from anyrank.state.digests import digests_of
+from anyrank.state.digests import start_digests
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.watching import data_facts, model_rules
@@ -88,7 +88,7 @@ def facts_of(
     model = model_rules.take_apart(given)
     held = model_rules.readable(model, buffers=is_before)
     values = [(one.name, one.local()) for one in held]
-    digests = digests_of(values, ranks.check)
+    digests = [str(digest) for digest in start_digests(values, ranks.check)()]
     kinds = model_rules.kinds_of(model)
     tables = {
         "kinds": kinds,
