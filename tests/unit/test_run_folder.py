@@ -29,7 +29,7 @@ from anyrank.files.manifest import FileRecord, Manifest, parse
 from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_folder import RunFolder
 from anyrank.testing import run_ranks
 from anyrank.world import processes
 from anyrank.world.device import boot_id
@@ -423,7 +423,7 @@ def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
 def holder(**changed: Any) -> str:
     """A lock of the process that started this one."""
     pid = os.getppid()
-    boot, started = boot_id(), processes.started(pid)
+    boot, started = boot_id(), processes.start_time(pid)
     table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
     table["pid_namespace"] = os.readlink("/proc/self/ns/pid")
     return json.dumps(table | {"token": "theirs"} | changed)
@@ -565,7 +565,7 @@ def test_a_run_whose_lock_was_taken_over_saves_no_more(
         if late:
             ckpts._lock.renewed = -1e9
         ckpts.step_done()
-        assert ckpts._lock.lost == late
+        assert ckpts._lock.is_lost == late
         for _ in range(2):
             with pytest.raises(anyrank.CheckpointError, match=r"taken it over \(process .*elsewh"):
                 ckpts.save()

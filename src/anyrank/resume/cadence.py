@@ -21,18 +21,18 @@ class Cadence:
     seconds: float | None = None
 
     def is_due(self, step: int, last_save: float) -> bool:
-        """Whether to save after this step, the last save having been at that monotonic time."""
+        """Whether to save after this step; `last_save` is on the monotonic clock."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and time.monotonic() - last_save >= self.seconds
 
 
-def cadence(every: int | str | None, name: str = "every") -> Cadence:
-    """`every=`, or the argument of another name, read.
+def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
+    """The cadence that `every=`, or an argument of another name, gives.
 
     Raises:
         TypeError: neither a number nor text.
-        ValueError: it is neither a positive number of steps nor a time such as "10min".
+        ValueError: neither a positive number of steps nor a time such as "10min".
     """
     if every is None:
         return Cadence()

@@ -31,7 +31,7 @@ from anyrank.watching.options import EXIT_CODE, Options, read_options
 from anyrank.watching.stacks import read_faulthandler
 from anyrank.watching.system import ENDED, STOPPED, descendants, end_of, state_of
 from anyrank.world.group import default_store
-from anyrank.world.processes import own_process
+from anyrank.world.processes import describe_own_process
 from anyrank.world.store import Store, StoreLost
 
 log = logging.getLogger("anyrank.watching")
@@ -202,7 +202,7 @@ class Watcher:
             self.ended.set()
 
     def _say_hello(self) -> None:
-        own = {**own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
+        own = {**describe_own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
         own |= {"main": self.eyes.main}
         self.hellos[self.rank] = own
         self.store.set(f"hello/{self.rank}", json.dumps(own))

@@ -26,7 +26,7 @@ from anyrank.watching.stacks import (
     source_line,
     waits_for_store,
 )
-from anyrank.wording import joined, printable
+from anyrank.wording import join_first, printable
 
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
@@ -402,5 +402,5 @@ def _screen_of_stacks(looks: Sequence[Look]) -> list[str]:
 
 def named(ranks: Sequence[int], with_noun: bool = True) -> str:
     """Ranks in words: "rank 1", "ranks 1, 2"."""
-    text = joined(list(ranks), SHOWN_RANKS)
+    text = join_first(list(ranks), SHOWN_RANKS)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}" if with_noun else text

@@ -12,7 +12,7 @@ from anyrank.watching.facts import Facts, Known, Values
 from anyrank.watching.findings import Finding
 from anyrank.watching.model_facts import some
 from anyrank.wording import count
-from anyrank.world.group import named
+from anyrank.world.group import name_ranks
 
 V = TypeVar("V", bound=Hashable)
 
@@ -51,7 +51,7 @@ def _ties(known: Known) -> Iterator[Finding]:
         yield Finding(
             "ties",
             f"{other} {TIES[how]} {one}",
-            f"{one}, {other}, {named(ranks)}",
+            f"{one}, {other}, {name_ranks(ranks)}",
             "each gets gradients of its own and they drift apart"
             if how != "memory"
             else "the optimizer updates the same memory twice in each step",
@@ -69,7 +69,7 @@ def _optimizer(known: Known) -> Iterator[Finding]:
         yield Finding(
             "optimizer",
             what,
-            f"{missing}, {named(ranks)}",
+            f"{missing}, {name_ranks(ranks)}",
             "they get gradients and are never updated",
             "optimizer = AdamW(model.parameters())  # after the model is moved, adapted, sharded"
             if stale
@@ -82,7 +82,8 @@ def _trainable(known: Known) -> Iterator[Finding]:
     if lines:
         first, values = next(iter(lines.items()))
         told = [
-            f"{value or 'absent'} on {named(ranks)}" for value, ranks in _by_text(values).items()
+            f"{value or 'absent'} on {name_ranks(ranks)}"
+            for value, ranks in _by_text(values).items()
         ]
         yield Finding(
             "trainable",
@@ -109,11 +110,13 @@ def _streams(known: Known) -> Iterator[Finding]:
         if facts.loader is not None and facts.loader.seed is not None
     }
     if len({*seeds.values()}) > 1:
-        told = ", ".join(f"{seed} on {named(ranks)}" for seed, ranks in _by_text(seeds).items())
+        told = ", ".join(
+            f"{seed} on {name_ranks(ranks)}" for seed, ranks in _by_text(seeds).items()
+        )
         yield Finding(
             "streams",
             f"the DistributedSampler's seed differs: {told}",
-            f"loader.sampler, {named([*seeds])}",
+            f"loader.sampler, {name_ranks([*seeds])}",
             "each rank takes its share of another order: samples come twice, others never",
             "DistributedSampler(dataset, seed=0)  # the same on all ranks",
         )
@@ -132,7 +135,7 @@ def _streams(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "streams",
                 "torch's random numbers are the same on several ranks",
-                f"{users}, {named(ranks)}",
+                f"{users}, {name_ranks(ranks)}",
                 "every rank drops and augments alike: fewer different samples than it seems",
                 "torch.manual_seed(seed + dist.get_rank())  # after the model is built",
             )
@@ -148,7 +151,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
         yield Finding(
             "sampler",
             f"the samples are sharded twice, by {layers}",
-            f"loader, {named([*twice])}",
+            f"loader, {name_ranks([*twice])}",
             "most samples are never seen",
             "leave one of them out",
         )
@@ -157,7 +160,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
         yield Finding(
             "sampler",
             f"the samples are sharded twice: each rank has its own part, and {kind} shares it out",
-            f"loader.dataset, {named([*shared])}",
+            f"loader.dataset, {name_ranks([*shared])}",
             "most samples are never seen",
             "DataLoader(part, shuffle=True)  # without a sampler; or give all ranks the whole",
         )
@@ -167,7 +170,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
         yield Finding(
             "sampler",
             f"every rank takes the share of rank {layer.rank} of {layer.ranks}",
-            f"loader.sampler, {named([*shared])}",
+            f"loader.sampler, {name_ranks([*shared])}",
             "the ranks see the same samples, and the others are never seen",
             "DistributedSampler(dataset)  # takes rank and num_replicas from the process group",
         )
@@ -177,7 +180,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
         yield Finding(
             "sampler",
             f"{count(repeated, 'sample')} of {samples} are repeated, so that ranks have as many",
-            f"loader.sampler, {named([*shared])}",
+            f"loader.sampler, {name_ranks([*shared])}",
             "they count twice in an epoch, and in the mean of an evaluation",
             "DistributedSampler(dataset, drop_last=True)  # or ElasticLoader: each exactly once",
         )
@@ -190,11 +193,13 @@ def _batch(known: Known) -> Iterator[Finding]:
         if facts.loader is not None and facts.loader.batch is not None
     }
     if len({*sizes.values()}) > 1:
-        told = ", ".join(f"{size} on {named(ranks)}" for size, ranks in _by_text(sizes).items())
+        told = ", ".join(
+            f"{size} on {name_ranks(ranks)}" for size, ranks in _by_text(sizes).items()
+        )
         yield Finding(
             "batch",
             f"the batch sizes differ: {told}",
-            f"loader.batch_size, {named([*sizes])}",
+            f"loader.batch_size, {name_ranks([*sizes])}",
             "gradients are averaged over ranks, so samples of small batches weigh more",
             "DataLoader(..., batch_size=8)  # the same on all ranks",
         )
@@ -208,7 +213,7 @@ def _batch(known: Known) -> Iterator[Finding]:
                 "batch",
                 f"a step has {found} samples ({size} x {known.accumulation} accumulated x "
                 f"{replicas} ranks), and not {known.global_batch}",
-                f"loader.batch_size, {named([*sizes])}",
+                f"loader.batch_size, {name_ranks([*sizes])}",
                 "the learning rate belongs to another batch",
                 f"DataLoader(..., batch_size={wanted})"
                 if wanted and not rest
@@ -222,7 +227,7 @@ def _device(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "device",
                 f"{count(meta.total, 'tensor')} on meta, without values",
-                f"{meta}, {named(ranks)}",
+                f"{meta}, {name_ranks(ranks)}",
                 "the forward fails, or computes nothing",
                 "anyrank.load(model, path)  # or anyrank.materialize(model)",
             )
@@ -231,7 +236,7 @@ def _device(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "device",
                 f"{count(off.total, 'tensor')} off the rank's device, {device}",
-                f"{off}, {named(ranks)}",
+                f"{off}, {name_ranks(ranks)}",
                 "ranks share a device, or the forward stops at tensors of two",
                 f'torch.accelerator.set_device_index(local_rank); model.to("{device}")',
             )
@@ -243,7 +248,7 @@ def _frozen(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "frozen",
                 "a frozen part is in train mode",
-                f"{training}, {named(ranks)}",
+                f"{training}, {name_ranks(ranks)}",
                 "its dropout draws and its norms move, though it is not trained",
                 f"anyrank.freeze(model.{training.names[0]})  # stays in eval through train()",
             )
@@ -252,7 +257,7 @@ def _frozen(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "frozen",
                 "DDP broadcasts the buffers of a frozen part in each forward",
-                f"{sent}, {named(ranks)}",
+                f"{sent}, {name_ranks(ranks)}",
                 "traffic for values that never change",
                 f"anyrank.freeze(model.{sent.names[0]})  # before DDP",
             )
@@ -266,7 +271,7 @@ def _reentrant(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "reentrant",
                 "reentrant checkpointing under DDP",
-                f"{parts}, {named(ranks)}",
+                f"{parts}, {name_ranks(ranks)}",
                 "its inner backward makes DDP see parameters ready twice, or skip unused ones",
                 "checkpoint(..., use_reentrant=False)  # or anyrank.recompute_",
             )
@@ -331,4 +336,4 @@ def _differing(known: Known, tables: str) -> dict[str, Values]:
 def _where(lines: Mapping[str, Values]) -> str:
     """The first lines, and the ranks that are alike on the first."""
     groups = _by_text(next(iter(lines.values())))
-    return f"{some(lines)}, " + " unlike ".join(named(ranks) for ranks in groups.values())
+    return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in groups.values())
