@@ -36,21 +36,6 @@ def sync_table(result: dict[str, Any]) -> str:
     return f"{what}\n\n{table(head, body)}"
 
 
-def plan_table(result: dict[str, Any]) -> str:
-    """Plans between more ranks than there are here."""
-    body = [
-        [
-            row["case"],
-            *(f"{row[end]['cpu_seconds']:.1f}" for end in ("a sender", "a receiver")),
-            *(f"{row[key]:.3f}" for key in ("most_sent_of_fair", "most_received_of_fair")),
-        ]
-        for row in result["rows"]
-    ]
-    tensors = result["rows"][0]["tensors"]
-    head = ["", "CPU seconds of a sender", "of a receiver", "most sent / fair", "most received"]
-    return f"{tensors} tensors of a 70B Llama. {provenance(result)}\n\n{table(head, body)}"
-
-
 KILLS = {
     "torchrun": "`torchrun`, a checkpoint in files",
     "files": "`anyrank run`, a checkpoint in files",

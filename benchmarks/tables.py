@@ -38,8 +38,13 @@ def load_tables(result: dict[str, Any]) -> str:
         f"{counts(result['rows'], 'usable_sec')}. Memory: the highest of all repetitions, "
         f"{counts(result['rows'], 'peak_x')}. {provenance(result)}"
     ]
-    for layout, kind in dict.fromkeys(tuple(group.split()[:2]) for group in groups):
-        sizes = [group.split()[2] for group in groups if group.split()[:2] == [layout, kind]]
+    layouts = dict.fromkeys(tuple(group.split()[:2]) for group in groups)
+    sizes_of = {
+        key: [g.split()[2] for g in groups if tuple(g.split()[:2]) == key] for key in layouts
+    }
+    for (layout, kind), sizes in sizes_of.items():
+        if len(sizes) == 1:
+            continue
         head = ["", *(f"memory, {n} ranks" for n in sizes), *(f"time, {n} ranks" for n in sizes)]
         body: list[list[str]] = []
         for name, title in titles.items():
@@ -47,7 +52,20 @@ def load_tables(result: dict[str, Any]) -> str:
             if any(ours):
                 body.append([title, *map(memory_cell, ours), *map(time_cell, ours)])
         parts += [f"**{layout.upper()}, {DTYPES[kind]}**", table(head, body)]
+    single = [f"{layout} {kind} {n[0]}" for (layout, kind), n in sizes_of.items() if len(n) == 1]
+    head = ["memory; time", *(f"{group.upper()} ranks" for group in single)]
+    body = [
+        [title, *("; ".join(cells_of(rows.get((group, name)))) for group in single)]
+        for name, title in titles.items()
+        if any((group, name) in rows for group in single)
+    ]
+    parts += ["**Copies: HSDP and DDP**", table(head, body)] if single else []
     return "\n\n".join(parts)
+
+
+def cells_of(row: dict[str, Any] | None) -> list[str]:
+    """Memory and time, where they were measured."""
+    return [cell for cell in (memory_cell(row), time_cell(row)) if cell]
 
 
 def counts(rows: list[dict[str, Any]], key: str) -> str:
@@ -193,57 +211,6 @@ def checked_table(result: dict[str, Any]) -> str:
         for what, row in result["figures"].items()
     ]
     return f"{busy(result)}\n\n{table(['', 'median (range)', 'goal', 'met'], body)}"
-
-
-def small_table(result: dict[str, Any]) -> str:
-    """Many small tensors: ratios to torch's own way, by how many parameters a module has."""
-    body = [
-        [str(row["ranks"]), f"{row['per_module']:,}"]
-        + [spread(row[kind]["ratio"]) for kind in ("clock", "cpu")]
-        for row in result["rows"]
-    ]
-    what = f"{result['tensors']:,} tensors of 4 KiB, n = {result['n']}."
-    head = ["ranks", "parameters a module", "anyrank / torch, clock", "CPU"]
-    return f"{what} {busy(result)}\n\n{table(head, body)}"
-
-
-def key_table(result: dict[str, Any]) -> str:
-    """What telling of keys that fit nowhere costs, and its goal."""
-    body = [
-        [f"{row['keys']:,}", *(spread(row[way]) if way in row else "-" for way in KEY_WAYS)]
-        for row in result["keys"]
-    ]
-    head = ["keys", "anyrank, CPU s", "torch, CPU s"]
-    return f"n = {result['n']}. {busy(result)}\n\n{table(head, body)}"
-
-
-def column_table(result: dict[str, Any]) -> str:
-    """Seconds and bytes of each way to read columns, and ratios of the same repetition."""
-    body = [
-        [str(row["ranks"])]
-        + [f"{row[way]['seconds']:.2f} s, {row[way]['read_mib']:.0f} MiB" for way in WAYS]
-        + [f"{row['dcp']['seconds']:.2f} s", spread(row["own_x_stripe"]), spread(row["own_x_dcp"])]
-        for row in result["columns"]
-    ]
-    head = ["ranks", *WAYS, "DCP", "own / stripe", "own / DCP"]
-    return f"A matrix of {result['mib']} MiB, n = {result['n']}.\n\n{table(head, body)}"
-
-
-def link_table(result: dict[str, Any]) -> str:
-    """Seconds of both strategies, and the ratios of the same repetition."""
-    body = [
-        [str(row["ranks"])]
-        + [f"{row[way]['seconds']:.2f} s, {row[way]['read_mib']:.0f} MiB" for way in WAYS]
-        + [spread(row["ratio"])]
-        for row in result["rows"]
-    ]
-    what = f"{result['mib']} MiB of replicas, {result['mb_per_sec']:g} MB/s for all ranks, n = "
-    head = ["ranks", *WAYS, "stripe / own"]
-    return f"{what}{result['n']}. {busy(result)}\n\n{table(head, body)}"
-
-
-WAYS = ("own", "stripe")
-KEY_WAYS = ("anyrank", "torch")
 
 
 # -- saves and resumes ----------------------------------------------------------------------------

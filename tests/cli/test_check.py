@@ -11,7 +11,7 @@ import torch
 from click.testing import Result
 from torch import nn
 
-from anyrank.watching.first_step import find_model
+from anyrank.watching.slow import find_model
 
 SCRIPT = """
 import sys

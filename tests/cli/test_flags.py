@@ -17,7 +17,7 @@ from anyrank.cli import main
 # A change here is a change of the interface: decide on it, then edit the table.
 INTERFACE = {
     "": {"--version", "-h", "--help"},
-    "inspect": {"PATH", "--all", "--quiet", "--json", "-h", "--help"},
+    "inspect": {"PATH", "--all", "--quiet", "--json", "--plot", "-h", "--help"},
     "verify": {"PATH", "--finite", "--json", "-h", "--help"},
     "diff": {"A", "B", "--ignore", "--json", "-h", "--help"},
     "convert": {"SOURCES", "DESTINATION", "--to", "--dtype", "--rename", "--shard-bytes"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,23 +12,20 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.watching.data_facts import Layer, LoaderFacts
-from anyrank.watching.facts import BUCKETS, LINES, Facts, Known, differences
-from anyrank.watching.model_facts import Some, some
+from anyrank.watching.data_facts import LoaderFacts
+from anyrank.watching.facts import LINES, Facts, Known, differences
+from anyrank.watching.findings import Finding
 from anyrank.watching.rules import RULES, run_rules
 from anyrank.world.ranks import one_process
 
-NONE = Some()
-LOADER = LoaderFacts(4, (Layer("DistributedSampler", 2, 0),), 0, 64, "", 0, "")
+LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0, "")
+OWN = Finding("device", "1 tensor on meta", "w", "", "")
 
 
 def facts(**changes: Any) -> Facts:
     """Those of a rank on which all is well."""
     changes.setdefault("stream", f"stream {changes.pop('number', 0)}")
-    well = Facts(
-        {}, {}, True, False, 1, NONE, NONE, (), NONE, NONE, "cpu", "", False, NONE, None, NONE,
-        NONE, NONE,
-    )  # fmt: skip
+    well = Facts({}, 1, "", False, "", None, ())
     return dataclasses.replace(well, **changes)
 
 
@@ -35,8 +34,7 @@ def known(*every: Facts, differing: Any = None, batch: int | None = None) -> Kno
 
 
 def loader(rank: int, **changes: Any) -> LoaderFacts:
-    layers = (Layer("DistributedSampler", 2, rank),)
-    return dataclasses.replace(LOADER, **{"layers": layers, **changes})
+    return dataclasses.replace(LOADER, **{"share": (2, rank), **changes})
 
 
 def said(*every: Facts, **options: Any) -> list[tuple[str, str]]:
@@ -57,20 +55,12 @@ BOTH = "ranks 0, 1"
     ("rule", "where", "first", "second", "differing"),
     [
         ("replicas", "w, rank 0 unlike rank 1", {}, {}, {"values whole": WEIGHT}),
-        ("ties", f"a, b, {BOTH}", *2 * [{"ties": (("a", "b", "values"),)}], {}),
-        ("optimizer", "w, rank 1", {}, {"missing": some(["w"])}, {}),
         ("trainable", "w, rank 0 unlike rank 1", {}, {}, {"kinds": WEIGHT}),
-        ("streams", f"drop, {BOTH}", *2 * [{"stream": "s", "dropout": some(["drop"])}], {}),
-        (
-            "sampler",
-            f"loader, {BOTH}",
-            *2 * [{"loader": loader(0, layers=2 * LOADER.layers)}],
-            {},
-        ),
+        ("streams", f"drop, {BOTH}", *2 * [{"stream": "s", "dropout": "drop"}], {}),
+        ("sampler", f"loader.sampler, {BOTH}", *2 * [{"loader": loader(0)}], {}),
         ("batch", f"loader.batch_size, {BOTH}", {}, {"loader": loader(1, batch=5)}, {}),
-        ("device", "w (cuda:0), rank 1", {}, {"off": some(["w (cuda:0)"])}, {}),
-        ("frozen", "vae, rank 1", {}, {"training": some(["vae"])}, {}),
-        ("reentrant", "layer, rank 1", {}, {"reentrant": some(["layer"])}, {}),
+        ("device", f"w, {BOTH}", *2 * [{"found": [OWN]}], {}),
+        ("device", "w, rank 1", {}, {"found": [OWN]}, {}),
     ],
 )
 def test_a_rule_speaks_for_the_ranks_that_it_is_about(
@@ -88,16 +78,12 @@ def test_lines_that_a_rank_lacks_are_no_other_values() -> None:
 
 
 def test_streams_of_a_tensor_parallel_group_may_be_alike() -> None:
-    drops = {"dropout": some(["drop"]), "tensor_parallel": 2}
+    drops = {"dropout": "drop", "tensor_parallel": 2}
     alike = [facts(stream=str(rank // 2), **drops) for rank in range(4)]
     assert said(*alike) == []
     assert said(*(facts(stream="s", **drops) for _ in range(4))) == [
         ("streams", "drop, ranks 0, 1, 2, 3")
     ]
-
-
-def test_a_static_graph_bears_reentrant_checkpoints() -> None:
-    assert said(facts(reentrant=some(["layer"]), static_graph=True)) == []
 
 
 @pytest.mark.parametrize(("batch", "fix"), [(16, "batch_size=8"), (15, "that 2 divides")])
@@ -108,56 +94,48 @@ def test_the_batch_that_fits_is_told(batch: int, fix: str) -> None:
     assert fix in finding.fix
 
 
-class Recorded:
-    """Ranks that are asked to gather, and answer with what each rank would send."""
+def compared(tables: list[dict[str, dict[str, str]]]) -> Any:
+    """What each rank learns of the differences; all of them run side by side."""
+    every = [facts(digests={k: str(v) for k, v in table.items()}) for table in tables]
+    barrier, box = threading.Barrier(len(tables)), dict[int, Any]()
 
-    def __init__(self, tables: list[dict[str, dict[str, str]]]) -> None:
-        self.ranks = tuple(range(len(tables)))
-        self.tables = tables
-        self.sizes: list[int] = []
+    def gather(value: Any) -> list[Any]:
+        box[int(threading.current_thread().name)] = value
+        barrier.wait(60)
+        answer = [box[each] for each in range(len(tables))]
+        barrier.wait(60)
+        return answer
 
-    def run(self) -> list[Any]:
-        """What each rank learns; all of them run side by side, a gather at a time."""
-        import pickle
-        import threading
+    ranks: Any = SimpleNamespace(
+        ranks=tuple(range(len(tables))),
+        gather=gather,
+        run_on_one=lambda what, work, rank: gather(work())[rank],
+    )
+    learnt: list[Any] = [None] * len(tables)
 
-        barrier, box = threading.Barrier(len(self.tables)), dict[int, Any]()
-        learnt: list[Any] = [None] * len(self.tables)
-        every = [
-            facts(
-                digests={k: str(sorted(v.items())) for k, v in table.items()},
-                sizes={k: len(v) for k, v in table.items()},
-            )
-            for table in self.tables
-        ]
+    def learn(number: int) -> None:
+        learnt[number] = differences(tables[number], every, ranks)
 
-        def rank(number: int) -> None:
-            def gather(value: Any, what: str = "") -> list[Any]:
-                self.sizes.append(len(pickle.dumps(value)))
-                box[number] = value
-                barrier.wait(60)
-                answer = [box[each] for each in self.ranks]
-                barrier.wait(60)
-                return answer
-
-            ranks: Any = type("Ranks", (), {"ranks": self.ranks, "gather": staticmethod(gather)})
-            learnt[number] = differences(self.tables[number], every, ranks)
-
-        threads = [threading.Thread(target=rank, args=(number,)) for number in self.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        return learnt
+    numbers = range(len(tables))
+    threads = [threading.Thread(target=learn, args=(n,), name=str(n)) for n in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert learnt[1:] == learnt[:-1]
+    return learnt[0]
 
 
-def test_one_line_of_a_long_table_is_found_in_a_few_bytes() -> None:
+def test_one_line_of_a_long_table_is_found() -> None:
     table = {f"model.layers.{number}.weight": "same" for number in range(20_000)}
     other = {**table, "model.layers.777.weight": "other"}
-    ranks = Recorded([{"kinds": table}, {"kinds": other}, {"kinds": table}])
     line = {"model.layers.777.weight": {0: "same", 1: "other", 2: "same"}}
-    assert ranks.run() == [{"kinds": line}] * 3
-    assert max(ranks.sizes) < 64 << 10
+    assert compared([{"kinds": table}, {"kinds": other}, {"kinds": table}]) == {"kinds": line}
+
+
+def test_a_table_that_the_first_rank_lacks_is_compared_among_those_that_have_it() -> None:
+    found = compared([{}, {"values b": {"w": "1"}}, {"values b": {"w": "2", "v": "3"}}])
+    assert found == {"values b": {"w": {1: "1", 2: "2"}, "v": {1: None, 2: "3"}}}
 
 
 def test_tables_that_differ_everywhere_are_cut() -> None:
@@ -165,12 +143,7 @@ def test_tables_that_differ_everywhere_are_cut() -> None:
         {f"values {n}": {f"layers.{i}.w": str(rank) for i in range(5000)} for n in range(9)}
         for rank in range(2)
     ]
-    ranks = Recorded(tables)
-    first, second = ranks.run()
-    assert first == second
-    assert 0 < len(first["values 0"]) < 2 * LINES
-    assert max(ranks.sizes) < 64 << 10
-    assert BUCKETS * 8 < 64 << 10
+    assert len(compared(tables)["values 0"]) == LINES
 
 
 def test_no_difference_takes_no_exchange() -> None:

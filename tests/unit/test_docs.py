@@ -527,13 +527,13 @@ def test_every_public_name_is_told_of() -> None:
     [
         ("load.md", anyrank.load),
         ("load.md", anyrank.materialize),
-        ("strategies.md", anyrank.plan),
+        ("plan.md", anyrank.plan),
         ("freeze.md", anyrank.freeze),
         ("sync.md", anyrank.sync),
         ("check.md", anyrank.check),
-        ("resume.md", anyrank.TrainState),
-        ("resume.md", anyrank.Checkpoints),
-        ("resume.md", anyrank.Checkpoints.resume),
+        ("runs.md", anyrank.TrainState),
+        ("runs.md", anyrank.Checkpoints),
+        ("runs.md", anyrank.Checkpoints.resume),
         ("data.md", anyrank.ElasticLoader),
         ("data.md", anyrank.ElasticSampler),
         ("data.md", anyrank.ElasticLoader.from_shards),
@@ -549,16 +549,16 @@ def test_every_argument_is_told_of(page: str, function: Callable[..., Any]) -> N
 
 def test_every_method_of_checkpoints_is_told_of() -> None:
     names = [name for name in vars(anyrank.Checkpoints) if not name.startswith("_")]
-    assert lacks(read("resume.md"), names) == []
+    assert lacks(read("runs.md"), names) == []
 
 
 @pytest.mark.parametrize(
     ("page", "kind"),
     [
         ("load.md", anyrank.LoadReport),
-        ("strategies.md", anyrank.LoadPlan),
-        ("resume.md", anyrank.ResumeReport),
-        ("resume.md", SaveRecord),
+        ("plan.md", anyrank.LoadPlan),
+        ("runs.md", anyrank.ResumeReport),
+        ("runs.md", SaveRecord),
         ("formats.md", Manifest),
         ("formats.md", FileRecord),
     ],

@@ -104,7 +104,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "the result of inspect": (
         lambda: anyrank.inspect(WEIGHTS),
         "path format files tensors dtypes tied quantised parameters nbytes metadata skipped"
-        " steps to_json",
+        " steps run_time to_json",
     ),
     "the result of verify": (
         lambda: anyrank.verify(WEIGHTS),

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @click.option("--all", "every", is_flag=True, help="One row a tensor; layers are not collapsed.")
 @click.option("--quiet", is_flag=True, help="Only the names of the tensors, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="The whole inspection as a JSON object.")
-def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
+@click.option("--plot", metavar="FILE", help="Draw a run's loss and rank counts: .svg, .png, .pdf.")
+def command(path: str, every: bool, quiet: bool, as_json: bool, plot: str | None) -> None:
     """Show the tensors of PATH, from its headers alone.
 
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
@@ -24,6 +25,12 @@ def command(path: str, every: bool, quiet: bool, as_json: bool) -> None:
     from anyrank.inspection.inspect import inspect
     from anyrank.wording import printable
 
+    if plot is not None:
+        from anyrank.inspection.plot import draw
+
+        draw(path, plot)
+        click.echo(plot)
+        return
     inspection = inspect(path)
     if as_json:
         click.echo(inspection.to_json())

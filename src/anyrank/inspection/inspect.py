@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from anyrank.files.listing import Listing, ties_of
 from anyrank.files.quantised import unknown_method
 from anyrank.formats.run_folder import SavedStep, steps_in
+from anyrank.formats.run_log import RunTime, read_log, sum_up
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import group
 from anyrank.tensors.quantised import pairs_of
@@ -81,6 +82,7 @@ class Inspection:
         skipped: files and keys that `load` ignores, each with the reason.
         quantised: tensors that `load` dequantises -> how they are quantised.
         steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
+        run_time: of a run folder on a local disk, where its time went, by its `log.jsonl`.
     """
 
     path: str
@@ -95,6 +97,7 @@ class Inspection:
     tied: dict[str, str] = field(default_factory=dict[str, str])
     quantised: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[SavedStep] = field(default_factory=list[SavedStep])
+    run_time: RunTime | None = None
 
     def to_json(self) -> str:
         """All fields, as a JSON object."""
@@ -134,6 +137,8 @@ def notes(found: Inspection) -> list[str]:
         f"{count(saved.ranks, 'rank')}, {in_units(saved.nbytes)}, {printable(saved.written)}"
         for saved in found.steps
     ]
+    if found.run_time is not None:
+        lines.append(f"  {found.run_time}")
     texts = [f"{key}: {value}" for key, value in found.metadata.items()]
     groups = (("metadata", texts), ("skipped", group_by_part(found.skipped)))
     shortened = ((title, [_shorten(item) for item in items]) for title, items in groups)
@@ -167,6 +172,7 @@ def inspect(source: Source) -> Inspection:
     check_source(source)
     listing = list_source(source)
     dtypes = _totals(listing)
+    folder = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
     return Inspection(
         path=name_of(source),
         format=listing.format,
@@ -179,7 +185,8 @@ def inspect(source: Source) -> Inspection:
         skipped=[*listing.skipped, *filter(None, [unknown_method(listing)])],
         tied=ties_of(listing.tensors),
         quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
-        steps=steps_in(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else [],
+        steps=[] if folder is None else steps_in(folder),
+        run_time=None if folder is None else sum_up(read_log(folder)),
     )
 
 

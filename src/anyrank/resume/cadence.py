@@ -9,7 +9,7 @@ from numbers import Integral
 
 from anyrank.checks import check_type
 
-EVERY = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
+TIME_PATTERN = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -40,7 +40,7 @@ def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
     text = str(every).strip()
     if text.isdigit() and int(text) > 0:
         return Cadence(steps=int(text))
-    match = EVERY.match(text)
+    match = TIME_PATTERN.match(text)
     if match and float(match[1]) > 0:
         return Cadence(seconds=float(match[1]) * UNITS[match[2]])
     raise ValueError(

@@ -19,13 +19,8 @@ from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
-from anyrank.resume.loop import (
-    BoundaryReport,
-    Loop,
-    StepCounter,
-    require_loader,
-    stop_condition,
-)
+from anyrank.resume.log_writer import LogWriter
+from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
@@ -133,12 +128,12 @@ class Checkpoints:
         self._background = BackgroundSave(self._write) if background else None
         self._memory: PeerMemory | None = None
         self._counter = StepCounter(state)
-        self._has_stepped = False
         self._is_training = False  # on all ranks alike: whether a loop was begun
         self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
         self._branch: int | None = None  # the step that was resumed, if there were newer ones
         self._last_save = time.monotonic()
         self._records: list[SaveRecord] = []
+        self._log = LogWriter(self._folder, self._lock, state)
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -200,6 +195,7 @@ class Checkpoints:
         self.wait()
         state, verify, memory = self._state, self._options.verify, self._memory
         resumed = resume_run(state, self._folder, arguments, verify, ranks, memory)
+        self._log.note_resume()
         if resumed is None:
             return None
         self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
@@ -284,13 +280,14 @@ class Checkpoints:
                 signal=self._signals.find_pending(),
                 save_is_due=options.cadence.is_due(number, self._last_save),
                 snapshot_is_due=self._memory is not None and self._memory.is_due(number),
+                loss=self._log.take_loss(number),
+                spent=self._log.take_window(),
             )
 
         with self._counter.guard_boundary():
             reports = ranks.together("completing the step", report)
             self._counter.count()
-        if not self._has_stepped:
-            self._has_stepped = True
+        if self._log.note_step(reports):
             warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
@@ -356,6 +353,7 @@ class Checkpoints:
                 assert self._writers is not None
                 self._background.start(snapshot, ranks, self._writers, start)
         self._last_save = time.monotonic()
+        self._log.note_save()
 
     def _become_writer(self, ranks: Ranks) -> None:
         """Refuse to save within a step, and beside another writer of the folder. Any rank."""
@@ -418,8 +416,8 @@ class Checkpoints:
 
     def _open(self, call: str) -> Ranks:
         """The ranks; the first call opens and checks the run. All ranks."""
-        data = self._state.data
         if self._ranks is None:
+            data = self._state.data
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks, parts = self._groups.enter_context(opened), self._state.parts
             compare_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
@@ -443,6 +441,7 @@ class Checkpoints:
 
                 self._memory = open_memory(self.path, ranks, self._options.peers_cadence.is_due)
             self._ranks = ranks
+            self._log.open(ranks)
         return self._ranks
 
     def close(self) -> None:
@@ -461,6 +460,7 @@ class Checkpoints:
 
     def _release(self) -> None:
         self._signals.restore()
+        self._log.close()
         self._lock.release()
         self._ranks = self._writers = None
         self._groups.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from anyrank.saving.collect import is_within_step
 from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
 from anyrank.steps.loader import ElasticLoader
+from anyrank.steps.pace import Spent
 from anyrank.steps.step import Step
 from anyrank.steps.step_listeners import tell_of_step
 from anyrank.world.ranks import Ranks
@@ -38,12 +39,16 @@ class BoundaryReport(NamedTuple):
         signal: SIGTERM or SIGUSR1, if the rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
         snapshot_is_due: whether a snapshot in the machines' memory is due.
+        loss: of its share, in a step that the log has a line of.
+        spent: medians of the parts of its steps, each twentieth step.
     """
 
     save_failed: bool
     signal: int | None
     save_is_due: bool
     snapshot_is_due: bool
+    loss: tuple[float, float] | None = None
+    spent: Sequence[Spent] = ()
 
 
 class Loop(Iterator[Step]):

@@ -91,11 +91,9 @@ class _Restorer:
         """
         skipped = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
         known = {*self.source.names, *self.inner.parts, *skipped}
-        unknown = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
+        text = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
         names = ", ".join(sorted(known))
-        return (
-            [f"skip= names {unknown}: no part is called so; there are {names}"] if unknown else []
-        )
+        return [f"skip= names {text}: no part is called so; there are {names}"] if text else []
 
     def fill(self) -> None:
         """Read, and put everything in place. After a failure the state must be resumed again.

@@ -307,7 +307,7 @@ def _reading_records(path: str, kind: type[CheckpointError]) -> Generator[None]:
 def unreadable_error(path: str, error: Exception) -> CheckpointError:
     """The error if a disk or the network fails: no proof that the step is damaged."""
     return CheckpointError(
-        f"{error}\n  {path} may be whole, and was not set aside: try again, or move it out of the "
+        f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
         "run's folder to go on from the step before"
     )
 

@@ -108,7 +108,7 @@ class RunLock:
                 silent_sec = os.stat(own_path).st_mtime - self._renewed_at()
                 if not _is_stale(holder, silent_sec):
                     raise CheckpointError(
-                        f"{self.folder}: another run writes here, "
+                        f"{self.folder}: another run writes here: "
                         f"{_describe_holder(holder, silent_sec)}: stop it, or use another folder; "
                         f"if it is surely dead, or this is a copy of its folder, remove {LOCK}"
                     )

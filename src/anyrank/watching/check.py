@@ -28,19 +28,9 @@ def check(
     """Look for what people get wrong on several ranks. All ranks, before the first step.
 
     Nothing is changed, no sample is read and no forward is run. It takes about as long as reading
-    the parameters once. In a single process the rules that compare ranks are silent.
-
-    - `replicas`: a parameter, or a buffer that is no batch statistic, differs between ranks.
-    - `ties`: weights that were one tensor are two, or lie in two FSDP2 units.
-    - `optimizer`: misses trainable parameters, or holds some that the model no longer has.
-    - `trainable`: names, shapes, dtypes, `requires_grad` or the order differ between ranks.
-    - `streams`: random numbers are equal where dropout or augmentation should differ, or the
-      seeds of a DistributedSampler differ.
-    - `sampler`: the samples are sharded twice, alike on all ranks, or padded.
-    - `batch`: batch x accumulation x ranks is not `global_batch`, or batches differ in size.
-    - `device`: a tensor off its rank's device, or on meta.
-    - `frozen`: a frozen part that still draws, counts or is broadcast.
-    - `reentrant`: reentrant checkpointing under DDP.
+    the parameters once. In a single process the rules that compare ranks are silent. The rules are
+    `replicas`, `ties`, `optimizer`, `trainable`, `streams`, `sampler`, `batch`, `device`, `frozen`
+    and `reentrant`: docs/check.md says what each finds.
 
     Example::
 

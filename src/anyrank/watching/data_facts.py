@@ -1,7 +1,4 @@
-"""What one rank's loader shows of the mistakes that `check` knows. No collectives, no sample read.
-
-Accelerate's and transformers' loaders are known by the attributes that they document.
-"""
+"""What one rank's loader shows of the mistakes that `check` knows. No sample is read."""
 
 from __future__ import annotations
 
@@ -19,21 +16,12 @@ RANDOM = ("Random", "Jitter", "AutoAugment", "RandAugment", "TrivialAugment", "A
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Something that takes this rank's share of the samples."""
-
-    kind: str
-    ranks: int
-    rank: int
-
-
-@dataclass(frozen=True)
 class LoaderFacts:
     """One rank's loader.
 
     Attributes:
         batch: samples of a batch on this rank; None where that is not known.
-        layers: what shares the samples out, outermost first.
+        share: of a DistributedSampler: of how many ranks, and which one's share it takes.
         seed: of a DistributedSampler that shuffles.
         samples: of the dataset, where it has a length.
         subset: digest of the rows of a Subset; empty for another dataset.
@@ -42,7 +30,7 @@ class LoaderFacts:
     """
 
     batch: int | None
-    layers: tuple[Layer, ...]
+    share: tuple[int, int] | None
     seed: int | None
     samples: int | None
     subset: str
@@ -54,33 +42,20 @@ def look_at(loader: Any) -> LoaderFacts | None:
     """The facts of a loader; None for none, and for anyrank's, which compares its own arguments."""
     if loader is None or isinstance(loader, ElasticLoader):
         return None
-    dataset = getattr(loader, "dataset", None)
-    chain = list(_chain(loader))
-    samplers = [one for one in chain if isinstance(one, DistributedSampler)]
+    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+    samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
+    sampler = next((one for one in samplers if isinstance(one, DistributedSampler)), None)
+    samples = _length(dataset)
     return LoaderFacts(
-        _batch_size(loader),
-        tuple(layer for one in [*chain, *_datasets(dataset)] if (layer := _layer(one))),
-        next((one.seed for one in samplers if one.shuffle), None),
-        _length(dataset),
+        size if isinstance(size, int) else None,
+        None if sampler is None else (sampler.num_replicas, sampler.rank),
+        sampler.seed if sampler is not None and sampler.shuffle else None,
+        samples,
         _rows(dataset),
-        _repeated(chain, loader),
+        max(0, sampler.total_size - samples) if sampler is not None and samples is not None else 0,
         _augments(dataset),
     )
-
-
-def _chain(loader: Any) -> Iterator[Any]:
-    """The samplers of a loader, outermost first, and what each is around."""
-    pending = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop(0)
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        inner = getattr(one, "dataset", None)  # a DistributedSampler around a sampler
-        around = [inner] if hasattr(inner, "__iter__") and not hasattr(inner, "__getitem__") else []
-        pending[:0] = [getattr(one, "batch_sampler", None), getattr(one, "sampler", None), *around]
 
 
 def _datasets(dataset: Any) -> Iterator[Any]:
@@ -90,23 +65,6 @@ def _datasets(dataset: Any) -> Iterator[Any]:
             return
         yield dataset
         dataset = getattr(dataset, "dataset", None)
-
-
-def _layer(one: Any) -> Layer | None:
-    for ranks, rank in (("num_replicas", "rank"), ("num_processes", "process_index")):
-        size, place = getattr(one, ranks, None), getattr(one, rank, None)
-        if isinstance(size, int) and isinstance(place, int) and size > 1:
-            return Layer(type(one).__name__, size, place)
-    return None
-
-
-def _batch_size(loader: Any) -> int | None:
-    sampler = getattr(loader, "batch_sampler", None)
-    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    if not isinstance(size, int):
-        return None
-    split = getattr(sampler, "split_batches", False)  # Accelerate's: the ranks divide each batch
-    return size // sampler.num_processes if split and sampler is not None else size
 
 
 def _length(dataset: Any) -> int | None:
@@ -122,20 +80,6 @@ def _rows(dataset: Any) -> str:
             rows = repr([*map(int, one.indices)]).encode()
             return hashlib.blake2b(rows, digest_size=8).hexdigest()
     return ""
-
-
-def _repeated(chain: list[Any], loader: Any) -> int:
-    """How many samples the outermost sampler repeats."""
-    for one in chain:
-        if isinstance(one, DistributedSampler):
-            samples = _length(one.dataset)
-            return 0 if samples is None else max(0, one.total_size - samples)
-        if getattr(one, "even_batches", False) and not getattr(one, "drop_last", False):
-            samples, size = _length(getattr(loader, "dataset", None)), _batch_size(loader)
-            if samples and size:
-                step = size * one.num_processes
-                return -samples % step
-    return 0
 
 
 def _augments(dataset: Any) -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -24,6 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.watching.check import check_now
+from anyrank.watching.launched import run_program
+from anyrank.watching.slow import find_model, parameters_of
 from anyrank.world.ranks import open_ranks
 
 
@@ -52,7 +52,7 @@ class FirstStep:
             self.conclude()
         self.optimizers.append(optimizer)
         closure = kwargs.get("closure", args[0] if args else None)
-        if callable(closure):  # it runs the forward
+        if callable(closure):  # it runs the forward, as in Lightning
             with torch.enable_grad():
                 closure()
         self.model = find_model([*self.seen.values()], self.optimizers)
@@ -63,7 +63,7 @@ class FirstStep:
 
     def misses(self) -> bool:
         """Whether the model has trainable parameters that no optimizer has stepped yet."""
-        held = _held(self.optimizers)
+        held = parameters_of(self.optimizers)
         model = self.model
         assert model is not None
         return any(p.requires_grad and id(p) not in held for p in model.parameters())
@@ -89,39 +89,12 @@ class FirstStep:
         return {"ranks": findings.num_ranks, "findings": [asdict(one) for one in findings]}
 
 
-def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module | None:
-    """The outermost module that has most of the optimizers' parameters; where none has any, as the
-    optimizers are stale, most gradients.
-    """
-    inner = {id(part) for module in seen for part in module.modules() if part is not module}
-    held = _held(optimizers)
-
-    def score(module: nn.Module) -> tuple[int, int]:
-        parameters = [*module.parameters()]
-        return sum(id(p) in held for p in parameters), sum(p.grad is not None for p in parameters)
-
-    outermost = [module for module in seen if id(module) not in inner]
-    best = max(outermost, key=score, default=None)
-    return best if best is not None and any(score(best)) else None
-
-
-def _held(optimizers: Sequence[Optimizer]) -> set[int]:
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-
-
 def main(result: str, *program: str) -> None:
     """Run the program; the hooks end the process."""
     first = FirstStep(result)
     register_module_forward_pre_hook(first.before_forward)
     register_optimizer_step_pre_hook(first.before_step)
-    if program[0] == "-m":
-        sys.argv = [*program[1:]]
-        sys.path[0] = os.getcwd()
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [*program]
-        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
-        runpy.run_path(program[0], run_name="__main__")
+    run_program(program)
     if first.optimizers:  # it misses parameters, and the script has ended after its step
         first.conclude()
 

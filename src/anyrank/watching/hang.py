@@ -21,18 +21,20 @@ import time
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.steps.step_listeners import on_step
-from anyrank.watching.judge import Verdict, conclude, named
-from anyrank.watching.looks import Eyes, Look, record_collectives
+from anyrank.watching.judge import conclude
+from anyrank.watching.looks import Eyes, Look, look_at_process, record_collectives
 from anyrank.watching.options import EXIT_CODE, Options, read_options
+from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.stacks import read_faulthandler
-from anyrank.watching.system import ENDED, STOPPED, descendants, end_of, state_of
-from anyrank.world.group import default_store
+from anyrank.watching.system import descendants
+from anyrank.world.group import default_store, name_ranks
 from anyrank.world.processes import describe_own_process
-from anyrank.world.store import Store, StoreLost
+from anyrank.world.store import Store
 
 log = logging.getLogger("anyrank.watching")
 
@@ -41,6 +43,7 @@ SILENT_SEC = 5.0  # without a sign of life, after which a rank is looked at from
 ANSWER_SEC = 4.0  # for a look beyond its own two seconds, on a busy machine
 VAIN_SEC = 1.5  # for ranks that give no sign of life anyway
 SIGNAL_SEC = 1.5  # for a stack that a signal asks for
+LEAVE_SEC = 2.0  # for all to have the verdict: errors of sockets that close would follow it
 AGAIN_SEC = 4.0  # between looks while somebody is at work
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
 
@@ -126,9 +129,9 @@ def _own_connection(has_group: bool) -> Any:
 def _count_steps() -> None:
     """Count the steps of this process from now on, for the watch that runs."""
 
-    def count(*_: Any) -> None:
+    def count(optimizer: Optimizer | None = None, *_: Any) -> None:
         if Watcher.running is not None:
-            Watcher.running.count()
+            Watcher.running.count(optimizer)
 
     register_optimizer_step_post_hook(count)
     on_step(count)
@@ -153,6 +156,8 @@ class Watcher:
         record_collectives()
         self.store = Store(_own_connection(self.has_group), f"anyrank-watch/{Watcher.calls}")
         self.stopped, self.ended = threading.Event(), threading.Event()
+        self.woken = threading.Event()
+        self.slow = SlowRanks(self.store, self.rank, self.size, self.woken.set)
         self.eyes = Eyes(self.rank, self.stopped)
         self.steps, self.last_step = 0, time.monotonic()
         self.heard: dict[int, tuple[str, float]] = {}  # rank -> its last sign of life, and when
@@ -161,7 +166,7 @@ class Watcher:
         self.looks = 0
         self.next_look = 0.0
         self.next_listen = 0.0
-        self.said_at = -1  # the slowest rank's steps at the last verdict: one for each hang
+        self.said_at = -1  # all ranks' steps at the last verdict: one for each hang
         self.has_warned = False
         self.pid = os.getpid()
         _count_steps()
@@ -172,13 +177,17 @@ class Watcher:
 
     def end(self) -> None:
         """End the thread; its last sign of life says so to the others."""
+        self.slow.close()
         self.stopped.set()
+        self.woken.set()
         self.ended.wait(ANSWER_SEC)
 
-    def count(self) -> None:
-        """A step was made."""
+    def count(self, optimizer: Optimizer | None) -> None:
+        """A step was made, by an optimizer or of a run."""
         self.steps += 1
         self.last_step = time.monotonic()
+        if optimizer is not None:
+            self.slow.step_made(optimizer)
 
     @property
     def idle_sec(self) -> float:
@@ -188,18 +197,25 @@ class Watcher:
     def _run(self) -> None:
         try:
             self._say_hello()
-            while not self.stopped.wait(self.tick_sec) and self.has_group == _has_group():
+            tick_sec = self.tick_sec
+            while self._pauses(tick_sec) and self.has_group == _has_group():
                 self._tick()
+                tick_sec = FIRST_SEC if self.slow.tick() else self.tick_sec
             self.store.set(f"beat/{self.rank}", "left")
-        except StoreLost as error:
-            self._look_alone(error)
         except Exception as error:  # of ours, which must not end in somebody's training
             log.warning("the watch of rank %d ends: %s: %s", self.rank, type(error).__name__, error)
         finally:
             self.eyes.close()
+            self.slow.close()
             atexit.unregister(self.end)
             Watcher.running = None
             self.ended.set()
+
+    def _pauses(self, seconds: float) -> bool:
+        """Wait for the next look; whether there is one."""
+        self.woken.wait(seconds)
+        self.woken.clear()
+        return not self.stopped.is_set()
 
     def _say_hello(self) -> None:
         own = {**describe_own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
@@ -241,7 +257,7 @@ class Watcher:
                 log.warning(
                     "%s never called anyrank.watch: call it on every rank; of others no stack can "
                     "be had",
-                    named(missing),
+                    name_ranks(missing),
                 )
 
     def _beats(self) -> list[str]:
@@ -278,25 +294,16 @@ class Watcher:
         return sum(steps for steps, _ in self._progress().values())
 
     def _is_due(self) -> bool:
-        """Whether no rank has stepped for the limit, or one is that far behind."""
-        progress = self._progress()
-        has_begun = any(steps for steps, _ in progress.values())
-        idle = [sec for _, sec in progress.values()]
-        # A rank that never steps, while others do, does something else.
-        behind = [sec for steps, sec in progress.values() if steps or not has_begun]
-        late = max(behind, default=0.0) if min(idle, default=0.0) < self.after_sec else min(idle)
-        is_new = self._slowest() != self.said_at
-        return late >= self.after_sec and is_new and time.monotonic() >= self.next_look
-
-    def _slowest(self) -> int:
-        """The fewest steps that a rank has made; 0 before any has."""
-        return min((steps for steps, _ in self._progress().values() if steps), default=0)
+        """Whether no rank has stepped for the limit, and nothing was said of it."""
+        idle = min((sec for _, sec in self._progress().values()), default=0.0)
+        is_new = self._steps() != self.said_at
+        return idle >= self.after_sec and is_new and time.monotonic() >= self.next_look
 
     # -- a look, and what follows -----------------------------------------------------------------
 
     def _judge(self) -> None:
         """Have all ranks look, conclude, and have the verdict said. The judge alone."""
-        heard, before, slowest = dict(self.heard), self._steps(), self._slowest()
+        heard, before = dict(self.heard), self._steps()
         idle = min(sec for _, sec in self._progress().values())
         self.looks = self.store.count("orders")
         self._order({"look": self.looks})
@@ -312,12 +319,11 @@ class Watcher:
         verdict = conclude([looks[rank] for rank in sorted(looks)], idle)
         if verdict is None:
             return
-        self.said_at = slowest
-        if self.store.count(f"verdicts/{slowest}") > 1:
+        self.said_at = before
+        if self.store.count(f"verdicts/{before}") > 1:
             return  # another rank took this one for silent
         writer = min(verdict.waiting, default=self.rank)
         said = {"writer": writer, "json": verdict.to_json(), "screen": verdict.screen}
-        said["leaving"] = sum(one.state == "answers" for one in looks.values())
         self._order({"verdict": self.looks, **said, "exit": self.exit, "silent": silent})
 
     def _order(self, order: dict[str, Any]) -> None:
@@ -343,11 +349,14 @@ class Watcher:
             own = self.eyes.look(self.steps)
             self.store.set(f"look/{order['look']}/{self.rank}", own.to_json())
         else:
+            said = f"said/{order['verdict']}"
             if order["writer"] == self.rank:
                 self._say(order["screen"], order["json"])
-                self.store.set(f"said/{order['verdict']}", "1")
+                self.store.set(said, "1")
             if order["exit"]:
-                self._leave(order)
+                self.store.wait([said], ANSWER_SEC)
+                time.sleep(LEAVE_SEC)
+                self._exit()
 
     def _gather(self, key: str, ranks: set[int]) -> dict[int, Look]:
         """What the ranks say under a key; those that do not answer in time are missing."""
@@ -396,32 +405,6 @@ class Watcher:
             self.hellos[rank] = json.loads(self.store.get(f"hello/{rank}"))
         return _look_through_system(rank, self.hellos[rank])
 
-    def _look_alone(self, error: StoreLost) -> None:
-        """The store is gone: nobody can be asked. See to it that a hang is named all the same."""
-        while self.has_group == _has_group() and self.idle_sec < self.after_sec:
-            if self.stopped.wait(self.tick_sec):
-                return
-        if self.stopped.is_set() or self.has_group != _has_group():
-            return
-        own = self.eyes.look(self.steps)
-        near = [rank for rank in self.hellos if rank != self.rank]
-        seen = [_look_through_system(rank, self.hellos[rank], quietly=True) for rank in near]
-        gone = [one for one in seen if one.state != "answers"]
-        alive = [one.rank for one in seen if one.state == "answers"]
-        if self.stopped.is_set() or own.at_work or min([self.rank, *alive]) != self.rank:
-            return
-        own.detail = str(error)
-        verdict = conclude([own, *gone], self.idle_sec) if gone else None
-        if verdict is None:
-            screen = (
-                f"anyrank: no step since {self.idle_sec:.0f} s, and {error}: its process or the "
-            )
-            screen += "network to it has gone"
-            verdict = Verdict([], "store", None, None, None, [self.rank], None, own.text, screen)
-        self._say(verdict.screen, verdict.to_json())
-        if self.exit:
-            self._exit()
-
     def _say(self, screen: str, report: str) -> None:
         """Print the screen, and write the report: whole, or not at all."""
         print(screen, file=sys.stderr, flush=True)
@@ -437,20 +420,6 @@ class Watcher:
                 os.unlink(partial)
             log.warning("the report %s cannot be written: %s", self.report, error.strerror)
 
-    def _leave(self, order: dict[str, Any]) -> None:
-        """Exit once the verdict is written and all that answer know: errors of sockets that close
-        would follow it.
-        """
-        deadline = time.monotonic() + ANSWER_SEC
-        with contextlib.suppress(StoreLost):
-            leaving = self.store.count(f"leaving/{order['verdict']}")
-            while time.monotonic() < deadline and not (
-                leaving >= order["leaving"] and self.store.has([f"said/{order['verdict']}"])
-            ):
-                time.sleep(0.05)
-                leaving = int(self.store.get(f"leaving/{order['verdict']}"))
-        self._exit()
-
     def _exit(self) -> None:
         """End this process, and those that it has started."""
         for pid in descendants(os.getpid()):
@@ -460,22 +429,12 @@ class Watcher:
         os._exit(EXIT_CODE)
 
 
-def _look_through_system(rank: int, process: dict[str, Any], quietly: bool = False) -> Look:
-    """Look at a rank of this machine through the system.
-
-    Args:
-        rank: it is.
-        process: what it has said of itself.
-        quietly: whether to leave its stacks alone; then one that runs counts as answering.
-    """
+def _look_through_system(rank: int, process: dict[str, Any]) -> Look:
+    """Look at a rank of this machine, by what it has said of its process, through the system."""
     pid = int(process["pid"])
-    state = state_of(pid)
-    if not state or state in ENDED:
-        return Look(rank, "killed", detail=end_of(pid))
-    if state in STOPPED:
-        return Look(rank, "stopped", detail=f"process {pid}: kill -CONT {pid}")
-    if quietly:
-        return Look(rank)
+    seen = look_at_process(rank, pid)
+    if seen.state != "answers":
+        return seen
     before, text = (_stacks_by_signal(pid, process) for _ in range(2))
     one, stack = (read_faulthandler(dump).get(int(process["main"]), ()) for dump in (before, text))
     return Look(rank, "gil", stack, at_work=one != stack, text=text)

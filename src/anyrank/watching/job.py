@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 from anyrank.errors import AnyrankError
 from anyrank.watching.judge import Verdict, conclude
-from anyrank.watching.looks import Look, works
+from anyrank.watching.looks import BUSY, Look, look_at_process, works
 from anyrank.watching.stacks import Stack, collective_of, own_frames, read_py_spy
 from anyrank.watching.system import (
-    ENDED,
     STOPPED,
-    children,
-    end_of,
+    descendants,
     parent_of,
     program_of,
     seconds_wanted,
@@ -32,7 +30,6 @@ from anyrank.watching.system import (
 
 DUMPS = 4
 PAUSE_SEC = 0.5
-BUSY = 0.2  # of a core
 DUMP_SEC = 20.0
 
 
@@ -93,20 +90,11 @@ def _top(pid: int) -> int:
 def _ranks_below(launcher: int) -> dict[int, int]:
     """Rank -> process: of those with the same RANK the uppermost that is a Python."""
     found: dict[int, int] = {}
-    for pid in _by_generation(launcher):
+    for pid in descendants(launcher):
         rank = variable_of(pid, "RANK")
-        if rank.isdigit():
-            known = found.get(int(rank))
-            if known is None or ("python" in program_of(pid) and "python" not in program_of(known)):
-                found[int(rank)] = pid
+        if rank.isdigit() and "python" in program_of(pid):
+            found.setdefault(int(rank), pid)
     return dict(sorted(found.items()))
-
-
-def _by_generation(pid: int) -> Iterator[int]:
-    generation = children(pid)
-    while generation:
-        yield from generation
-        generation = [below for one in generation for below in children(one)]
 
 
 def _py_spy() -> str | None:
@@ -118,7 +106,7 @@ def _py_spy() -> str | None:
 def look_at_job(job: Job) -> list[Look]:
     """Look at every rank from outside, for about two seconds. Nothing stays stopped."""
     tool = _py_spy()
-    looks = {rank: _state(rank, pid) for rank, pid in job.ranks.items()}
+    looks = {rank: look_at_process(rank, pid) for rank, pid in job.ranks.items()}
     running = [rank for rank, look in looks.items() if look.state == "answers"]
     stacks: dict[int, list[Stack]] = {rank: [] for rank in running}
     wanted = {rank: seconds_wanted(job.ranks[rank], job.ranks[rank]) for rank in running}
@@ -139,15 +127,6 @@ def look_at_job(job: Job) -> list[Look]:
         look.at_work = works(stacks[rank], look.is_busy)
         look.text = "\n".join(map(str, look.stack))
     return list(looks.values())
-
-
-def _state(rank: int, pid: int) -> Look:
-    state = state_of(pid)
-    if not state or state in ENDED:
-        return Look(rank, "killed", detail=end_of(pid))
-    if state in STOPPED:
-        return Look(rank, "stopped", detail=f"process {pid}: kill -CONT {pid}")
-    return Look(rank)
 
 
 def _dump(tool: str, pid: int) -> tuple[Stack, str]:

@@ -22,11 +22,10 @@ from anyrank.watching.stacks import (
     is_in_model,
     own_frames,
     place_of,
-    rank_conditions,
-    source_line,
     waits_for_store,
 )
 from anyrank.wording import join_first, printable
+from anyrank.world.group import name_ranks
 
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
@@ -141,8 +140,6 @@ def _kind_of_free(look: Look, others: Sequence[Look]) -> str:
         return "store"
     if fetches(look.stack):
         return "loader"
-    if any(place_of(frame).handles for frame in own_frames(look.stack)):
-        return "swallowed"
     return "slow"
 
 
@@ -154,24 +151,17 @@ def _kind_of_waiting(odd: Look, waiter: Look) -> str:
     left, right = place_of(theirs), place_of(mine)
     if _position(odd) == _position(waiter) or _differ_in_shape(odd, waiter):
         return "mismatch"
-    if set(left.swallows) - set(right.swallows) or right.handles:
+    if set(left.swallows) - set(right.swallows):
         return "swallowed"
-    own = [one for one in right.conditions if one not in left.conditions]
-    if any(one.is_by_rank and one.is_reordered for one in own):
-        return "order"
-    if any(one.is_by_rank for one in own):
-        return "branch"
+    by_rank = [one for one in right.conditions if one.is_by_rank and one not in left.conditions]
+    if by_rank:
+        others = {one.line for one in left.conditions}  # in the other arm of the same `if`
+        return "order" if any(one.line in others for one in by_rank) else "branch"
     if _has_passed(odd, waiter):
         return "mismatch"
-    if mine.line == theirs.line and is_in_model(odd.stack):
-        return "branch"
-    if mine.line == theirs.line and _collective(odd) != _collective(waiter):
-        return "order"
-    if any(one not in right.conditions for one in left.conditions) or left.may_be_skipped:
-        return "swallowed" if left.swallows else "skipped"
-    if rank_conditions(mine.file):
-        return "branch"
-    return "mismatch" if source_line(theirs) else "skipped"
+    if mine.line == theirs.line:
+        return "branch" if is_in_model(odd.stack) else "order"
+    return "skipped"
 
 
 def _differ_in_shape(a: Look, b: Look) -> bool:
@@ -218,11 +208,7 @@ def _odd_ones(waiting: Sequence[Look]) -> list[Look]:
     if behind := _behind(waiting):
         return behind
     if len(groups) == 1:
-        steps = collections.Counter(one.steps for one in waiting)
-        if len(steps) == 1:
-            return []
-        usual = max(steps, key=lambda number: (steps[number], -number))
-        return [one for one in waiting if one.steps != usual]
+        return []
     if sizes[-1] > sizes[-2]:
         most = max(groups.values(), key=len)
     else:
@@ -315,7 +301,7 @@ def _sentences(
 ) -> list[str]:
     """What is said before the stacks."""
     since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
-    others = named([one.rank for one in waiting])
+    others = name_ranks([one.rank for one in waiting])
     if not culprits:
         place = innermost(waiting[0].stack)
         return [
@@ -323,7 +309,7 @@ def _sentences(
             "is missing: look at the network, and at ranks that are not in this group"
         ]
     first = culprits[0]
-    who = named([one.rank for one in culprits])
+    who = name_ranks([one.rank for one in culprits])
     wait = ""
     if waiting and _waits(waiting[0]):
         verb = "waits" if len(waiting) == 1 else "wait"
@@ -334,10 +320,6 @@ def _sentences(
     lines = [f"{head}; {wait}" if wait else f"{head}, {since}"]
     place = innermost(first.stack)
     details = [*first.dead_workers, *([first.detail] if first.detail else [])]
-    if kind == "branch" and place is not None and _rank_condition(first) is None:
-        details += [
-            f"{place.file} asks for the rank at {text}" for text in rank_conditions(place.file)
-        ]
     if place is not None:
         condition = _rank_condition(first)
         under = f', under "if {condition.text}"' if condition else ""
@@ -363,7 +345,7 @@ def _what(look: Look, waiting: Sequence[Look], kind: str) -> str:
         return "is at work in one place" if look.is_busy else "is in no collective"
     if kind == "mismatch":
         return f"is in {_collective(look)}, beyond the others"
-    others = named([one.rank for one in waiting], with_noun=False)
+    others = join_first([one.rank for one in waiting], SHOWN_RANKS)
     return f"is in {_collective(look)}, which {others} never entered"
 
 
@@ -395,12 +377,6 @@ def _screen_of_stacks(looks: Sequence[Look]) -> list[str]:
     for group in sorted(groups.values(), key=len, reverse=True)[:SHOWN_RANKS]:
         first = group[0]
         state = _collective(first) or first.state.replace("answers", "in no collective")
-        lines.append(f"  {named([one.rank for one in group])}: {state}")
+        lines.append(f"  {name_ranks([one.rank for one in group])}: {state}")
         lines += [f"    {frame}" for frame in own_frames(first.stack)[:SHOWN_FRAMES]]
     return lines
-
-
-def named(ranks: Sequence[int], with_noun: bool = True) -> str:
-    """Ranks in words: "rank 1", "ranks 1, 2"."""
-    text = join_first(list(ranks), SHOWN_RANKS)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}" if with_noun else text

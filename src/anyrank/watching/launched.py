@@ -39,7 +39,8 @@ def _watch_groups(options: Options) -> None:
                 return
 
 
-def _run(program: tuple[str, ...]) -> None:
+def run_program(program: tuple[str, ...]) -> None:
+    """Run a script, or `-m` and a module, with its arguments, as Python itself would."""
     if program[0] == "-m":
         sys.argv = [*program[1:]]
         sys.path[0] = os.getcwd()
@@ -58,7 +59,7 @@ def main(options: str, *program: str) -> None:
     )
     thread.start()
     try:
-        _run(program)
+        run_program(program)
     except Exception as error:
         trace = error.__traceback__
         for entry in traceback.extract_tb(trace):

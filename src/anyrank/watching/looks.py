@@ -27,7 +27,16 @@ from anyrank.watching.stacks import (
     own_frames,
     read_faulthandler,
 )
-from anyrank.watching.system import Workers, bytes_moved, oom_kills, seconds_wanted
+from anyrank.watching.system import (
+    ENDED,
+    STOPPED,
+    Workers,
+    bytes_moved,
+    end_of,
+    oom_kills,
+    seconds_wanted,
+    state_of,
+)
 
 LOOKS = 20
 PAUSE_SEC = 0.1
@@ -94,6 +103,16 @@ class Look:
         plain["stack"] = tuple(Frame(*one) for one in plain["stack"])
         plain["operations"] = [Operation(**one) for one in plain["operations"]]
         return Look(**plain)
+
+
+def look_at_process(rank: int, pid: int) -> Look:
+    """What the state of a process of this machine says of the rank that it is."""
+    state = state_of(pid)
+    if not state or state in ENDED:
+        return Look(rank, "killed", detail=end_of(pid))
+    if state in STOPPED:
+        return Look(rank, "stopped", detail=f"process {pid}: kill -CONT {pid}")
+    return Look(rank)
 
 
 class Eyes:

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -37,7 +36,6 @@ WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")  # in C, so that t
 STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 MODULES = re.compile(r"torch/nn/modules/module\.py$")
-SHOWN_CONDITIONS = 3
 END = "destroy_process_group"
 
 
@@ -115,7 +113,7 @@ def collective_of(stack: Stack) -> str:
         return "torch.distributed"
     own = own_frames(stack)
     is_last = bool(own) and not inner
-    return "wait" if is_last and WAITS.search(source_line(own[0])) else ""
+    return "wait" if is_last and WAITS.search(_source_line(own[0])) else ""
 
 
 def waits_for_store(stack: Stack) -> bool:
@@ -125,7 +123,7 @@ def waits_for_store(stack: Stack) -> bool:
         "store" in one.function and DISTRIBUTED.search(one.file) for one in _inner_frames(stack)
     ):
         return True
-    return bool(own) and bool(STORE_WAITS.search(source_line(own[0])))
+    return bool(own) and bool(STORE_WAITS.search(_source_line(own[0])))
 
 
 def ends(stack: Stack) -> bool:
@@ -134,11 +132,8 @@ def ends(stack: Stack) -> bool:
 
 
 def fetches(stack: Stack) -> bool:
-    """Whether a thread fetches data: in a DataLoader, or in what a `for` or `next()` goes over."""
-    if any(FETCHING.search(one.file) for one in stack):
-        return True
-    own = own_frames(stack)
-    return any(_is_iterated(caller) for caller in own[1:])
+    """Whether a thread fetches data, in torch's loader or in anyrank's."""
+    return any(FETCHING.search(one.file) for one in stack)
 
 
 def is_in_model(stack: Stack) -> bool:
@@ -146,7 +141,7 @@ def is_in_model(stack: Stack) -> bool:
     return any(BACKWARD.search(one.file) or MODULES.search(one.file) for one in stack)
 
 
-def source_line(frame: Frame) -> str:
+def _source_line(frame: Frame) -> str:
     """The text of a frame's line; "" where it cannot be read."""
     lines = _text(frame.file).splitlines()
     return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
@@ -160,14 +155,12 @@ class Condition(NamedTuple):
         text: its test.
         arm: 0 for its body, 1 for its `else`.
         is_by_rank: whether the test asks for the rank.
-        is_reordered: whether both arms call the same functions, in different orders.
     """
 
     line: int
     text: str
     arm: int
     is_by_rank: bool
-    is_reordered: bool
 
 
 class Place(NamedTuple):
@@ -176,59 +169,26 @@ class Place(NamedTuple):
     Attributes:
         conditions: that it is within, the outermost first.
         swallows: lines of the `try` around it whose handlers go on.
-        handles: lines of the `try` in whose `except` or after-life it is.
-        may_be_skipped: whether something before it in its loop or function may jump over it.
     """
 
     conditions: tuple[Condition, ...] = ()
     swallows: tuple[int, ...] = ()
-    handles: tuple[int, ...] = ()
-    may_be_skipped: bool = False
 
 
 def place_of(frame: Frame) -> Place:
     """What the source says about a frame's line; nothing where it cannot be read."""
     tree = _tree(frame.file)
-    if tree is None:
-        return Place()
-    path = _path_to(tree, frame.line)
     conditions: list[Condition] = []
     swallows: list[int] = []
-    handles: list[int] = []
-    jumps = False
-    for parent, child in itertools.pairwise(path):
+    for parent, child in itertools.pairwise(_path_to(tree, frame.line) if tree else ()):
         if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
-            conditions, swallows, handles, jumps = [], [], [], False  # an inner function's own
+            conditions, swallows = [], []  # an inner function's own
         if isinstance(parent, ast.If) and child is not parent.test:
-            conditions.append(_condition(parent, child, tree))
-        if isinstance(parent, ast.Try):
-            if child in parent.body and any(map(_goes_on, parent.handlers)):
-                swallows.append(parent.lineno)
-            elif child in parent.handlers:
-                handles.append(parent.lineno)
-        if isinstance(parent, ast.FunctionDef | ast.For | ast.While | ast.AsyncFunctionDef):
-            before = [node for node in parent.body if node.lineno < child.lineno]  # pyright: ignore
-            jumps = jumps or any(map(_may_jump, before))
-    may = jumps or bool(conditions) or bool(swallows)
-    return Place(tuple(conditions), tuple(swallows), tuple(handles), may)
-
-
-def rank_conditions(file: str) -> list[str]:
-    """Where a file asks for the rank in an `if`: "26: if rank == 1"; the first few."""
-    tree = _tree(file)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.If)] if tree else []
-    asking = [node for node in nodes if _is_by_rank(node.test, tree)]
-    return [f"{node.lineno}: if {ast.unparse(node.test)}" for node in asking[:SHOWN_CONDITIONS]]
-
-
-def _condition(node: ast.If, child: ast.AST, tree: ast.AST | None) -> Condition:
-    arm = int(child in node.orelse)
-    calls = [_calls(part) for part in (node.body, node.orelse)]
-    is_reordered = (
-        calls[0] != calls[1] and len(calls[0]) > 1 and sorted(calls[0]) == sorted(calls[1])
-    )
-    is_by_rank = _is_by_rank(node.test, tree)
-    return Condition(node.lineno, ast.unparse(node.test), arm, is_by_rank, is_reordered)
+            arm, by_rank = int(child in parent.orelse), _is_by_rank(parent.test, tree)
+            conditions.append(Condition(parent.lineno, ast.unparse(parent.test), arm, by_rank))
+        if isinstance(parent, ast.Try) and child in parent.body and _goes_on(parent):
+            swallows.append(parent.lineno)
+    return Place(tuple(conditions), tuple(swallows))
 
 
 def _is_by_rank(test: ast.expr, tree: ast.AST | None) -> bool:
@@ -245,59 +205,21 @@ def _is_by_rank(test: ast.expr, tree: ast.AST | None) -> bool:
     )
 
 
-def _calls(body: Sequence[ast.stmt]) -> list[str]:
-    """The names of the functions that statements call, in order."""
-    nodes = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    return [ast.unparse(node.func) for node in sorted(nodes, key=lambda one: one.lineno)]
-
-
-def _goes_on(handler: ast.ExceptHandler) -> bool:
+def _goes_on(node: ast.Try) -> bool:
     """Whether the script goes on after an `except`."""
-    return not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
-
-
-def _may_jump(statement: ast.stmt) -> bool:
-    """Whether a statement may leave a loop's body or a function."""
-    jumps = ast.Continue | ast.Break | ast.Return
-    return any(isinstance(node, jumps) for node in ast.walk(statement))
-
-
-def _is_iterated(frame: Frame) -> bool:
-    """Whether a line is the head of a `for`, or calls `next`."""
-    tree = _tree(frame.file)
-    if tree is None or not frame.line:
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For) and node.iter.lineno <= frame.line <= (
-            node.iter.end_lineno or 0
-        ):
-            return True
-        is_next = isinstance(node, ast.Call) and ast.unparse(node.func) == "next"
-        if is_next and node.lineno == frame.line:  # pyright: ignore[reportAttributeAccessIssue]
-            return True
-    return False
+    parts = [[*ast.walk(handler)] for handler in node.handlers]
+    return any(not any(isinstance(one, ast.Raise) for one in part) for part in parts)
 
 
 def _path_to(tree: ast.AST, line: int) -> list[ast.AST]:
     """The nodes around a line, the outermost first."""
-    path: list[ast.AST] = [tree]
-    while True:
-        inside = [node for node in _children(path[-1]) if _holds(node, line)]
-        if not inside:
-            return path
-        path.append(inside[-1])
-
-
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements and `except` parts right below a node."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt | ast.ExceptHandler):
-            yield child
-
-
-def _holds(node: ast.AST, line: int) -> bool:
-    first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
-    return bool(first) and first <= line <= (last or 0)
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt | ast.ExceptHandler)
+        and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return [tree, *around]  # a walk comes to what is outside first
 
 
 @functools.lru_cache(64)

@@ -84,9 +84,8 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, and theirs."""
-    below = children(pid)
-    return below + [one for child in below for one in descendants(child)]
+    """The children of a process, each before its own."""
+    return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 def variable_of(pid: int, name: str) -> str:
@@ -135,20 +134,12 @@ def bytes_moved() -> int:
 
 
 def oom_kills() -> int:
-    """Processes that were killed for memory in this process's cgroup, since it exists."""
-    places: list[str] = []
-    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
-        for line in file.read().splitlines():
-            _, names, path = line.split(":", 2)
-            if not names:
-                places.append(f"/sys/fs/cgroup{path}/memory.events")
-            elif "memory" in names.split(","):
-                places.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-    for place in places:
-        with contextlib.suppress(OSError), open(place, encoding="ascii") as file:
-            for line in file.read().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+    """Processes that were killed for memory in this process's cgroup, by cgroup v2's count."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            path = file.read().rpartition("0::")[2].strip()
+        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="ascii") as file:
+            return int(dict(line.split() for line in file)["oom_kill"])
     return 0
 
 

@@ -109,11 +109,11 @@ class Connections:
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start to send a contiguous CPU tensor; returns its wait. Within `streaming`."""
-        return self._message(lambda to: self.group.send([tensor], to, MESSAGE_TAG), rank)
+        return self._message(lambda index: self.group.send([tensor], index, MESSAGE_TAG), rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start to fill a contiguous CPU tensor; returns its wait. Within `streaming`."""
-        return self._message(lambda at: self.group.recv([tensor], at, MESSAGE_TAG), rank)
+        return self._message(lambda index: self.group.recv([tensor], index, MESSAGE_TAG), rank)
 
     @contextlib.contextmanager
     def streaming(self, what: str) -> Generator[None, None, None]:

@@ -28,9 +28,9 @@ def is_alive(process: dict[str, Any]) -> bool:
 
 
 def _is_seen(process: dict[str, Any]) -> bool:
-    """Whether it is of this boot and process namespace, so that its id means something here."""
-    own = describe_own_process()
-    return bool(own["boot"]) and all(process.get(k) == own[k] for k in ("boot", "pid_namespace"))
+    """Whether it is of this boot and process namespace; else its id says nothing."""
+    boot, namespace = boot_id(), pid_namespace()
+    return bool(boot) and (process.get("boot"), process.get("pid_namespace")) == (boot, namespace)
 
 
 def is_running(pid: int, start: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -122,6 +123,9 @@ class GroupState:
 class Wait:
     """One wait of this rank for others.
 
+    Attributes:
+        spent_sec: seconds that the main thread of this process has waited so far.
+
     Args:
         state: of the group.
         what: what this rank waits for, for messages.
@@ -129,6 +133,8 @@ class Wait:
         number: counts the waits in which all ranks take part; None for a wait for `peers`.
         peers: the ranks that this one waits for, if there is no number.
     """
+
+    spent_sec = 0.0
 
     def __init__(
         self,
@@ -171,6 +177,8 @@ class Wait:
 
     def finish(self) -> None:
         """Clean up after the wait, whether it succeeded or not."""
+        if threading.current_thread() is threading.main_thread():
+            Wait.spent_sec += time.monotonic() - self.start_sec
         if self.has_arrived and self.number is not None:
             with contextlib.suppress(StoreLost):
                 self.state.leave(self.number)

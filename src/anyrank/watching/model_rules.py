@@ -1,12 +1,15 @@
-"""What one rank's model and optimizer show of the mistakes that `check` knows. No collectives."""
+"""The rules of `check` that one rank knows by itself: what its model and optimizer show.
+
+Their findings name no rank: those that several ranks have are one. No collectives.
+"""
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from anyrank.model.wrappers import is_wrapping, plain_class
 from anyrank.state.digests import check_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 from anyrank.tensors.spec import dtype_name
+from anyrank.watching.findings import Finding
+from anyrank.wording import count, join_first
 from anyrank.world.device import rank_device
 
 SHOWN = 4
@@ -29,27 +34,12 @@ SHOWN = 4
 PLAIN_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (*PLAIN_DROPOUTS, nn.AlphaDropout, nn.FeatureAlphaDropout)
 PROBABILITIES = ("dropout", "attention_dropout", "dropout_p", "drop_prob", "attn_pdrop")
+REENTRANT = re.compile(r"use_reentrant\s*=\s*True")
 
 
-@dataclass(frozen=True)
-class Some:
-    """Names, of which the first few travel: none are falsy."""
-
-    names: tuple[str, ...] = ()
-    total: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.total)
-
-    def __str__(self) -> str:
-        more = self.total - len(self.names)
-        return ", ".join(self.names) + (f" and {more} more" if more else "")
-
-
-def some(names: Iterable[str]) -> Some:
-    """The first few names, each once, and how many there are."""
-    every = list(dict.fromkeys(names))
-    return Some(tuple(every[:SHOWN]), len(every))
+def some(names: Iterable[str]) -> str:
+    """The first few names, each once, and how many more there are."""
+    return join_first(list(dict.fromkeys(names)), SHOWN)
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,6 @@ class Entry:
 class Model:
     """A model, taken apart once."""
 
-    root: nn.Module
     places: list[Place]
     entries: list[Entry]
 
@@ -92,10 +81,6 @@ class Model:
         """The first wrapper of DDP."""
         wrappers = (place.module for place in self.places)
         return next((one for one in wrappers if isinstance(one, DistributedDataParallel)), None)
-
-    @property
-    def is_fsdp(self) -> bool:
-        return any(isinstance(place.module, FSDPModule) for place in self.places)
 
     def on_accelerator(self) -> bool:
         """Whether it computes on one, wherever its parameters are kept."""
@@ -116,7 +101,7 @@ class Model:
         """Ranks that share one copy of the data: those along the axes behind FSDP's, or, without
         FSDP, of the whole mesh.
         """
-        size = 1
+        size, is_fsdp = 1, any(isinstance(place.module, FSDPModule) for place in self.places)
         for entry in self.parameters():
             tensor: Any = entry.tensor
             placements = getattr(tensor, "placements", None)
@@ -124,8 +109,8 @@ class Model:
                 continue
             shape = tuple(tensor.device_mesh.shape)
             cut = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
-            before = 0 if not self.is_fsdp else (cut[0] + 1 if cut else len(shape))
-            size = max(size, functools.reduce(lambda a, b: a * b, shape[before:], 1))
+            before = 0 if not is_fsdp else (cut[0] + 1 if cut else len(shape))
+            size = max(size, math.prod(shape[before:]))
         return size
 
 
@@ -152,7 +137,7 @@ def take_apart(model: nn.Module) -> Model:
             for attribute, tensor in held.items():
                 if tensor is not None:
                     entries.append(Entry(place.names(attribute), kind, tensor, place))
-    return Model(model, places, entries)
+    return Model(places, entries)
 
 
 def _places(module: nn.Module, name: str, above: tuple[nn.Module, ...]) -> Iterator[Place]:
@@ -193,60 +178,55 @@ def readable(model: Model, buffers: bool) -> list[ShardedTensor]:
     return list(found.values())
 
 
-# -- the rules' own facts -------------------------------------------------------------------------
+def active_dropout(model: Model) -> str:
+    """Modules that draw random numbers in each forward."""
+    return some(p.name or "the model" for p in model.places if _drops(p.module))
 
 
-def left_out(model: Model, optimizers: Sequence[Any]) -> tuple[Some, Some]:
-    """Trainable parameters that no optimizer has, and what these have in their place."""
-    held = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
-    missing = [e for e in model.parameters() if e.tensor.requires_grad and id(e.tensor) not in held]
-    known = {id(entry.tensor) for entry in model.entries}
-    strangers = [p for number, p in held.items() if number not in known]
-    shapes = {tuple(entry.tensor.shape) for entry in missing}
-    stale = [p for p in strangers if tuple(p.shape) in shapes]
-    texts = [f"{dtype_name(p.dtype)}{list(p.shape)}" for p in stale]
-    return some(e.name for e in missing), Some(tuple(texts[:SHOWN]), len(texts))
-
-
-def broken_ties(model: Model, digests: dict[int, int]) -> list[tuple[str, str, str]]:
-    """Pairs of parameters that were one: their names, and how that is known.
+def own_findings(
+    model: Model, optimizers: Sequence[Any], digests: Mapping[int, int], world_size: int
+) -> Iterator[Finding]:
+    """What this rank's rules find.
 
     Args:
         model: taken apart.
+        optimizers: of it; none when they are not known.
         digests: id of each tensor -> of its values on this rank.
+        world_size: ranks that check together.
     """
-    found: dict[frozenset[int], tuple[str, str, str]] = {}
+    yield from _ties(model, digests)
+    if optimizers:
+        yield from _optimizer(model, optimizers)
+    yield from _device(model, world_size)
+    yield from _frozen(model)
+    yield from _reentrant(model)
 
-    def add(one: Entry, other: Entry, how: str) -> None:
-        if one.tensor is not other.tensor:
-            a, b = one.place.unit(), other.place.unit()
-            how = "units" if a is not b and {a, b} - {None} else how
-            pair = frozenset((id(one.tensor), id(other.tensor)))
-            found.setdefault(pair, (one.name, other.name, how))
 
-    parameters = [entry for entry in model.entries if entry.kind == "parameter"]
-    by_name = {entry.name: entry for entry in parameters}
-    for place in model.places:
-        declared = getattr(place.module, "all_tied_weights_keys", None)
-        for target, source in declared.items() if isinstance(declared, dict) else ():
-            one, other = by_name.get(place.names(source)), by_name.get(place.names(target))
-            if one is not None and other is not None:
-                add(one, other, "declared")
-    at: dict[Any, Entry] = {}
-    for entry in parameters:
-        if type(entry.tensor) is nn.Parameter and entry.tensor.requires_grad:
-            key = entry.tensor.data_ptr(), entry.tensor.shape, entry.tensor.stride()
-            if key[0]:  # it has memory
-                add(at.setdefault(key, entry), entry, "memory")
+def _ties(model: Model, digests: Mapping[int, int]) -> Iterator[Finding]:
+    """Embeddings and heads with the same values that are two parameters, or lie in two units."""
     untied = any(_says_untied(place.module) for place in model.places)
-    heads = [] if untied else [e for e in parameters if isinstance(e.place.module, nn.Linear)]
+    parameters = [] if untied else [e for e in model.entries if id(e.tensor) in digests]
+    heads = [entry for entry in parameters if isinstance(entry.place.module, nn.Linear)]
     for one in parameters:
-        if isinstance(one.place.module, nn.Embedding) and id(one.tensor) in digests:
-            for other in heads:
-                equal = digests.get(id(other.tensor)) == digests[id(one.tensor)]
-                if equal and one.tensor.shape == other.tensor.shape and _varies(one.tensor):
-                    add(one, other, "values")
-    return list(found.values())
+        if not isinstance(one.place.module, nn.Embedding):
+            continue
+        for other in heads:
+            equal = digests[id(other.tensor)] == digests[id(one.tensor)]
+            is_alike = equal and one.tensor.shape == other.tensor.shape and _varies(one.tensor)
+            if not is_alike or one.tensor is other.tensor:
+                continue
+            a, b = one.place.unit(), other.place.unit()
+            in_units = a is not b
+            yield Finding(
+                "ties",
+                f"{other.name} has the same values as {one.name}, and is another Parameter"
+                + (" in another FSDP unit" if in_units else ""),
+                f"{one.name}, {other.name}",
+                "each gets gradients of its own and they drift apart",
+                "fully_shard([embedding, head])  # one unit; or leave both to the root's"
+                if in_units
+                else f"model.{other.name} = model.{one.name}  # or model.tie_weights()",
+            )
 
 
 def _says_untied(module: nn.Module) -> bool:
@@ -261,12 +241,42 @@ def _varies(tensor: Any) -> bool:
     return bool(local.numel() > 1 and (local != local.flatten()[0]).any())
 
 
-def misplaced(model: Model, world_size: int) -> tuple[Some, Some, str]:
-    """Tensors on meta, tensors elsewhere than they should be, and the device of this rank."""
+def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
+    """Trainable parameters that no optimizer has, and what these have in their place."""
+    held = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
+    missing = [e for e in model.parameters() if e.tensor.requires_grad and id(e.tensor) not in held]
+    known = {id(entry.tensor) for entry in model.entries}
+    shapes = {tuple(entry.tensor.shape) for entry in missing}
+    stale = sum(n not in known and tuple(p.shape) in shapes for n, p in held.items())
+    if missing:
+        what = f"the optimizer misses {count(len(missing), 'trainable parameter')}"
+        yield Finding(
+            "optimizer",
+            f"{what}, and holds {stale} of their shapes that the model no longer has"
+            if stale
+            else what,
+            some(entry.name for entry in missing),
+            "they get gradients and are never updated",
+            "optimizer = AdamW(model.parameters())  # after the model is moved, adapted, sharded"
+            if stale
+            else "give them to the optimizer, or requires_grad_(False)",
+        )
+
+
+def _device(model: Model, world_size: int) -> Iterator[Finding]:
+    """Tensors on meta, and tensors elsewhere than on the device of this rank."""
     own = rank_device()
     meta = [entry.name for entry in model.entries if entry.tensor.is_meta]
-    devices = {entry.tensor.device for entry in model.entries if not entry.tensor.is_meta}
-    used = {device for device in devices if device.type != "cpu"}
+    if meta:
+        yield Finding(
+            "device",
+            f"{count(len(meta), 'tensor')} on meta, without values",
+            some(meta),
+            "the forward fails, or computes nothing",
+            "anyrank.load(model, path)  # or anyrank.materialize(model)",
+        )
+    used = {entry.tensor.device for entry in model.entries if not entry.tensor.is_meta}
+    used = {device for device in used if device.type != "cpu"}
     off: list[str] = []
     for entry in model.entries:
         tensor: Any = entry.tensor
@@ -276,12 +286,14 @@ def misplaced(model: Model, world_size: int) -> tuple[Some, Some, str]:
         foreign = tensor.device in used and world_size > 1 and tensor.device != own
         if on_cpu or foreign:
             off.append(f"{entry.name} ({tensor.device})")
-    return some(meta), some(off), str(own)
-
-
-def active_dropout(model: Model) -> Some:
-    """Modules that draw random numbers in each forward."""
-    return some(p.name or "the model" for p in model.places if _drops(p.module))
+    if off:
+        yield Finding(
+            "device",
+            f"{count(len(off), 'tensor')} off the rank's device, {own}",
+            some(off),
+            "ranks share a device, or the forward stops at tensors of two",
+            f'torch.accelerator.set_device_index(local_rank); model.to("{own}")',
+        )
 
 
 def _drops(module: nn.Module) -> bool:
@@ -292,65 +304,72 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(value, float) and value > 0 for value in values)
 
 
-def frozen_parts(model: Model) -> tuple[Some, Some]:
-    """Parts without a trained parameter: those in train mode where that matters, and those whose
-    buffers DDP broadcasts. What an adapter is added to is none.
-    """
-    training: list[str] = []
-    sent: list[str] = []
-    trained = any(entry.tensor.requires_grad for entry in model.parameters())
-    adapted = any(is_peft(p.module) for p in model.places)
-    adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())
-    if not trained or adapted:
-        return Some(), Some()
-    broadcast: set[int] = set()
-    if model.ddp is not None and model.ddp.broadcast_buffers:
-        ignored = model.ddp.parameters_to_ignore
-        named = model.ddp.module.named_buffers()
-        broadcast = {id(buffer) for name, buffer in named if name not in ignored}
-    own: dict[str, list[Entry]] = {}
-    for entry in model.entries:
-        own.setdefault(entry.place.name, []).append(entry)
-    number = 0
-    while number < len(model.places):
-        place, inner = model.places[number], _below(model.places, number)
-        tensors = [entry for one in inner for entry in own.get(one.name, ())]
-        parameters = [entry.tensor for entry in tensors if entry.kind == "parameter"]
-        if not parameters or any(tensor.requires_grad for tensor in parameters):
-            number += 1
-            continue
-        number += len(inner)
-        if any(_drops(one.module) or _counts(one.module) for one in inner):
-            training.append(place.name)
-        if any(id(entry.tensor) in broadcast for entry in tensors):
-            sent.append(place.name)
-    return some(training), some(sent)
-
-
-def _below(places: Sequence[Place], number: int) -> Sequence[Place]:
-    """A module and all in it, as parents come first."""
-    end = number + 1
-    while end < len(places) and len(places[end].path) > len(places[number].path):
-        end += 1
-    return places[number:end]
-
-
 def _counts(module: nn.Module) -> bool:
     """Whether it is a norm that updates its statistics in each forward."""
     return module.training and bool(getattr(module, "track_running_stats", False))
 
 
-def reentrant_parts(model: Model) -> Some:
+def _frozen(model: Model) -> Iterator[Finding]:
+    """Parts without a trained parameter: those in train mode where that matters, and those whose
+    buffers DDP broadcasts. What an adapter is added to is none.
+    """
+    adapted = any(is_peft(p.module) for p in model.places)
+    adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())
+    parts = [] if adapted else list(_frozen_parts(model))
+    training = [p.name for p in parts if any(_drops(m) or _counts(m) for m in p.module.modules())]
+    if training:
+        yield Finding(
+            "frozen",
+            "a frozen part is in train mode",
+            some(training),
+            "its dropout draws and its norms move, though it is not trained",
+            f"anyrank.freeze(model.{training[0]})  # stays in eval through train()",
+        )
+    broadcast: set[int] = set()
+    if model.ddp is not None and model.ddp.broadcast_buffers:
+        ignored = model.ddp.parameters_to_ignore
+        named = model.ddp.module.named_buffers()
+        broadcast = {id(buffer) for name, buffer in named if name not in ignored}
+    sent = [p.name for p in parts if broadcast.intersection(map(id, p.module.buffers()))]
+    if sent:
+        yield Finding(
+            "frozen",
+            "DDP broadcasts the buffers of a frozen part in each forward",
+            some(sent),
+            "traffic for values that never change",
+            f"anyrank.freeze(model.{sent[0]})  # before DDP",
+        )
+
+
+def _frozen_parts(model: Model) -> Iterator[Place]:
+    """The outermost modules whose parameters all are frozen, in a model that is trained."""
+    found: set[nn.Module] = set()
+    for place in model.places:
+        grads = [parameter.requires_grad for parameter in place.module.parameters()]
+        if grads and not any(grads) and found.isdisjoint(place.path):
+            found.add(place.module)
+            if len(place.path) > 1:
+                yield place
+
+
+def _reentrant(model: Model) -> Iterator[Finding]:
     """Modules that checkpoint with use_reentrant=True, as far as attributes and code say so."""
-    return some(
+    if model.ddp is None or model.ddp.static_graph:
+        return
+    parts = [
         place.name or "the model"
         for place in model.places
         if getattr(place.module, "gradient_checkpointing", True) is not False
-        and (
-            any(_is_reentrant(value) for value in vars(place.module).values())
-            or _calls_reentrant(plain_class(place.module))
+        and (any(map(_is_reentrant, vars(place.module).values())) or _says_reentrant(place.module))
+    ]
+    if parts:
+        yield Finding(
+            "reentrant",
+            "reentrant checkpointing under DDP",
+            some(parts),
+            "its inner backward makes DDP see parameters ready twice, or skip unused ones",
+            "checkpoint(..., use_reentrant=False)  # or anyrank.recompute_",
         )
-    )
 
 
 def _is_reentrant(value: object) -> bool:
@@ -359,32 +378,9 @@ def _is_reentrant(value: object) -> bool:
     return value.keywords.get("use_reentrant") in (True, None)
 
 
-@functools.lru_cache(maxsize=1024)
-def _calls_reentrant(kind: type[nn.Module]) -> bool:
-    """Whether the text of a class's forward calls torch's checkpoint so; literals alone count."""
-    forward: Callable[..., Any] = kind.forward
+def _says_reentrant(module: nn.Module) -> bool:
+    """Whether the text of its forward says so."""
     try:
-        source = inspect.getsource(forward)
-        tree = ast.parse(textwrap.dedent(source))
-    except (OSError, TypeError, SyntaxError):
+        return bool(REENTRANT.search(inspect.getsource(plain_class(module).forward)))
+    except (OSError, TypeError):
         return False
-    known: dict[str, Any] = getattr(forward, "__globals__", {})
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or _named(node.func, known) is not checkpoint:
-            continue
-        given = {one.arg: one.value for one in node.keywords}
-        value = given.get("use_reentrant")
-        if isinstance(value, ast.Constant) and value.value is True:
-            return True
-        if value is None and None not in given:  # without **kwargs: torch's default is True
-            return True
-    return False
-
-
-def _named(node: ast.expr, known: dict[str, Any]) -> Any:
-    """What a dotted name in a function means."""
-    if isinstance(node, ast.Name):
-        return known.get(node.id)
-    if isinstance(node, ast.Attribute):
-        return getattr(_named(node.value, known), node.attr, None)
-    return None

@@ -1,0 +1,144 @@
+"""A run's `log.jsonl`: one JSON object a line, flat, which readers of metrics take as it is.
+
+Each process appends its own lines: a first with `"event": "start"`, one for every tenth step, and a
+last with `"event": "end"`, which a process that is killed does not write. All have the seconds that
+this process has spent so far, so that its last line counts. Lines that are none are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from anyrank.wording import count
+
+LOG = "log.jsonl"
+START, END = "start", "end"
+SECONDS = ("steps_sec", "saves_sec", "restart_sec", "waiting_sec")
+MAX_LINE = 4096  # characters
+MOST_RANKS = 8  # rank counts that are told
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line.
+
+    Attributes:
+        time: seconds since 1970.
+        step: optimizer steps of the run that were done.
+        ranks: of the process group.
+        loss: mean over the step's global batch, where the loop gives one.
+        event: "start", "end", or "" for a step.
+        lost: of a start: steps that were done before, and are done again.
+        steps_sec, saves_sec, restart_sec, waiting_sec: of this process so far, on the first rank.
+    """
+
+    time: float
+    step: int
+    ranks: int
+    loss: float | None = None
+    event: str = ""
+    lost: int = 0
+    steps_sec: float = 0.0
+    saves_sec: float = 0.0
+    restart_sec: float = 0.0
+    waiting_sec: float = 0.0
+
+    def to_json(self) -> str:
+        """As text, without what is empty."""
+        kept = {k: v for k, v in vars(self).items() if v not in (None, "") or k in SECONDS}
+        return json.dumps(kept)
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Where the time of a run went, over all of its processes. Prints as one line.
+
+    Attributes:
+        ranks: of each start, in order.
+        kills: starts whose end is missing, but for the last one.
+        is_open: whether the last start has no end: the process runs, or was killed.
+        steps: that were done, those that were lost included.
+        steps_lost: that were done, and done again.
+        steps_sec, saves_sec, restart_sec, waiting_sec: seconds on the first rank. A restart is from
+            the last line of a process that was killed, else from the new one's first call, to the
+            end of the resume.
+        share: of the time, what went into steps that count; from 0 to 1.
+    """
+
+    ranks: list[int]
+    kills: int
+    is_open: bool
+    steps: int
+    steps_lost: int
+    steps_sec: float
+    saves_sec: float
+    restart_sec: float
+    waiting_sec: float
+    share: float
+
+    def __str__(self) -> str:
+        shown = [str(ranks) for ranks in self.ranks[-MOST_RANKS:]]
+        told = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
+        return (
+            f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
+            f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
+            f"{self.waiting_sec:.1f} s; {count(self.steps_lost, 'step')} lost, "
+            f"{count(self.kills, 'kill')}; ranks {told}"
+        )
+
+
+def read_log(folder: str) -> Iterator[LogLine]:
+    """The lines of a run on a local disk; none where there is no log."""
+    path = os.path.join(folder, LOG)
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        while text := file.readline(MAX_LINE):
+            if (line := _line(text)) is not None:
+                yield line
+
+
+def _line(text: str) -> LogLine | None:
+    try:
+        found: Any = json.loads(text)
+        numbers = {k: float(found[k]) for k in ("time", *SECONDS)}
+        step, ranks, lost = (int(found.get(k, 0)) for k in ("step", "ranks", "lost"))
+        loss = None if found.get("loss") is None else float(found["loss"])
+        event = str(found.get("event", ""))
+    except (ValueError, TypeError, LookupError, OverflowError, AttributeError, RecursionError):
+        return None
+    is_right = all(map(math.isfinite, numbers.values())) and min(step, lost, ranks - 1) >= 0
+    made = LogLine(
+        step=step, ranks=ranks, loss=loss, event=event, lost=lost, **cast("Any", numbers)
+    )
+    return made if is_right else None
+
+
+def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
+    """Where the time of a run went; None of a run without a line."""
+    starts: list[LogLine] = []
+    ends: list[LogLine] = []  # the last line of each
+    for line in lines:
+        if line.event == START or not starts:
+            starts.append(line)
+            ends.append(line)
+        ends[-1] = line
+    if not starts:
+        return None
+    seconds = {key: sum(float(getattr(line, key)) for line in ends) for key in SECONDS}
+    steps = sum(max(0, last.step - one.step) for one, last in zip(starts, ends, strict=True))
+    lost, total = sum(line.lost for line in starts), sum(seconds.values())
+    counting = 1 - min(1.0, lost / max(steps, 1))
+    return RunTime(
+        ranks=[line.ranks for line in starts],
+        kills=sum(line.event != END for line in ends[:-1]),
+        is_open=ends[-1].event != END,
+        steps=steps,
+        steps_lost=lost,
+        share=seconds["steps_sec"] * counting / total if total > 0 else 0.0,
+        **cast("Any", seconds),
+    )

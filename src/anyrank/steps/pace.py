@@ -1,0 +1,199 @@
+"""Which rank is slow, and in which part of a step: what each rank does until it waits for others.
+
+Torch's hooks divide a rank's time, from one step of its optimizer to the next: loader, up to the
+model's forward; forward, up to the first gradient; backward, up to the last; then it waits. Waits
+of anyrank's own agreements are in none of these, so that a part is long on the rank that is slow,
+and on those that wait for it the end is. Of twenty steps a rank tells the others its medians: a
+rank whose median stands out from the others', and from chance, is the one that they wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anyrank.world.waits import Wait
+
+log = logging.getLogger("anyrank.steps")
+
+PARTS = ("loader", "forward", "backward")
+WINDOW = 20  # steps
+LEAST_SEC, LEAST_SHARE = 0.01, 0.02  # of a step: what is less is not worth a word
+SPREADS = 1.5  # between the quartiles: six times what medians of twenty differ by chance
+ENDS = 2  # parameters at either end of a model whose gradients are taken for the first and last
+
+# Of one part of a step over a window: its median, and the distance of its quartiles, in seconds.
+Spent = tuple[float, float]
+
+
+class Pace:
+    """Where this rank's time goes in each step. One at a time in a process.
+
+    The hooks are functions of the module: a copied or pickled model takes nothing with it.
+
+    Args:
+        model: that is trained.
+        optimizers: of it.
+        on_first: called once the first window is full.
+
+    Attributes:
+        waited_sec: seconds in which this rank has waited for others, and exchanged with them.
+        said: what was said of slow ranks: each once.
+    """
+
+    running: Pace | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        on_first: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.waited_sec = 0.0
+        self.said: set[tuple[int, str]] = set()
+        self._on_first = on_first
+        self._times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._rows: list[list[float]] = []
+        self._spent: list[Spent] = []
+        self._in_forward = self._has_gradient = False
+        self._last, self._agreed_sec = time.perf_counter(), Wait.spent_sec
+        # FSDP2 sets the gradients of its parameters itself, and calls no hook.
+        trained = [p for p in model.parameters() if p.requires_grad and type(p) is nn.Parameter]
+        ends = {id(one): one for one in (*trained[:ENDS], *trained[-ENDS:])}
+        self._handles: list[Any] = [model.register_forward_pre_hook(_begin_forward)]
+        self._handles += [p.register_post_accumulate_grad_hook(_gradient) for p in ends.values()]
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(_before_step))
+            self._handles.append(optimizer.register_step_post_hook(_after_step))
+        Pace.running = self
+
+    def begin_forward(self) -> None:
+        """The model is called; again, where nothing has had a gradient since."""
+        self._add("forward" if self._in_forward else "loader")
+        self._in_forward = True
+
+    def gradient(self) -> None:
+        """One of the first or last parameters has its gradient."""
+        self._add("forward" if self._in_forward else "backward")
+        self._in_forward, self._has_gradient = False, True
+
+    def before_step(self) -> None:
+        """An optimizer is about to step: what it does not do alone is over."""
+        if self._has_gradient:
+            self.waited_sec += time.perf_counter() - self._last - self._agreements()
+        self._has_gradient = self._in_forward = False
+
+    def after_step(self) -> None:
+        """An optimizer has stepped."""
+        self.pause()
+        if any(self._times.values()):
+            self._rows.append([*self._times.values()])
+            self._times = dict.fromkeys(PARTS, 0.0)
+        if len(self._rows) == WINDOW:
+            self._spent = [_spent(part) for part in zip(*self._rows, strict=True)]
+            self._rows.clear()
+            self._on_first()
+            self._on_first = lambda: None
+
+    def pause(self) -> None:
+        """What was done since the last event belongs to no part of a step."""
+        self._agreements()
+        self._last = time.perf_counter()
+
+    def take_window(self) -> list[Spent]:
+        """What each part took over the last window, once; empty until the next is full."""
+        spent, self._spent = self._spent, []
+        return spent
+
+    def say(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
+        """Name the slow one of the ranks, by what each of them has told, once, on the first."""
+        found = slow_rank(spent)
+        if found is None or (ranks[found[0]], found[1]) in self.said:
+            return
+        index, part, seconds = found
+        self.said.add((ranks[index], part))
+        log.warning(
+            "rank %d is slow: the others wait %.0f ms a step for it, in its %s",
+            ranks[index],
+            seconds * 1000,
+            part,
+        )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        if Pace.running is self:
+            Pace.running = None
+
+    def _add(self, part: str) -> None:
+        """The time since the last event was this part's, but for agreements."""
+        now = time.perf_counter()
+        self._times[part] += now - self._last - self._agreements()
+        self._last = now
+
+    def _agreements(self) -> float:
+        """Seconds in anyrank's own agreements since the last event."""
+        before, self._agreed_sec = self._agreed_sec, Wait.spent_sec
+        self.waited_sec += self._agreed_sec - before
+        return self._agreed_sec - before
+
+
+def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None:
+    """Which rank the others wait for: its index, the part of its step, and for how long.
+
+    The first part in which a rank stands out counts: in later ones others may wait for it, as in
+    the forward under FSDP2.
+
+    Args:
+        spent: of each rank, each part.
+    """
+    if len(spent) < 2:
+        return None
+    step = max(sum(median for median, _ in own) for own in spent)
+    for number, part in enumerate(PARTS):
+        medians = [own[number][0] for own in spent]
+        chance = SPREADS * max(own[number][1] for own in spent)
+        index = max(range(len(medians)), key=medians.__getitem__)
+        others = statistics.median(medians[:index] + medians[index + 1 :])
+        excess = medians[index] - others
+        if excess > max(LEAST_SEC, LEAST_SHARE * step, chance):
+            return index, part, excess
+    return None
+
+
+def _spent(seconds: Sequence[float]) -> Spent:
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return median, high - low
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+def _begin_forward(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if Pace.running is not None and torch.is_grad_enabled():
+        Pace.running.begin_forward()
+
+
+def _gradient(parameter: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling() and Pace.running is not None:
+        Pace.running.gradient()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if Pace.running is not None:
+        Pace.running.before_step()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if Pace.running is not None:
+        Pace.running.after_step()

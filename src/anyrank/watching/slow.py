@@ -1,0 +1,102 @@
+"""Which rank is slow, in a job that only calls `watch`: the store has each rank's medians."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from anyrank.steps.pace import Pace
+from anyrank.world.store import Store
+
+READ_SEC = 5.0  # between two looks at what the others tell
+FIRST_SEC = 0.1  # while their first is awaited
+
+
+class SlowRanks:
+    """Has this rank's pace measured, tells it, and on the first rank compares.
+
+    The second step shows the model, as the watch may have begun within the first; a job in which
+    `Checkpoints` compares is left alone.
+
+    Args:
+        store: of the watch.
+        rank, size: of the job.
+        on_first: called when there is a first window to tell.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, on_first: Callable[[], None]) -> None:
+        self._store, self._rank, self._size, self._on_first = store, rank, size, on_first
+        self._pace: Pace | None = None
+        self._has_told = False
+        self._next_read = 0.0
+        self._modules: dict[int, nn.Module] | None = None  # that have run in the second step
+        self._hook = register_module_forward_pre_hook(self._note_module) if size > 1 else None
+
+    def tick(self) -> bool:
+        """Tell, and compare; whether to be asked again soon. Called by the thread of the watch."""
+        if self._pace is None or Pace.running is not self._pace:
+            return False
+        if window := self._pace.take_window():
+            self._store.set(f"pace/{self._rank}", json.dumps(window))
+            self._has_told = True
+        if not self._has_told or self._rank or time.monotonic() < self._next_read:
+            return False
+        keys = [f"pace/{rank}" for rank in range(self._size)]
+        if not self._store.has(keys):
+            return True
+        self._next_read = time.monotonic() + READ_SEC
+        told = self._store.call(lambda store: store.multi_get(keys))
+        self._pace.say(range(self._size), [json.loads(each) for each in told])
+        return False
+
+    def step_made(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: the model of the second step is timed from here on."""
+        if self._hook is None:
+            return
+        if self._modules is None:
+            self._modules = {}
+            return
+        self._hook.remove()
+        model = find_model([*self._modules.values()], [optimizer])
+        self._hook = self._modules = None
+        if model is not None and Pace.running is None:
+            self._pace = Pace(model, [optimizer], self._on_first)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._pace is not None:
+            self._pace.close()
+
+    def _note_module(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and self._modules is not None:
+            self._modules.setdefault(id(module), module)
+
+
+def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module | None:
+    """The outermost module that has most of the optimizers' parameters; where none has any, as the
+    optimizers are stale, most gradients.
+    """
+    inner = {id(part) for module in seen for part in module.modules() if part is not module}
+    held = parameters_of(optimizers)
+
+    def score(module: nn.Module) -> tuple[int, int]:
+        parameters = [*module.parameters()]
+        return sum(id(p) in held for p in parameters), sum(p.grad is not None for p in parameters)
+
+    outermost = [module for module in seen if id(module) not in inner]
+    best = max(outermost, key=score, default=None)
+    return best if best is not None and any(score(best)) else None
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
+    """The ids of what they step."""
+    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
