@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import Any
 
@@ -13,7 +12,7 @@ def sync_table(result: dict[str, Any]) -> str:
     """Weights from one layout into another: time, memory and bytes, beside the other ways."""
     body: list[list[str]] = []
     for row in result["rows"]:
-        if "way" not in row:
+        if "way" not in row or row["mib"] not in (256, 2048):
             continue
         ratio = row.get("anyrank_of_it")
         body.append(
@@ -97,35 +96,7 @@ def exact_table(result: dict[str, Any]) -> str:
     )
 
 
-def exact_memory_table(result: dict[str, Any]) -> str:
-    """Peaks of each contender, and what exact=True may keep beside the gradients."""
-    names = ("fsdp stock", "fsdp each", "fsdp exact")
-    more = ("ddp stock", "ddp exact")
-
-    def cell(row: dict[str, Any], name: str) -> str:
-        if name not in EXTRA:
-            return f"{row[name]:.2f}"
-        return beside_goal(row[name], row[EXTRA[name]] + math.log2(row["rounds"]) / row["ranks"])
-
-    body = [
-        [
-            f"{row['ranks']}, {row['rounds']}",
-            *(cell(row, name) for name in names),
-            f"{1 / row['ranks'] + kept_shards(row):.2f}",
-            *(cell(row, name) for name in more),
-        ]
-        for row in sorted(result["rows"], key=lambda row: (row["rounds"], row["ranks"]))
-    ]
-    head = ["ranks, microbatches of each", *names, "promised under FSDP2", *more]
-    return f"{provenance(result)}\n\n{table(head, body)}"
-
-
 def beside_goal(figure: float, goal: float) -> str:
     """A figure, the most that it was to be, and whether it is."""
     verdict = "met" if round(figure, 2) <= round(goal, 2) else "missed"
     return f"{figure:.2f} (goal {goal:.2f}, {verdict})"
-
-
-def kept_shards(row: dict[str, Any]) -> float:
-    """What 1 + log2(K) shards take, in units of all gradients."""
-    return (1 + math.log2(row["ranks"] * row["rounds"])) / row["ranks"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from figures import read
 from live_tables import (
-    exact_memory_table,
     exact_table,
     peers_table,
     sync_table,
 )
 from tables import (
     HERE,
-    checked_table,
     frozen_table,
-    goal_table,
     integrations_table,
     kill_table,
     load_tables,
@@ -25,17 +22,14 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 SECTIONS = {
     "load": lambda: load_tables(read("load")),
-    "goals": lambda: goal_table(read("load")),
     "traps": lambda: trap_table(read("traps")),
     "frozen": lambda: frozen_table(read("frozen")),
     "integrations": lambda: integrations_table(read("integrations")),
     "save": lambda: save_table(read("save")),
     "kills": lambda: kill_table(read("kills")),
-    "checked": lambda: checked_table(read("checked")),
     "sync": lambda: sync_table(read("sync")),
     "peers": lambda: peers_table(read("peers")),
     "exact": lambda: exact_table(read("exact")),
-    "exact memory": lambda: exact_memory_table(read("exact")["memory"]),
 }
 
 

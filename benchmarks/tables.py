@@ -52,20 +52,7 @@ def load_tables(result: dict[str, Any]) -> str:
             if any(ours):
                 body.append([title, *map(memory_cell, ours), *map(time_cell, ours)])
         parts += [f"**{layout.upper()}, {DTYPES[kind]}**", table(head, body)]
-    single = [f"{layout} {kind} {n[0]}" for (layout, kind), n in sizes_of.items() if len(n) == 1]
-    head = ["memory; time", *(f"{group.upper()} ranks" for group in single)]
-    body = [
-        [title, *("; ".join(cells_of(rows.get((group, name)))) for group in single)]
-        for name, title in titles.items()
-        if any((group, name) in rows for group in single)
-    ]
-    parts += ["**Copies: HSDP and DDP**", table(head, body)] if single else []
     return "\n\n".join(parts)
-
-
-def cells_of(row: dict[str, Any] | None) -> list[str]:
-    """Memory and time, where they were measured."""
-    return [cell for cell in (memory_cell(row), time_cell(row)) if cell]
 
 
 def counts(rows: list[dict[str, Any]], key: str) -> str:
@@ -101,34 +88,6 @@ def time_cell(row: dict[str, Any] | None) -> str:
     ratio = row["time_x_hand"]
     spread = f" ({ratio['least']:.2f} to {ratio['most']:.2f})" if ratio["n"] > 1 else ""
     return f"{ratio['median']:.2f}{spread}"
-
-
-def goal_table(result: dict[str, Any]) -> str:
-    """What anyrank is to reach, and what was measured."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for goal in result["goals"]:
-        rows.setdefault(goal["what"], []).append(goal)
-    body = [
-        [
-            what,
-            f"{goals[0]['at_most']:g}",
-            ", ".join(f"{goal['value']:.3f} ({goal['group']})" for goal in worst(goals)),
-            "yes" if all(goal["met"] for goal in goals) else "**no**",
-        ]
-        for what, goals in rows.items()
-    ]
-    return table(["", "at most", "worst measured", "met everywhere"], body)
-
-
-def worst(goals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The worst value of each dtype of FSDP, and of the other layouts together."""
-    kinds: dict[str, dict[str, Any]] = {}
-    for goal in goals:
-        layout, dtype, _ = goal["group"].split()
-        key = dtype if layout == "fsdp" else "other"
-        if key not in kinds or goal["value"] > kinds[key]["value"]:
-            kinds[key] = goal
-    return list(kinds.values())
 
 
 # -- traps and frozen parts -----------------------------------------------------------------------
@@ -202,15 +161,6 @@ def busy(result: dict[str, Any]) -> str:
 def spread(figure: dict[str, float], digits: int = 2) -> str:
     """A median with its range."""
     return "{median:.{d}f} ({least:.{d}f} to {most:.{d}f})".format(**figure, d=digits)
-
-
-def checked_table(result: dict[str, Any]) -> str:
-    """What the checks of saves and resumes cost, beside the goals."""
-    body = [
-        [what, spread(row, 3), f"{row['goal']:g}", "yes" if row["median"] <= row["goal"] else "no"]
-        for what, row in result["figures"].items()
-    ]
-    return f"{busy(result)}\n\n{table(['', 'median (range)', 'goal', 'met'], body)}"
 
 
 # -- saves and resumes ----------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
     python benchmarks/watch.py --parts uneven --minutes 60
+    python benchmarks/watch.py --parts debugged   # needs jinja2, aiohttp and tabulate
 
 Each hang runs twice under torchrun: with `anyrank.watch("5s", exit=True)`, and alone with a
 time-out of 20 s and torch's flight recorder, whose records are written after 12 s and compared by
 hand: the rank whose newest record differs from the others' is the one that they name, without a
-line.
+line. A third time with `torch.distributed.debug`, whose dump of all stacks is read by hand too: the
+rank that is at another line of the script than the others, or has no stack.
 """
 
 from __future__ import annotations
@@ -43,6 +45,13 @@ def write_records():
     pathlib.Path(f"record-{{rank}}").write_bytes(c10d._dump_fr_trace_json(True, False))
 
 threading.Thread(target=write_records, daemon=True).start()
+"""
+DEBUG = """
+from torch.distributed.debug import start_debug_server
+start_debug_server(
+    port=20000 + os.getppid() % 9000, dump_dir="dumps", dump_interval=2, start_method="fork",
+    enabled_dumps={"stacks"}, fetch_timeout=3,
+)
 """
 UNEVEN = """
 import random
@@ -111,7 +120,8 @@ def launch(folder: Path, script: str, *arguments: str, ranks: int = 3, **variabl
     """A script under torchrun; its error output, and whether it ended in time."""
     (folder / "train.py").write_text(script)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    environ["PYTHONPATH"] = str(ROOT / "src")
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += [f"--nproc-per-node={ranks}", *arguments]
     process = subprocess.Popen(
@@ -197,6 +207,30 @@ def alone(hang: Hang) -> dict[str, Any]:
     }
 
 
+def debugged(hang: Hang) -> dict[str, Any]:
+    """What the last dump of `torch.distributed.debug` shows of a hang."""
+    script = hang.script.replace(PRELUDE, PRELUDE + DEBUG)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        said, _ = launch(folder, script, *program(hang), TIMEOUT_SEC=str(ALONE_SEC))
+        end = last_step(folder) + RECORD_SEC
+        dumps = [one for one in folder.glob("dumps/stacks_*") if one.stat().st_mtime < end]
+        if not dumps:
+            return {"names": [], "lines": {}, "said": said[-300:]}
+        text = max(dumps).read_text()
+    lines: dict[int, int | None] = dict.fromkeys(range(3))
+    for section in text.split("=== Rank ")[1:]:
+        stacks = section.split("\n\n")
+        main = next((one for one in stacks if "in <module>" in one), "")
+        found = re.search(r'train.py", line (\d+)', main)
+        lines[int(section[0])] = int(found[1]) if found else None
+    counts = collections.Counter(lines.values())
+    odd = [rank for rank, line in lines.items() if counts[line] == 1]
+    right = [n for n, line in enumerate(script.splitlines(), 1) if "# HERE" in line]
+    is_line = odd == [hang.culprit] and lines[hang.culprit] in right
+    return {"names": odd, "lines": lines, "is_line": is_line}
+
+
 def uneven(minutes: float) -> dict[str, Any]:
     """An uneven job: does the watch keep still?"""
     after = 4
@@ -247,8 +281,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each of them")
     given = parser.parse_args()
     for part in given.parts.split(","):
-        if part in ("watched", "alone"):
-            run = watched if part == "watched" else alone
+        if part in ("watched", "alone", "debugged"):
+            run = {"watched": watched, "alone": alone, "debugged": debugged}[part]
             made: Any = {}
             for name, hang in HANGS.items():
                 made[name] = run(hang)

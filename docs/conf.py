@@ -27,6 +27,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
 
 autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
 autodoc_typehints = "description"
 python_maximum_signature_line_length = 88
 default_role = "code"  # docstrings put names between single backticks

@@ -105,3 +105,9 @@ def test_the_installed_command_is_this_one() -> None:
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr.startswith("Error: no/such/file: does not exist")
     assert "Traceback" not in run.stderr
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "anyrank", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert package.__version__ in run.stdout

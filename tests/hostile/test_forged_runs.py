@@ -131,7 +131,8 @@ def test_a_manifest_with_a_wrong_field_is_refused_or_of_no_account(step: Path, n
             said[where] = outcome(step)
     free = ("parts", "streams", "differed", "versions", "written", "saved_on", "run", "lineage")
     for where, one in said.items():
-        if where[0] not in free and where != ("files", ".metadata"):
+        same = where == ("version",) and new is True  # which is 1
+        if where[0] not in free and where != ("files", ".metadata") and not same:
             assert one, where
 
 
@@ -158,9 +159,9 @@ def test_a_piece_outside_of_its_tensor_is_damage(step: Path) -> None:
     ("field", "value", "said"),
     [
         ("format", "other", "its format is 'other'"),
-        ("version", "1", "version: '1' is not of type int"),
+        ("version", "1", "has format version '1', this anyrank reads 1"),
         ("version", 2, "has format version 2, this anyrank reads 1"),
-        ("samples", "many", "samples: 'many' is not of type int"),
+        ("samples", "many", "samples: 'many' is not a count"),
         ("parts", [], "parts: "),
         ("run", "../x", "run: '../x' is not an id of a run"),
         ("run", "", "run: '' is not an id of a run"),

@@ -123,9 +123,7 @@ def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.
         with anyrank.Checkpoints(f"{folder}/run-{name}-{layout}-{world}", state) as ckpts:
             report = ckpts.resume(f"{folder}/{name}")
         if name in ("plain", "app", "megatron"):  # they hold no scheduler of torch's
-            scheduler.last_epoch = tools.SAVED
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](tools.SAVED)
+            tools.move_to(scheduler, optimizer, tools.SAVED)
         losses = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
         found[name] = losses, report, state.step
     return found
@@ -137,11 +135,14 @@ def test_dcp(tmp_path: Path) -> None:
     for world, layout in ((1, "ddp"), (3, "fsdp")):
         for found in run_ranks(world, job_adopt, str(tmp_path), layout):
             for name, (losses, report, step) in found.items():
-                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
                 parts = report.components
-                is_whole = name == "megatron" and layout == "ddp"  # into whole tensors
-                kind = "exact" if is_whole else "resharded"
-                assert parts["model"] == parts["optimizer"] == kind
+                if name == "megatron":  # its weights are in bfloat16, and its moments are not read
+                    assert parts["model"] == "derived"
+                    assert parts["optimizer"] == "fresh"
+                    torch.testing.assert_close(losses[0], expected[0], rtol=1e-2, atol=1e-2)
+                else:
+                    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
+                    assert parts["model"] == parts["optimizer"] == "resharded"
                 assert report.saved_on.ranks == (0 if name == "megatron" else 2)
                 known = name in ("torchtitan", "lightning")
                 assert step == (tools.SAVED if known or name == "megatron" else 0), name

@@ -77,6 +77,13 @@ def cosine(optimizer: torch.optim.Optimizer, times: int = 1) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, curve)
 
 
+def move_to(scheduler: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Set a schedule that no checkpoint held to a step."""
+    scheduler.last_epoch = step
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](step)
+
+
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of one step, on all ranks together."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -142,6 +149,8 @@ def job_adopt(
     with anyrank.Checkpoints(folder, state) as ckpts:
         report = ckpts.resume(source, **options)
         assert report is not None
+        if report.components["scheduler"] == "fresh":
+            move_to(scheduler, optimizer, SAVED)
         losses: list[float] = []
         for step in range(SAVED, STEPS):
             losses += train(net, optimizer, scheduler, step, step + 1)

@@ -22,7 +22,7 @@ from anyrank.files.block_sums import (
     check_file,
     read_sums,
 )
-from anyrank.files.listing import FileInfo, Listing, SumsFile
+from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
@@ -94,15 +94,12 @@ def test_what_is_no_list_of_checksums_is_refused(size: int, data: Any) -> None:
         path = Path(folder) / "x.xxh3"
         path.write_bytes(text)
 
-        def listed(size: int, digest: str = "") -> Listing:
-            sums = {0: SumsFile(str(path), digest)}
-            return Listing("x", (FileInfo("x", size, ""),), {}, sums=sums)
+        def listed(size: int) -> Listing:
+            return Listing("x", (FileInfo("x", size, ""),), {}, sums={0: str(path)})
 
         assert read_sums(listed(size), 0).to_bytes() == text
         with pytest.raises(CorruptCheckpoint, match="another size"):
             read_sums(listed(size + BLOCK_BYTES), 0)
-        with pytest.raises(CorruptCheckpoint, match="does not match"):
-            read_sums(listed(size, "0" * 16), 0)
         text[data.draw(st.integers(0, len(text) - 1))] ^= 1
         path.write_bytes(text)
         with pytest.raises(CorruptCheckpoint, match="does not match its checksum"):

@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "watching": MODEL | {"random_state", "steps", "state"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
+    "__main__": {"cli"},
 }
 # Modules of the core -> the room around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
@@ -429,7 +430,7 @@ def test_modules_are_short_and_have_plain_names() -> None:
     assert [part for part in parts if part.startswith("_") and part not in public] == []
 
 
-@pytest.mark.parametrize(("name", "limit"), [("README.md", 120), ("CONTRIBUTING.md", 140)])
+@pytest.mark.parametrize(("name", "limit"), [("README.md", 100), ("CONTRIBUTING.md", 140)])
 def test_front_pages_are_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import anyrank
-from anyrank.inspection.groups import as_products, group
+from anyrank.inspection.groups import group
 from anyrank.wording import in_units, printable
 
 SCREEN_LINES = 50
@@ -222,20 +222,6 @@ def test_every_tensor_is_in_exactly_one_group(shapes: dict[str, tuple[int, ...]]
     assert Counter(found) == Counter(shapes.items())
     assert [one.count for one in groups] == [len(names_of(one.name)) for one in groups]
     assert [one.nbytes for one in groups] == [4 * one.shape[0] * one.count for one in groups]
-
-
-@given(st.sets(st.tuples(*[st.integers(0, 3)] * 3), max_size=40))
-def test_products_are_disjoint_and_complete(indices: set[tuple[int, ...]]) -> None:
-    products = as_products(indices)
-    found = Counter(one for product in products for one in itertools.product(*product))
-    assert found == Counter(dict.fromkeys(indices, 1))
-
-
-def test_layers_and_experts_collapse_at_once() -> None:
-    names = [f"layers.{layer}.experts.{e}.w" for layer in range(12) for e in range(8)]
-    assert [str(one) for one in group((n, (2, 3), "bfloat16", 12) for n in names)] == [
-        "layers.{0..11}.experts.{0..7}.w [2, 3] bf16 x96"
-    ]
 
 
 def test_layers_with_other_experts_collapse_by_their_first_number() -> None:

@@ -17,7 +17,7 @@ import anyrank
 from anyrank.cli import main
 from anyrank.formats.run_log import LogLine, read_log, sum_up
 from anyrank.inspection.plot import draw
-from anyrank.steps.pace import slow_rank
+from anyrank.steps.pace import PARTS, WINDOW, Pace, slow_rank
 
 KEYS = {"time", "step", "ranks", "lost", "steps_sec", "saves_sec", "restart_sec", "waiting_sec"}
 
@@ -167,7 +167,7 @@ def test_a_plot_that_cannot_be_drawn_says_why(
 
 
 def spent(loader: float, forward: float = 0.1, backward: float = 0.1, spread: float = 0.0) -> Any:
-    return [(loader, spread), (forward, spread), (backward, spread)]
+    return [(loader, spread), (forward, spread), (backward, spread), (0.0, 0.0)]
 
 
 def test_a_rank_stands_out_by_more_than_chance_and_a_share_of_a_step() -> None:
@@ -177,6 +177,19 @@ def test_a_rank_stands_out_by_more_than_chance_and_a_share_of_a_step() -> None:
     assert slow_rank([spent(0.1), spent(0.1), spent(0.109)]) is None
     assert slow_rank([spent(5.0), spent(5.0), spent(5.03)]) is None
     assert slow_rank([spent(0.1)]) is None
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_model_that_is_not_called_itself_has_one_part(is_called: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pace = Pace(model, [optimizer])
+    for _ in range(WINDOW):
+        (model if is_called else model.forward)(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    pace.close()
+    parts = [part for part, (median, _) in zip(PARTS, pace.take_window(), strict=True) if median]
+    assert parts == (["loader", "forward", "backward"] if is_called else ["step"])
 
 
 def test_those_that_wait_in_a_later_part_are_not_it() -> None:

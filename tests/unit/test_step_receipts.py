@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,36 +76,16 @@ DATA = {"seed": 0, "epoch": 0, "step": 1, "samples": 8, "receipt": [1, 2, 3]}
 
 
 def table(**tensors: int) -> dict[str, Any]:
-    return receipt_of_step([tensors], DATA, None)
+    return receipt_of_step([tensors], DATA)
 
 
 def test_a_receipt_differs_with_values_and_with_data() -> None:
     first = table(a=1, b=2)
     assert table(b=2, a=1) == first
     assert table(a=1, b=3)["digest"] != first["digest"]
-    assert receipt_of_step([{"a": 1}, {"b": 2}], DATA, None) == first
-    other = receipt_of_step([{"a": 1, "b": 2}], DATA | {"epoch": 1}, None)
+    assert receipt_of_step([{"a": 1}, {"b": 2}], DATA) == first
+    other = receipt_of_step([{"a": 1, "b": 2}], DATA | {"epoch": 1})
     assert other["digest"] != first["digest"]
-
-
-def test_a_receipt_differs_with_numbers() -> None:
-    def digest(numbers: dict[str, Any] | None) -> str:
-        return receipt_of_step([{"a": 1}], DATA, numbers)["digest"]
-
-    every = [
-        {"n": 1},
-        {"n": 2},
-        {"n": None},
-        {"n": "1.0"},
-        {"n": 1 << 60},
-        {"n": 0.0},
-        {"n": -0.0},
-        {"m": 1},
-        {},
-    ]
-    assert len({digest(each) for each in every}) == len(every)
-    assert digest({"n": 1}) == digest({"n": 1.0}) == digest({"n": True})
-    assert digest(None) == digest({})  # as earlier versions made it
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -211,40 +190,8 @@ def test_options_of_groups_are_compared(tmp_path: Path) -> None:
     assert anyrank.verify(tmp_path / "b")
 
 
-def forget_numbers(table: Any) -> None:
-    """Make a receipt one of an earlier version."""
-    tensors = {name: int(digest, 16) for name, digest in table["receipt"]["tensors"].items()}
-    table["receipt"] = receipt_of_step([tensors], table["parts"]["data"]["tree"], None)
-
-
-def test_earlier_receipts_are_compared_for_what_they_have(tmp_path: Path) -> None:
-    train(tmp_path / "a")
-    train(tmp_path / "b")
-    train(tmp_path / "c", rate=0.2)
-    for step in range(1, 5):
-        forge(tmp_path / f"a/step-{step:08d}", forget_numbers)
-    assert anyrank.verify(tmp_path / "a")
-    assert anyrank.diff(tmp_path / "a", tmp_path / "b")
-    found = anyrank.diff(tmp_path / "a", tmp_path / "c")
-    assert found.step == 3
-    assert found.digests == ["model.0.bias", "model.0.weight", "model.1.weight"]
-
-
-class Counts(torch.optim.SGD):
-    """Keeps numbers beside each parameter."""
-
-    first = 0
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["calls"] = state.get("calls", self.first) + 1
-            state["kept"] = {"scale": math.nan, "of": ("x", None)}
-        return super().step(closure)
-
-
-def numbers_of(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """The numbers in the receipt of one step."""
+def digests_of(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """The tensors in the receipt of one step."""
     data = torch.linspace(-1, 1, 16).view(4, 4)
     loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=2, exact=True)
     state = anyrank.TrainState(model, optimizer, data=loader)
@@ -253,25 +200,7 @@ def numbers_of(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path)
             for batch in step.microbatches(model):
                 step.backward(model(batch).square().mean())
             optimizer.step()
-    return json.loads((folder / "step-00000001/anyrank.json").read_text())["receipt"]["numbers"]
-
-
-def test_numbers_are_those_of_options_and_of_each_parameter(tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = []
-    for number, foreach in enumerate([True, False]):
-        model = nn.Linear(4, 1)
-        optimizer = Counts(model.parameters(), lr=0.1, foreach=foreach)
-        optimizer.first = 100 * number
-        found.append(numbers_of(optimizer, model, tmp_path / str(number)))
-    first, second = found
-    group = {n.rsplit(".", 1)[1] for n in first if ".param_groups.0." in n}
-    assert group == {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}
-    assert first["optimizer.state.weight.kept.scale"] == "nan"
-    assert first["optimizer.state.weight.kept.of.1"] is None
-    differences = {
-        name: (first[name], second[name]) for name in first if first[name] != second[name]
-    }
-    assert differences == {f"optimizer.state.{n}.calls": (1, 101) for n in ("bias", "weight")}
+    return json.loads((folder / "step-00000001/anyrank.json").read_text())["receipt"]["tensors"]
 
 
 def test_a_learning_rate_that_is_a_tensor_is_in_the_receipt(tmp_path: Path) -> None:
@@ -280,11 +209,8 @@ def test_a_learning_rate_that_is_a_tensor_is_in_the_receipt(tmp_path: Path) -> N
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(rate), betas=(0.8, 0.9))
-        numbers = numbers_of(optimizer, model, tmp_path / str(number))
-        assert numbers["optimizer.param_groups.0.betas.0"] == 0.8
-        assert not any("lr" in name or "step" in name for name in numbers)
-        text = (tmp_path / str(number) / "step-00000001/anyrank.json").read_text()
-        digests.append(json.loads(text)["receipt"]["tensors"]["optimizer.param_groups.0.lr"])
+        tensors = digests_of(optimizer, model, tmp_path / str(number))
+        digests.append(tensors["optimizer.param_groups.0.lr"])
     assert len({*digests}) == 2
 
 
@@ -336,56 +262,6 @@ def test_tensors_of_one_run_alone_are_named(tmp_path: Path) -> None:
     forge(tmp_path / "b/step-00000002", lose)
     found = anyrank.diff(tmp_path / "a", tmp_path / "b")
     assert (found.step, found.only_a, found.digests, found.data) == (2, ["model.0.bias"], [], {})
-
-
-def raise_rate(table: Any) -> None:
-    table["parts"]["optimizer"]["groups"][0]["options"]["lr"] = 7.5
-
-
-FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "tensor": (
-        lambda t: t["receipt"]["tensors"].update({"model.0.bias": "0" * 16}),
-        "model.0.bias has digest 0000000000000000 in the receipt",
-    ),
-    "digest": (lambda t: t["receipt"].update(digest="0" * 32), "the receipt's digest is 00000"),
-    "number": (raise_rate, "param_groups.0.lr is 0.1 in the receipt and 7.5 here"),
-    "samples": (lambda t: t["parts"]["data"]["tree"].update(seed=7), "and of its parts "),
-    "name": (
-        lambda t: t["receipt"]["tensors"].update({"model.x": "0" * 16}),
-        "its receipt has model.x, which was not saved",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", FORGED)
-def test_verify_finds_a_forged_receipt(tmp_path: Path, kind: str) -> None:
-    change, expected = FORGED[kind]
-    train(tmp_path)
-    whole = anyrank.verify(tmp_path)
-    assert whole, whole
-    assert "receipts" in whole.checked
-    forge(tmp_path / "step-00000002", change)
-    (finding,) = anyrank.verify(tmp_path).findings
-    assert finding.where == str(tmp_path / "step-00000002/anyrank.json")
-    assert expected in finding.what
-    assert "this step proves nothing" in finding.what
-
-
-@pytest.mark.parametrize("data", [None, {}, {"tree": {}}, {"tree": {"seed": "x"}}])
-def test_a_receipt_without_its_data_is_damage(tmp_path: Path, data: Any) -> None:
-    train(tmp_path)
-    forge(tmp_path / "step-00000002", lambda table: table["parts"].update(data=data))
-    (finding,) = anyrank.verify(tmp_path).findings
-    assert "the manifest.parts.data" in finding.what
-    with pytest.raises(anyrank.CorruptCheckpoint, match=r"the manifest\.parts\.data"):
-        anyrank.diff(tmp_path, tmp_path)
-
-
-def test_a_receipt_of_a_damaged_optimizer_is_damage(tmp_path: Path) -> None:
-    train(tmp_path)
-    forge(tmp_path / "step-00000002", lambda t: t["parts"]["optimizer"].update(groups=[1]))
-    (finding,) = anyrank.verify(tmp_path).findings
-    assert "the manifest.parts.optimizer.groups.0: '1' is not of type dict" in finding.what
 
 
 def test_verify_without_a_receipt_says_nothing_of_receipts(tmp_path: Path) -> None:

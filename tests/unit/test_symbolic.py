@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -53,22 +51,3 @@ def test_reshape_of_a_permuted_tensor_is_torchs_or_refused(data: st.DataObject) 
             real.permute(order).view(after)
         return
     assert torch.equal(read(made, real.flatten()), real.permute(order).reshape(after))
-
-
-def test_rows_are_regrouped_for_rotary_embeddings_as_transformers_does() -> None:
-    from transformers.core_model_loading import Chunk, PermuteForRope
-
-    tensor, real = symbolic((48, 5))
-    results: list[dict[str, Any]] = []
-    for given_one in (tensor, real):
-        values: dict[str, Any] = {"fused": [given_one]}
-        for operation in (Chunk(dim=0), PermuteForRope(permute_layer_names=["q", "k"])):
-            values = operation.convert(
-                values,
-                source_patterns=["fused"],
-                target_patterns=["q", "k", "v"],
-                config=SimpleNamespace(num_attention_heads=4),
-            )
-        results.append(values)
-    for name, made in results[0].items():
-        assert torch.equal(read(made, real.flatten()), results[1][name])

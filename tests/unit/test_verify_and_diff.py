@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -175,6 +176,23 @@ def test_a_step_under_the_name_of_another_is_found(tmp_path: Path) -> None:
     assert "that of step 2: rename the folder to step-00000002" in found.what
     with pytest.raises(LoadError, match="that of step 2"):
         anyrank.load(nn.Linear(2, 2), tmp_path / "run")
+
+
+def test_a_run_whose_steps_were_set_aside_names_them(tmp_path: Path) -> None:
+    state = anyrank.TrainState(nn.Linear(2, 2))
+    state.step = 1
+    save(tmp_path / "run", state)
+    (tmp_path / "run/step-00000001").rename(tmp_path / "run/.aside-damaged-step-00000001")
+    said = "set aside were .aside-damaged-step-00000001"
+    (finding,) = anyrank.verify(tmp_path / "run").findings
+    assert said in finding.what
+    for look in (
+        lambda: anyrank.load(nn.Linear(2, 2), tmp_path / "run"),
+        lambda: anyrank.diff(tmp_path / "run", tmp_path / "run"),
+        lambda: anyrank.convert(tmp_path / "run", tmp_path / "out"),
+    ):
+        with pytest.raises(LoadError, match=re.escape(said)):
+            look()
 
 
 def test_nothing_there_is_an_error(tmp_path: Path) -> None:

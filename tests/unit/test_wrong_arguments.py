@@ -376,3 +376,17 @@ def test_the_right_arguments_are_taken(
 def test_a_sync_without_either_end_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="src is None, or holds no tensors, on every rank"):
         anyrank.sync(None, None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: anyrank.Checkpoints(path, STATE),
+        lambda path: anyrank.load(nn.Linear(2, 2), path),
+        lambda path: anyrank.verify(path),
+        lambda path: anyrank.convert(WEIGHTS, path),
+    ],
+)
+def test_a_home_folder_that_no_shell_has_expanded_is_refused(call: Callable[[str], Any]) -> None:
+    with pytest.raises(ValueError, match=r"~/a: ~ is expanded by a shell alone: give os\.path\."):
+        call("~/a")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
-
-if TYPE_CHECKING:
-    from anyrank.inspection.inspect import Inspection
 
 
 @click.command("inspect")
@@ -22,7 +17,8 @@ def command(path: str, every: bool, quiet: bool, as_json: bool, plot: str | None
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
     or a URL. It is never loaded, and no code in it runs.
     """
-    from anyrank.inspection.inspect import inspect
+    from anyrank.cli.console import out, write
+    from anyrank.inspection.inspect import inspect, notes, summary, tensor_rows
     from anyrank.wording import printable
 
     if plot is not None:
@@ -31,25 +27,11 @@ def command(path: str, every: bool, quiet: bool, as_json: bool, plot: str | None
         draw(path, plot)
         click.echo(plot)
         return
-    inspection = inspect(path)
+    found = inspect(path)
     if as_json:
-        click.echo(inspection.to_json())
+        click.echo(found.to_json())
     elif quiet:
-        for tensor in inspection.tensors:
+        for tensor in found.tensors:
             click.echo(printable(tensor.name))
     else:
-        _show(inspection, every)
-
-
-def _show(inspection: Inspection, every: bool) -> None:
-    from anyrank.cli.console import out, write
-    from anyrank.cli.tree import tree
-    from anyrank.inspection.groups import TensorGroup, group
-    from anyrank.inspection.inspect import notes, summary
-    from anyrank.wording import printable
-
-    tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
-    groups = group(tensors)
-    if every:
-        groups = [TensorGroup(tuple(printable(n).split(".")), s, d, 1, b) for n, s, d, b in tensors]
-    write(out(), *summary(inspection), tree(groups), *notes(inspection))
+        write(out(), *summary(found), *tensor_rows(found, every=every), *notes(found))

@@ -19,6 +19,7 @@ from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
 from anyrank.cli.run_memory import outliving
 from anyrank.watching.options import Options, read_options
+from anyrank.wording import count
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,14 @@ def command(
         program = _options(watch, is_exit, report).program(*program)
     elif is_exit or report is not None:
         raise click.UsageError("--exit and --report go with --watch TIME")
-    count = ranks or _count_devices()
+    first = ranks or _count_devices()
     attempts: list[Attempt] = []
     with outliving() as memory:
-        for number in (count, *then):
+        for number in (first, *then):
             if attempts:
                 last = attempts[-1]
                 err().print(
-                    f"anyrank: exit code {last.exit_code} on {last.ranks} ranks after "
+                    f"anyrank: exit code {last.exit_code} on {count(last.ranks, 'rank')} after "
                     f"{last.seconds:.0f} s; continuing on {number}",
                     markup=False,
                 )

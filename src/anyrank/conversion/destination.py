@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.storage import LocalStorage, storing
+from anyrank.files.storage import LocalStorage, storage_for, storing
 
 STORE = LocalStorage()
 
@@ -124,6 +124,7 @@ def destination(
             f"{path}: is a URL, and convert writes to local paths: give a local path, and copy "
             "what is there then"
         )
+    storage_for(path)  # refuses what is no path here
     if not path or path == "/":
         raise ValueError(f"dst={path!r}: give the path of a new file or folder")
     for source in sources:

@@ -24,7 +24,7 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats import dcp
-from anyrank.formats.dcp_metadata import metadata_of
+from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.sources import list_memory
 from anyrank.model.given_layouts import apply_layouts
@@ -33,7 +33,7 @@ from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import check_alike, compare_replicas
 from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of, lazy_view
+from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group
@@ -218,7 +218,6 @@ def _look(model: nn.Module, found: Sequence[ModelTensor]) -> tuple[dict[str, str
     """
     adapters = [held.name for held in found if held.adapter]
     on_meta = [held.name for held in found if held.is_meta]
-    views = [problem for held in found if (problem := lazy_view(held))]
     if adapters:
         raise LoadError(
             f"{adapters[0]}: belongs to an adapter: merge it into the model first "
@@ -226,8 +225,6 @@ def _look(model: nn.Module, found: Sequence[ModelTensor]) -> tuple[dict[str, str
         )
     if on_meta:
         raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
-    if views:
-        raise LoadError(views[0])
     if changed := changed_in_state_dict(model):
         raise LoadError(
             f"{changed[0]}: its module's own code changes it in state_dict(), as {len(changed)} "

@@ -26,7 +26,7 @@ from anyrank.files.output import Output, OutputTensor
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path, write_file
 from anyrank.formats import dcp_output, torch_zip
-from anyrank.formats.safetensors_output import plan_file, plan_folder
+from anyrank.formats.safetensors import plan_file, plan_folder
 from anyrank.formats.sources import Source, list_source
 from anyrank.tensors.names import of_adapter, of_own_adapter
 from anyrank.tensors.spec import dtype_name

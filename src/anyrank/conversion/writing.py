@@ -55,7 +55,6 @@ def write(folder: str, file: OutputFile, content: Content) -> BlockSums:
         LoadError: the source cannot be read.
         CheckpointError: the file cannot be written, or holds other bytes.
     """
-    file.check_cover()
     path = join_path(folder, file.name)
     digester = BlockDigester()
     with storing(path):

@@ -142,15 +142,14 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
     """
     import xxhash  # only files that are written or verified need it
 
-    where, size = listing.sums[number], listing.files[number].size
-    path, storage = where.path, storage_for(where.path)
+    path, size = listing.sums[number], listing.files[number].size
+    storage = storage_for(path)
     length = -(-size // BLOCK_BYTES) * DIGEST_BYTES
     info = storage.find(path)
     if info is None or info.size != length + DIGEST_BYTES:
         raise CorruptCheckpoint(f"{path}: is missing or has another size: it is damaged")
     data = read_whole(storage, path)
-    is_whole = xxhash.xxh3_64_digest(data[:length]) == data[length:]
-    if not is_whole or where.digest not in ("", xxhash.xxh3_64_hexdigest(data)):
+    if xxhash.xxh3_64_digest(data[:length]) != data[length:]:
         raise CorruptCheckpoint(f"{path}: does not match its checksum: it is damaged")
     return BlockSums(size, data[:length], partial(listing.names_at, number))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -73,19 +73,6 @@ class Checksum:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class SumsFile:
-    """Where the checksums of a file's blocks are.
-
-    Attributes:
-        path: of the file that holds them.
-        digest: of that file, an xxh3-64 in hex, where something beside it says which.
-    """
-
-    path: str
-    digest: str = ""
-
-
 @dataclass(frozen=True)
 class Listing:
     """The tensors of a source.
@@ -98,8 +85,7 @@ class Listing:
         skipped: files and keys that were skipped, each with the reason.
         checksums: of byte ranges, where the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
-        versions: module -> the version of its class that wrote its tensors (state_dict's metadata).
-        sums: index of a file -> where the checksums of its blocks are, where it has some.
+        sums: index of a file -> path of the checksums of its blocks, where it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
             quantised, nested) -> what it is; among `skipped` too.
         tables: prefixes of keys that name a table of the checkpoint, and not a module, where the
@@ -113,9 +99,8 @@ class Listing:
     metadata: dict[str, str] = field(default_factory=dict[str, str])
     skipped: tuple[str, ...] = ()
     checksums: tuple[Checksum, ...] = ()
-    sums: dict[int, SumsFile] = field(default_factory=dict[int, SumsFile])
+    sums: dict[int, str] = field(default_factory=dict[int, str])
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
-    versions: dict[str, int] = field(default_factory=dict[str, int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
     tables: frozenset[str] = frozenset()
     quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -195,25 +180,14 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     Raises:
         LoadError: two of them hold the same key.
     """
+    given = [*listings]
     files: list[FileInfo] = []
     tensors: dict[str, StoredTensor] = {}
-    metadata: dict[str, str] = {}
     checksums: list[Checksum] = []
-    extras: dict[str, tuple[Any] | None] = {}
-    versions: dict[str, int] = {}
-    sums: dict[int, SumsFile] = {}
-    unreadable: dict[str, str] = {}
-    quantisation: dict[str, Any] = {}
-    all_skipped = list(skipped)
-    for listing in listings:
+    sums: dict[int, str] = {}
+    for listing in given:
         base = len(files)
         files += (info.with_file_offset(base) for info in listing.files)
-        quantisation = quantisation or listing.quantisation
-        metadata.update(listing.metadata)
-        all_skipped += listing.skipped
-        extras.update(listing.extras)
-        versions.update(listing.versions)
-        unreadable.update(listing.unreadable)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         sums |= {base + number: where for number, where in listing.sums.items()}
         for key, stored in listing.tensors.items():
@@ -228,14 +202,13 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         format=format_name,
         files=tuple(files),
         tensors=tensors,
-        metadata=metadata,
-        skipped=tuple(all_skipped),
+        metadata={k: v for listing in given for k, v in listing.metadata.items()},
+        skipped=(*skipped, *(note for listing in given for note in listing.skipped)),
         checksums=tuple(checksums),
         sums=sums,
-        extras=extras,
-        versions=versions,
-        unreadable=unreadable,
-        quantisation=quantisation,
+        extras={k: v for listing in given for k, v in listing.extras.items()},
+        unreadable={k: v for listing in given for k, v in listing.unreadable.items()},
+        quantisation=next((one.quantisation for one in given if one.quantisation), {}),
     )
 
 
@@ -245,18 +218,6 @@ EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_s
 def extra_of(value: Any) -> tuple[Any] | None:
     """A module's extra state as `Listing.extras` keeps it."""
     return (value,) if _is_plain(value) else None
-
-
-def versions_of(table: Any) -> dict[str, int]:
-    """The versions that `nn.Module.state_dict` attaches to its result."""
-    given = getattr(table, "_metadata", None)
-    found: dict[str, int] = {}
-    if isinstance(given, dict):
-        for path, about in cast("dict[Any, Any]", given).items():
-            version = cast("dict[Any, Any]", about).get("version") if isinstance(about, dict) else 0
-            if isinstance(path, str) and isinstance(version, int) and version:
-                found[path] = version
-    return found
 
 
 def _is_plain(value: Any, depth: int = 16) -> bool:

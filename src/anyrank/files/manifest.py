@@ -5,60 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.local import NotAFile
-from anyrank.files.optimizer_numbers import RECORD, is_optimizer, optimizer_numbers
-from anyrank.files.schema import ANY, COUNT, DIGEST, Optional, Table, check
-from anyrank.files.storage import Storage, Written, digest_of, join_path, read_range
+from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, read_whole
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
 VERSION = 1  # of the format, apart from the package's
 MAX_BYTES = 1 << 30
+MOST = 1 << 63  # above every count
 STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... are no steps
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a step.
-
-    Attributes:
-        size: bytes.
-        xxh3_64: of a small file, in hex.
-        blocks: of a data file: the name of the file with the checksums of its blocks.
-    """
-
-    size: int
-    xxh3_64: str = ""
-    blocks: str = ""
-
-
-STREAMS = {
-    "ranks": [{"data_index": COUNT, "data_size": COUNT, "streams": Table(str)}],
-    "states": Table({"algorithm": str, "values": [ANY], "data": str}),
-    "unused": [str],
-}
-FIELDS = {
-    "run": str,
-    "step": COUNT,
-    "epoch": COUNT,
-    "samples": COUNT,
-    "saved_on": {"ranks": COUNT, "layout": str},
-    "lineage": [{"step": COUNT, "ranks": COUNT, "skipped": Optional([str])}],
-    "written": str,
-    "versions": Table(str),
-    "files": Table({"size": COUNT, "xxh3_64": Optional(DIGEST), "blocks": Optional(str)}),
-    "parts": Table(ANY),
-    "differed": [str],
-    "streams": STREAMS,
-    "receipt": Optional({"digest": str, "tensors": Table(DIGEST), "numbers": Optional(Table(ANY))}),
-}
+# How an optimizer's step is computed, not what: a run goes on with what it is made with now.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 # What a receipt's digest takes from the state of the loader.
-POSITION = {"seed": int, "epoch": COUNT, "step": COUNT, "samples": COUNT, "receipt": [ANY]}
+POSITION = ("seed", "epoch", "step", "samples", "receipt")
 
 
 @dataclass(frozen=True)
@@ -79,8 +44,7 @@ class Manifest:
         streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
             digest of each stream's state; `states`, digest -> state.
         receipt: of a run with exact=True: `tensors`, name -> digest of its values in any layout,
-            `numbers`, those of its optimizers, and `digest`, of both and of the data up to the
-            step; empty for other runs. Earlier receipts lack the numbers.
+            and `digest`, of them and of the data up to the step; empty for other runs.
     """
 
     run: str
@@ -99,17 +63,6 @@ class Manifest:
     )
     receipt: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    @property
-    def data_state(self) -> dict[str, Any]:
-        """The state of the loader, of a step with a receipt."""
-        state: dict[str, Any] = self.parts["data"]["tree"]
-        return state
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """The numbers of the optimizers, as a receipt has them."""
-        return optimizer_numbers(self.parts)
-
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
         table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
@@ -122,11 +75,6 @@ class Manifest:
             del table["receipt"]
         table["self"] = _digest(table)
         return _text(table)
-
-
-def record(written: Written) -> FileRecord:
-    """The manifest's record of a file."""
-    return FileRecord(written.size, written.digest)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -163,37 +111,44 @@ def parse(data: bytes, path: str) -> Manifest:
         )
     if digest != _digest(table):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
-    try:
-        check(table, {"format": str, "version": COUNT}, "the manifest")
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: {error}: it is not a manifest of a run") from error
-    if table["format"] != FORMAT:
-        raise CorruptCheckpoint(f"{path}: its format is {table['format']!r}, not {FORMAT!r}")
-    if table["version"] != VERSION:
+    if table.get("format") != FORMAT:
+        raise CorruptCheckpoint(f"{path}: its format is {table.get('format')!r}, not {FORMAT!r}")
+    if table.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: has format version {table['version']}, this anyrank reads {VERSION}: "
+            f"{path}: has format version {table.get('version')!r}, this anyrank reads {VERSION}: "
             "resume with the anyrank that wrote it, or a newer one"
         )
     if data != _text(table | {"self": digest}):  # 1E5 for 1e5: another byte, and the same value
         raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
     try:
-        check(table, FIELDS, "the manifest")
-        if "receipt" in table:
-            check(table["parts"], {"data": {"tree": POSITION}}, "the manifest.parts")
-            for part, each in table["parts"].items():
-                if is_optimizer(each):
-                    check(each, RECORD, f"the manifest.parts.{part}")
-        if not table["saved_on"]["ranks"]:
-            raise ValueError("the manifest.saved_on.ranks: 0 ranks saved nothing")
-        names = [field.name for field in fields(Manifest)]
-        values = {name: table[name] for name in names if name in table}
-        values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
-        if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
-            raise ValueError(f"the manifest.run: {table['run'][:40]!r} is not an id of a run")
-        _check_files(values["files"])
-        return Manifest(**values)
-    except (TypeError, ValueError) as error:  # TypeError: a field of a file that there is not
+        return _manifest(table)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path}: {error}: the file is damaged") from error
+
+
+def _manifest(table: dict[str, Any]) -> Manifest:
+    """The manifest that a save wrote as this table; for any other, one of several errors."""
+    files = {name: FileRecord(**record) for name, record in table["files"].items()}
+    counts = {name: table[name] for name in ("step", "epoch", "samples")}
+    counts |= {f"files.{name}": record.size for name, record in files.items()}
+    saved_on = {"ranks": table["saved_on"]["ranks"], "layout": str(table["saved_on"]["layout"])}
+    counts["saved_on.ranks"] = saved_on["ranks"]
+    for name, value in counts.items():
+        if type(value) is not int or not 0 <= value < MOST:
+            raise ValueError(f"{name}: {value!r:.40} is not a count")
+    if not saved_on["ranks"]:
+        raise ValueError("saved_on.ranks: 0 ranks saved nothing")
+    for name in ("parts", "streams", "versions"):
+        if type(table[name]) is not dict:
+            raise ValueError(f"{name}: {table[name]!r:.40} is not a table")
+    if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
+        raise ValueError(f"run: {table['run'][:40]!r} is not an id of a run")
+    _check_files(files)
+    own = {field.name for field in fields(Manifest)} & table.keys()
+    values: dict[str, Any] = {name: table[name] for name in own} | {"files": files}
+    values |= {"saved_on": saved_on, "lineage": [dict(entry) for entry in table["lineage"]]}
+    values["differed"] = [str(name) for name in table["differed"]]
+    return Manifest(**values)
 
 
 def _check_files(files: Mapping[str, FileRecord]) -> None:
@@ -226,15 +181,11 @@ def read_small(
     """
     path = join_path(folder, name)
     try:
-        with closing(storage.open(path)) as file:
-            size = file.info.size
-            if size > MAX_BYTES:
-                raise CorruptCheckpoint(f"{path}: {size} bytes is too long for this file")
-            data = read_range(file, path, 0, size)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpoint(f"{path}: is missing: the step is damaged") from error
-    except (NotAFile, IsADirectoryError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a regular file: the step is damaged") from error
+        data = read_whole(storage, path, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotAFile) as error:
+        raise CorruptCheckpoint(
+            f"{path}: is missing, or no regular file: the step is damaged"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it names the path and the byte
@@ -242,9 +193,9 @@ def read_small(
     expected = None if known is None else known[name]
     if expected is not None:
         found = digest_of(data)
-        if (found.size, found.digest) != (expected.size, expected.xxh3_64):
+        if (found.size, found.xxh3_64) != (expected.size, expected.xxh3_64):
             raise CorruptCheckpoint(
-                f"{path}: {found.size} bytes with checksum {found.digest}, the manifest says "
+                f"{path}: {found.size} bytes with checksum {found.xxh3_64}, the manifest says "
                 f"{expected.size} with {expected.xxh3_64}: the file is damaged"
             )
     return data

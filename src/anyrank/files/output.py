@@ -75,16 +75,6 @@ class OutputFile:
     fixed: tuple[tuple[int, bytes], ...]
     spans: tuple[FileSpan, ...]
 
-    def check_cover(self) -> None:
-        """What is neither fixed nor a span would be zeros that nobody asked for."""
-        parts = [(start, start + len(data)) for start, data in self.fixed]
-        parts += [(span.start, span.stop) for span in self.spans]
-        position = 0
-        for start, stop in sorted(part for part in parts if part[0] < part[1]):
-            assert start == position, f"{self.name}: byte {position} or {start} is not planned once"
-            position = stop
-        assert position == self.size, f"{self.name}: {position} of {self.size} bytes are planned"
-
 
 @dataclass(frozen=True)
 class Output:

@@ -1,5 +1,5 @@
-"""The receipt of a step: digests of its tensors that no layout changes, its optimizers' numbers,
-and a digest of both, chained with the data's.
+"""The receipt of a step: digests of its tensors that no layout changes, and one of all of them and
+the data's position.
 
 A tensor's digest is a sum over its elements of a hash of position and bits. So each rank adds up
 those that it writes, and the sum is the same however the tensor is sharded.
@@ -7,8 +7,6 @@ those that it writes, and the sum is the same however the tensor is sharded.
 Tensors in the state of a part (an EMA class of the script, a metric) are in the receipt where all
 ranks have the same, as one rank always has. They are compared where both receipts have them, and
 are not in the digest of all, which has to be the same on any number of ranks.
-
-Receipts of earlier versions have no numbers: two are compared for what both have.
 """
 
 from __future__ import annotations
@@ -90,32 +88,22 @@ def words_of(part: torch.Tensor) -> list[torch.Tensor]:
     return [flat.view(WORDS[flat.itemsize]).long()]
 
 
-def receipt_of_step(
-    parts: Iterable[Mapping[str, int]], data: Mapping[str, Any], numbers: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def receipt_of_step(parts: Iterable[Mapping[str, int]], data: Mapping[str, Any]) -> dict[str, Any]:
     """The receipt of a step.
 
     Args:
         parts: `Digests.tensors` of all ranks.
         data: the state of the loader, whose position and receipt are chained.
-        numbers: `Manifest.numbers`; None for a receipt as earlier versions made it.
     """
     tensors: dict[str, int] = {}
     for part in parts:
         for name, value in part.items():
             tensors[name] = (tensors.get(name, 0) + value) % MODULUS
     table = {name: f"{value:016x}" for name, value in sorted(tensors.items())}
-    receipt = {"digest": _digest(table, data, numbers), "tensors": table}
-    return receipt if numbers is None else {**receipt, "numbers": dict(numbers)}
-
-
-def _digest(
-    tensors: Mapping[str, str], data: Mapping[str, Any], numbers: Mapping[str, Any] | None
-) -> str:
     position = {name: data[name] for name in POSITION}
-    chained = [f"{name} {value}" for name, value in tensors.items() if not IN_PART.search(name)]
-    chained += [f"{name} {canonical(value)}" for name, value in (numbers or {}).items()]
-    return f"{derive(repr(position), *chained, size=16):032x}"
+    chained = [f"{name} {value}" for name, value in table.items() if not IN_PART.search(name)]
+    digest = f"{derive(repr(position), *chained, size=16):032x}"
+    return {"digest": digest, "tensors": table}
 
 
 def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -128,18 +116,3 @@ def tensor_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The names of tensors that both receipts have, with other digests."""
     mine, other = a["tensors"], b["tensors"]
     return [name for name in mine if other.get(name, mine[name]) != mine[name]]
-
-
-def number_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Numbers that differ, where both receipts have some: name -> both; "absent" for none."""
-    if not ("numbers" in a and "numbers" in b):
-        return {}
-    mine, other = a["numbers"], b["numbers"]
-    pairs = {n: (mine.get(n, "absent"), other.get(n, "absent")) for n in {**mine, **other}}
-    return {n: pair for n, pair in pairs.items() if canonical(pair[0]) != canonical(pair[1])}
-
-
-def canonical(value: Any) -> str:
-    """A value as text: 1, 1.0 and True are one, as they are in an optimizer's step."""
-    is_exact = isinstance(value, int) and abs(value) < 1 << 53
-    return repr(float(value) if is_exact else value)

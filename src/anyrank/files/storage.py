@@ -35,29 +35,40 @@ def storage_for(path: str) -> Storage:
     """The storage that a path or URL belongs to.
 
     Raises:
-        ValueError: a file:// URL, for which there is the path.
+        ValueError: a file:// URL, for which there is the path; a ~, which is the shell's.
     """
+    if path == "~" or path.startswith("~/"):
+        raise WrongValue(
+            f"{path}: ~ is expanded by a shell alone: give os.path.expanduser({path!r})"
+        )
     if path.startswith("file://"):
         raise WrongValue(f"{path}: give a local path without file://")
     return RemoteStorage(path) if "://" in path else LocalStorage()
 
 
 @dataclass(frozen=True)
-class Written:
-    """A finished small file: its bytes, and their xxh3-64 in hex."""
+class FileRecord:
+    """One file of a step.
+
+    Attributes:
+        size: bytes.
+        xxh3_64: of a small file, in hex.
+        blocks: of a data file: the name of the file with the checksums of its blocks.
+    """
 
     size: int
-    digest: str
+    xxh3_64: str = ""
+    blocks: str = ""
 
 
-def digest_of(data: bytes | memoryview) -> Written:
-    """Size and digest of bytes in memory."""
+def digest_of(data: bytes | memoryview) -> FileRecord:
+    """The record of bytes in memory."""
     import xxhash  # only files that are written or verified need it
 
-    return Written(len(data), xxhash.xxh3_64_hexdigest(data))
+    return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
 
 
-def write_file(storage: Storage, path: str, data: bytes) -> Written:
+def write_file(storage: Storage, path: str, data: bytes) -> FileRecord:
     """Write a small file, durably.
 
     Raises:

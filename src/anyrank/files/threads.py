@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,31 +15,25 @@ def spread(items: Iterable[T], workers: Sequence[Callable[[T], object]]) -> None
     """Give each item to one of the workers, each of which has a thread of its own.
 
     Raises:
-        BaseException: the first that a worker, or the items, raise; no further item is begun.
+        BaseException: what a worker, or the items, raise; no further item is begun.
     """
-    waiting: queue.Queue[tuple[T] | None] = queue.Queue(2 * len(workers))
-    errors: list[BaseException] = []
+    left, lock, stop = iter(items), threading.Lock(), threading.Event()
 
     def loop(work: Callable[[T], object]) -> None:
-        while (item := waiting.get()) is not None:
-            try:
-                if not errors:
-                    work(*item)
-            except BaseException as error:  # handed to the caller's thread below
-                errors.append(error)
+        try:
+            while not stop.is_set():
+                with lock:
+                    found = [*islice(left, 1)]
+                if not found:
+                    return
+                work(*found)
+        except BaseException:
+            stop.set()
+            raise
 
-    threads = [threading.Thread(target=loop, args=(work,), daemon=True) for work in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        for item in items:
-            if errors:
-                break
-            waiting.put((item,))
-    finally:
-        for _ in threads:
-            waiting.put(None)
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        try:
+            for each in [pool.submit(loop, work) for work in workers]:
+                each.result()
+        finally:
+            stop.set()

@@ -23,7 +23,6 @@ from anyrank.model.share import ModelShare
 from anyrank.model.verify import compare_replicas
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.box import row_major
-from anyrank.tensors.sharded_tensor import lazy_view
 from anyrank.world.ranks import Ranks
 
 OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again before use"
@@ -175,8 +174,6 @@ class LiveSide(Side):
         for number, index in plan.locals.items():
             held = tensors[index]
             memory = held.local()
-            if problem := lazy_view(held, memory):
-                raise LoadError(problem)
             strides = () if number in plan.added else row_major(held.shape)
             sources[number] = SourceMemory(held, memory, strides)
         return sources

@@ -94,7 +94,7 @@ class LoadReport(FillReport):
         own_code_not_run: modules whose code (hooks, overrides) load_state_dict would have run, and
             extra state that was not handed over -> why; values are those of the source.
         frozen: parts passed to `freeze()` -> where their values came from.
-        format: of the source.
+        format, tensors: of the source, and how many tensors were filled from it.
         strategy: "own", "stripe" or "scatter".
         reason: why this strategy.
         nonfinite: tensor -> number of NaN and infinite values; filled with `verify=True`.

@@ -1,7 +1,10 @@
-"""Folders that Accelerate's `save_state` writes, with DDP, and with FSDP, sharded or full."""
+"""Folders that Accelerate's `save_state` writes, with DDP, and with FSDP, sharded or full; and the
+`checkpoint-N` folders of the transformers Trainer, and of what is built on it.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,17 +17,20 @@ from anyrank.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignOptimizer,
+    count_of,
+    is_plain_number,
     optimizer_of,
 )
 from anyrank.formats import dcp, huggingface, safetensors, torch_file
 from anyrank.formats.sources import looks_like
 
-RANDOM = re.compile(r"^random_states_(\d+)\.pkl$")
+RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")
 CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")
-OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.bin$")
+OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.(?:bin|pt)$")
 SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
-SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.bin$")
+SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.(?:bin|pt)$")
 MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)$")
+STATE = "trainer_state.json"
 ENGINE = "pytorch_model"  # the folder where its engine of DeepSpeed's saves
 FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
@@ -65,17 +71,37 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     Raises:
         LoadError, UnsafeFile: it is not whole, or a pickle in it would run code.
     """
-    files = Collector(storage, folder)
-    names = storage.names(folder)
+    files, names = Collector(storage, folder), storage.names(folder)
+    if STATE in names:
+        return _read_trainer(files, names)
     if ENGINE in names:
         inner = deepspeed.read(storage, files.named(ENGINE))
         return replace(inner, tool="Accelerate")
-    models = model_files(files, names)
-    optimizers = optimizer_files(files, names)
+    return _read(files, names)
+
+
+def _read_trainer(files: Collector, names: list[str]) -> ForeignCheckpoint:
+    path = files.named(STATE)
+    try:
+        progress: Any = json.loads(files.small(path))
+        epoch, step = progress.get("epoch"), count_of(progress, "global_step")
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise LoadError(f"{path}: is not a JSON object ({error})") from error
+    is_engines = looks_like("deepspeed", names)
+    found = deepspeed.read(files.storage, files.folder) if is_engines else _read(files, names)
+    epoch = float(epoch) if is_plain_number(epoch) else None
+    return replace(found, tool="transformers Trainer", step=step, epoch=epoch)
+
+
+def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
+    found = _models(files.storage, files.folder, names) or {"model": _exported(files, names)}
+    models = {name: files.add(listing) for name, listing in found.items()}
+    optimizers = _optimizer_files(files, names)
     states: dict[str, Any] = {}
     for name in names:
         if match := SCHEDULER.match(name):
-            states[numbered("scheduler", match[1])] = files.tree(files.named(name))
+            tree = files.tree(files.named(name))
+            states |= {_numbered("scheduler", match[1]): tree} if isinstance(tree, dict) else {}
         elif name == "scaler.pt":
             states["scaler"] = files.tree(files.named(name))
         elif match := CUSTOM.match(name):
@@ -83,7 +109,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     ranks = sum(bool(RANDOM.match(name)) for name in names)
     step = next((files.steps_of(optimizer) for optimizer in optimizers.values()), None)
     scheduler = states.get("scheduler")
-    if step is None and ranks == 1 and isinstance(scheduler, dict):
+    if step is None and ranks == 1 and scheduler is not None:
         step = scheduler.get("last_epoch")
     not_read = {
         name: "random streams belong to the processes that saved them"
@@ -95,29 +121,29 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         for name in names
         if name.startswith(("dl_state_dict", "sampler"))
     }
+    several = ranks > 1 and STATE not in names  # the Trainer's own scheduler counts steps
+    for name in [name for name in states if name.startswith("scheduler") and several]:
+        if step is None or states[name].get("last_epoch") != step:
+            del states[name]
+            not_read[name] = (
+                f"Accelerate stepped it once for each of {ranks} processes: set it to the steps "
+                "that the run has"
+            )
     return ForeignCheckpoint(
         "Accelerate",
-        files.listing("accelerate"),
+        files.listing("trainer" if STATE in names else "accelerate"),
         models,
         optimizers,
         states,
-        files.extras,
         step=step if isinstance(step, int) and step >= 0 else None,
-        ranks=ranks,
-        scheduler_steps=ranks,
+        ranks=ranks or None,
         not_read=not_read,
     )
 
 
-def numbered(name: str, number: str | None) -> str:
+def _numbered(name: str, number: str | None) -> str:
     """`model`, `model_1`, ...: as Accelerate numbers what it was given to prepare."""
     return name if number in (None, "0") else f"{name}_{number}"
-
-
-def model_files(files: Collector, names: list[str]) -> dict[str, Any]:
-    """The weights of each model in the folder, by the model's name."""
-    found = _models(files.storage, files.folder, names) or {"model": exported(files, names)}
-    return {name: files.weights(name, listing) for name, listing in found.items()}
 
 
 def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listing]:
@@ -125,9 +151,9 @@ def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listin
     for name in names:
         path = join_path(folder, name)
         if match := SHARDED_MODEL.match(name):
-            key, lister = numbered("model", match[1]), _sharded_model
+            key, lister = _numbered("model", match[1]), _sharded_model
         elif match := MODEL.match(name):
-            key = numbered("model", match[1])
+            key = _numbered("model", match[1])
             lister = (safetensors if match[2] == "safetensors" else torch_file).list_file
         else:
             continue
@@ -136,7 +162,7 @@ def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listin
     return found
 
 
-def exported(files: Collector, names: list[str]) -> Listing:
+def _exported(files: Collector, names: list[str]) -> Listing:
     """The weights that `save_pretrained` or `save_model` put into the folder.
 
     Raises:
@@ -155,13 +181,13 @@ def _sharded_model(storage: Storage, path: str) -> Listing:
     return listing.with_tensors(inner)
 
 
-def optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOptimizer]:
+def _optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOptimizer]:
     """The state of each optimizer in the folder, by the optimizer's name."""
     found: dict[str, ForeignOptimizer] = {}
     for name in names:
         path = files.named(name)
         if match := SHARDED_OPTIMIZER.match(name):
-            found[numbered("optimizer", match[1])] = dcp_state.optimizer(files, path)
+            found[_numbered("optimizer", match[1])] = dcp_state.optimizer(files, path)
         elif match := OPTIMIZER.match(name):
-            found[numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
+            found[_numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
     return found

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.filling.read import fill_from_files
 from anyrank.foreign import optimizer as foreign_optimizer
-from anyrank.foreign import stateful as foreign_state
 from anyrank.foreign.checkpoint import ForeignCheckpoint
 from anyrank.foreign.read import read_foreign
 from anyrank.model.memory_meter import Meter
@@ -170,7 +171,7 @@ class ForeignStep(ResumeSource):
     def _module(self, part: str, module: nn.Module, ranks: Ranks) -> Matched:
         plan = self.plans.get(part)
         if plan is None:
-            return self._absent()
+            return self._absent(part)
         self.used.add(part)
 
         def load() -> int:
@@ -179,8 +180,9 @@ class ForeignStep(ResumeSource):
 
         return Matched(_outcome_of(plan), load=load)
 
-    def _absent(self) -> Matched:
-        return Matched(Outcome("fresh", f"the checkpoint of {self.source.tool} has none"))
+    def _absent(self, part: str) -> Matched:
+        has_none = f"the checkpoint of {self.source.tool} has none"
+        return Matched(Outcome("fresh", self.source.not_read.get(part, has_none)))
 
     def _optimizer(
         self,
@@ -192,7 +194,7 @@ class ForeignStep(ResumeSource):
     ) -> Matched:
         source = self.source.optimizers.get(part)
         if source is None:
-            return self._absent()
+            return self._absent(part)
         self.used.add(part)
         record, tensors, problems = foreign_optimizer.record_of(
             part, optimizer, source, names, renamer(arguments.rename)
@@ -201,12 +203,16 @@ class ForeignStep(ResumeSource):
             return Matched(Outcome("exact"), problems=problems)
         stored = self._stored(tensors, tuple(arguments.fresh))
         matched = match_optimizer(part, optimizer, record, stored, names, ranks.index)
-        matched.outcome = _outcome_of_fills(matched)
+        matched.outcome = _outcome(
+            [(fill.held.layout, fill.held.dtype, fill.stored) for fill in matched.fills]
+        )
         commit = matched.commit
 
         def commit_counted() -> None:
-            commit()
-            foreign_optimizer.count_in_tensors(optimizer)
+            commit()  # and counts that are plain numbers, of old versions, become tensors
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
 
         matched.commit = commit_counted
         return matched
@@ -215,7 +221,7 @@ class ForeignStep(ResumeSource):
         return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
 
     def _position(self, data: ElasticData, state: TrainState) -> Matched:
-        made, outcome = foreign_state.start_of(data, self.source)
+        made, outcome = _start_of(data, self.source)
 
         def commit() -> None:
             data.load_state_dict(made)
@@ -225,20 +231,16 @@ class ForeignStep(ResumeSource):
 
     def _stateful(self, part: str, thing: Any, ranks: Ranks) -> Matched:
         if part not in self.source.states:
-            return self._absent()
+            return self._absent(part)
         self.used.add(part)
-        tree, outcome = self.source.states[part], None
-        problem = foreign_state.problem_of(part, thing, tree)
+        tree = self.source.states[part]
+        problem = _problem_of(part, thing, tree)
         if problem is not None:
             return Matched(Outcome("exact"), problems=[problem])
-        if part == "scheduler":
-            tree, outcome = foreign_state.in_optimizer_steps(part, thing, tree, self.source)
-        record, tensors = foreign_state.record_of(part, thing, tree)
+        record, tensors = _record_of(part, thing, tree)
         if isinstance(record, str):
             return Matched(Outcome("fresh", record))
-        matched = match_stateful(part, thing, record, self._stored(tensors), ranks.index)
-        matched.outcome = outcome or matched.outcome
-        return matched
+        return match_stateful(part, thing, record, self._stored(tensors), ranks.index)
 
     def notes(self) -> list[str]:
         source = self.source
@@ -270,10 +272,6 @@ def _outcome_of(plan: AgreedPlan) -> Outcome:
     return _outcome([(held.layout, held.dtype, stored) for held, stored in pairs])
 
 
-def _outcome_of_fills(matched: Matched) -> Outcome:
-    return _outcome([(fill.held.layout, fill.held.dtype, fill.stored) for fill in matched.fills])
-
-
 def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
     """Exact where bytes went as they are into whole tensors."""
     cast = sorted(
@@ -284,3 +282,63 @@ def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
     if any(layout is not None or len(stored.chunks) > 1 for layout, _, stored in rows):
         return Outcome("resharded", "laid out otherwise")
     return Outcome("exact")
+
+
+def _record_of(
+    part: str, thing: Any, tree: Any
+) -> tuple[dict[str, Any] | str, dict[str, StoredTensor]]:
+    """The record of a stateful part and the tensors that it refers to, or why there is none."""
+    tensors: dict[str, StoredTensor] = {}
+
+    def put(where: str, value: Any) -> Any:
+        tensors[where] = value.renamed(where)
+        return {"~whole": where}
+
+    try:
+        tree = to_json(tree, part, put)
+    except CheckpointError as error:
+        return f"the checkpoint holds what is not read: {str(error).partition(': a ')[2]}", {}
+    record = {"kind": "stateful", "class": type(thing).__name__, "layout": "", "tree": tree}
+    return record, tensors
+
+
+def _problem_of(part: str, thing: Any, tree: Any) -> str | None:
+    """Whether a saved state is one of another kind of scheduler."""
+    if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
+        return None
+    saved = {str(key) for key in cast("dict[Any, Any]", tree)}
+    now = set(thing.state_dict())
+    differ = sorted(name for name in saved ^ now if not name.startswith("_") and name != "verbose")
+    if not differ:
+        return None
+    return (
+        f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
+        f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
+    )
+
+
+def _start_of(data: ElasticData, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
+    """The state of a loader that goes on in the epoch that the checkpoint was in, from its start.
+
+    Which samples of that epoch were seen is unknown, as the other tool's order is its own.
+    """
+    now = data.state_dict()
+    epoch = 0.0 if source.epoch is None else source.epoch
+    samples = round(epoch * now["n"]) if source.samples is None else source.samples
+    made = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
+    if source.epoch is None:
+        return made, Outcome("fresh", "the checkpoint does not say how far the data was")
+    if source.batches:
+        return made, Outcome(
+            "fresh",
+            f"epoch {int(epoch)} begins again: the checkpoint was {source.batches} batches "
+            "into it, in an order of its tool's, and their samples are seen twice",
+        )
+    if epoch == int(epoch):
+        return made, Outcome("derived", f"{int(epoch)} whole epochs: the next one begins")
+    seen = round((epoch - int(epoch)) * now["n"])
+    return made, Outcome(
+        "fresh",
+        f"epoch {int(epoch)} begins again: the checkpoint was {epoch - int(epoch):.0%} into it, in "
+        f"an order of its tool's, so about {seen} samples are seen twice",
+    )

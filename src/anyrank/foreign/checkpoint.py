@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from anyrank.formats import pickles, torch_file
 from anyrank.tensors.spec import StoredTensor
 
 MAX_JSON_BYTES = 1 << 30
+MOMENTS_STAY = "its moments lie as the tool's parallelism cut them: they begin anew"
 
 
 @dataclass(frozen=True)
@@ -53,45 +53,35 @@ class ForeignCheckpoint:
     Attributes:
         tool: that wrote it.
         listing: its files; `weights` and the other tables refer to them.
-        weights: name of a model -> its tensors.
+        weights: name of a model -> its tensors, extra state and metadata, without files.
         optimizers: name -> state.
         states: name -> what `state_dict()` of a scheduler, scaler or other part returned.
-        extras: extra state of modules and versions of classes, as in `Listing`, of the weights.
         step: completed optimizer steps, or None where the tool did not save them.
         not_a_step: what it says in the place of a step, in words, or "".
         epoch: epochs, with the part of the current one; None as for `step`.
         batches: of the current epoch, where its part is unknown.
         samples: of completed steps; None as for `step`.
         ranks: how many processes saved it, or None.
-        scheduler_steps: how often the scheduler was stepped in each optimizer step.
         not_read: what else is there -> why it does not come over.
     """
 
     tool: str
     listing: Listing
-    weights: dict[str, dict[str, StoredTensor]]
+    weights: dict[str, Listing]
     optimizers: dict[str, ForeignOptimizer] = field(default_factory=dict[str, ForeignOptimizer])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
-    extras: dict[str, Listing] = field(default_factory=dict[str, Listing])
     step: int | None = None
     not_a_step: str = ""
     epoch: float | None = None
     batches: int = 0
     samples: int | None = None
     ranks: int | None = None
-    scheduler_steps: int = 1
     not_read: dict[str, str] = field(default_factory=dict[str, str])
 
     def model(self, name: str) -> Listing:
         """The weights of one model, as a source of `load`."""
-        extra = self.extras.get(name, self.listing)
-        return replace(
-            self.listing,
-            tensors=self.weights[name],
-            extras=extra.extras,
-            versions=extra.versions,
-            metadata=extra.metadata,
-        )
+        files = self.listing.files, self.listing.checksums
+        return replace(self.weights[name], files=files[0], checksums=files[1], sums={})
 
 
 class Collector:
@@ -101,19 +91,14 @@ class Collector:
         self.storage, self.folder = storage, folder
         self.files: list[FileInfo] = []
         self.checksums: list[Checksum] = []
-        self.extras: dict[str, Listing] = {}
 
-    def add(self, listing: Listing) -> dict[str, StoredTensor]:
-        """The tensors of a listing, whose files become files of this checkpoint."""
+    def add(self, listing: Listing) -> Listing:
+        """A listing whose files become files of this checkpoint."""
         base = len(self.files)
         self.files += listing.files
         self.checksums += (replace(c, file=c.file + base) for c in listing.checksums)
-        return {key: stored.with_file_offset(base) for key, stored in listing.tensors.items()}
-
-    def weights(self, name: str, listing: Listing) -> dict[str, StoredTensor]:
-        """As `add`, for the model of this name, whose extra state is kept."""
-        self.extras[name] = listing
-        return self.add(listing)
+        tensors = {key: stored.with_file_offset(base) for key, stored in listing.tensors.items()}
+        return listing.with_tensors(tensors)
 
     def tree(self, path: str) -> Any:
         """What `torch.save` put into a file: plain values, and stored tensors.
@@ -206,10 +191,7 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
             pairs = [
                 (k if isinstance(k, PLAIN) else Unread(_class_of(k)), v) for k, v in table.items()
             ]
-            items = [(key, walk(item, f"{where}.{key}".lstrip("."))) for key, item in pairs]
-            made: Any = OrderedDict(items) if isinstance(known, OrderedDict) else dict(items)
-            if (versions := getattr(known, "_metadata", None)) is not None:
-                made._metadata = versions  # as `nn.Module.state_dict` has it
+            made: Any = {key: walk(item, f"{where}.{key}".lstrip(".")) for key, item in pairs}
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             made = tuple(parts) if isinstance(known, tuple) else parts

@@ -38,9 +38,9 @@ def optimizer(files: Collector, folder: str) -> ForeignOptimizer:
 
 def rebased(files: Collector, held: dcp.DcpFolder) -> dcp.DcpFolder:
     """The folder, whose files became files of the checkpoint."""
-    tensors = files.add(held.listing)
+    listing = files.add(held.listing)
     objects = bound(held.objects, files.folder, lambda key, ref: Unread("Tensor"))
-    return dcp.DcpFolder(held.listing.with_tensors(tensors), held.paths, objects, held.others)
+    return dcp.DcpFolder(listing, held.paths, objects, held.others)
 
 
 def of_tree(tree: Any, path: str) -> ForeignOptimizer:
@@ -55,17 +55,13 @@ def of_tree(tree: Any, path: str) -> ForeignOptimizer:
         groups = [
             {**group, "params": _listed(group.get("params"))}
             for group in groups
-            if _is_table(group)
+            if isinstance(group, dict)
         ]
         return optimizer_of({"state": table["state"], "param_groups": groups}, path)
     if not any(str(key).startswith(STATE) for key in table):
         found = ", ".join(map(str, [*table][:10]))
         raise LoadError(f"{path}: no optimizer in a layout that torch writes; it holds {found}")
     return _flat(table)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _listed(value: Any) -> list[Any]:

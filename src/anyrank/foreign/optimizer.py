@@ -7,15 +7,14 @@ parameters, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
-from anyrank.files.optimizer_numbers import IMPLEMENTATION
+from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.foreign.checkpoint import ForeignGroup, ForeignOptimizer, Unread
 from anyrank.state.optimizer import UNKNOWN, Names
 from anyrank.state.part_types import listed
@@ -25,17 +24,6 @@ from anyrank.tensors.spec import StoredTensor
 
 # Options that torch added over the years, with defaults that keep what older versions did.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
-# What torch's optimizers keep of each parameter that was stepped, in its shape.
-KEPT = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
-    **dict.fromkeys(("SGD", "Muon"), ("momentum_buffer",)),
-    "Adamax": ("exp_avg", "exp_inf"),
-    "Adagrad": ("sum",),
-    "Adadelta": ("square_avg", "acc_delta"),
-    "RMSprop": ("square_avg",),
-    "Rprop": ("prev", "step_size"),
-    "ASGD": ("ax",),
-}
 SHOWN = 10  # problems of one optimizer
 
 
@@ -66,22 +54,18 @@ def record_of(
         tensors[where] = value.renamed(where)
         return {"~whole": [where, ""]}
 
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    kept = KEPT.get(type(optimizer).__name__, ()) if is_torchs else ()
     state: dict[str, Any] = {}
     for key, entries in source.state.items():
         name = found[key]
         if name in held:
-            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape, kept)
+            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape)
         state[name] = _json(entries, f"{part}.state.{name}", put)
-    mine = [[names[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
-    given = source.groups or _groups_now(mine, optimizer)
     groups = [
         {
             "params": [found.get(key, str(key)) for key in group.params],
             "options": _json(_options(optimizer, group), f"{part}.param_groups.{number}", put),
         }
-        for number, group in enumerate(given)
+        for number, group in enumerate(source.groups)
     ]
     record = {
         "kind": "optimizer",
@@ -107,27 +91,6 @@ def _options(optimizer: Optimizer, group: ForeignGroup) -> dict[str, Any]:
     known = {key: value for key, value in group.options.items() if not isinstance(value, Unread)}
     late = {key: now[key] for key in LATER & now.keys() - known.keys()}
     return late | known
-
-
-def _groups_now(mine: Sequence[Sequence[str]], optimizer: Optimizer) -> list[ForeignGroup]:
-    """The groups that the optimizer is made with, for a source that did not save any."""
-    return [
-        ForeignGroup(
-            [*names],
-            {
-                key: value.item() if torch.is_tensor(value) else value
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            },
-        )
-        for names, group in zip(mine, optimizer.param_groups, strict=True)
-    ]
-
-
-def count_in_tensors(optimizer: Optimizer) -> None:
-    """Turn counts of steps that are plain numbers, of old versions, into what torch's have now."""
-    given = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-    optimizer.__setstate__(given)  # as torch's own load_state_dict ends
 
 
 def _problems_of_class(part: str, optimizer: Optimizer, source: ForeignOptimizer) -> list[str]:
@@ -200,20 +163,15 @@ def _our_names(
     return found, []
 
 
-def _misfits(
-    where: str, entries: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
-) -> list[str]:
-    """What of a parameter's saved state cannot be that parameter's."""
-    lost = [key for key in kept if key not in entries] if entries else []
-    problems = [f"{where}: the checkpoint has no {', '.join(lost)}"] if lost else []
-    for key, value in entries.items():
-        if not isinstance(value, StoredTensor):
-            continue
-        whole = value.shape == tuple(shape)
-        part = len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape)
-        if not whole and (key in kept or not (part or value.numel == 1)):
-            problems.append(
-                f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, and its "
-                f"parameter {list(shape)}"
-            )
-    return problems
+def _misfits(where: str, entries: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
+    """What of a parameter's saved state cannot be that parameter's: neither a number, nor of its
+    shape, nor rows or columns of it.
+    """
+    return [
+        f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, and its parameter "
+        f"{list(shape)}"
+        for key, value in entries.items()
+        if isinstance(value, StoredTensor)
+        and value.numel != 1
+        and not (len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape))
+    ]

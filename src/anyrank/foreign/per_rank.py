@@ -1,24 +1,22 @@
 """Folders with files of each rank: torch_checkpointing's (torchtitan), and verl's FSDP checkpoints.
 
-Each file is what `torch.save` made of a rank's state dict, with its shares as DTensors.
+Each file is what `torch.save` made of a rank's state dict, with its shares as DTensors. The weights
+and the step are read, and a scheduler's state; an optimizer's moments are not.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
-from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.storage import Storage, inside
-from anyrank.foreign.checkpoint import Collector, ForeignCheckpoint, Unread
-from anyrank.foreign.shards import merged
-from anyrank.foreign.tables import of_table
-from anyrank.formats import pickles
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage
+from anyrank.foreign.checkpoint import MOMENTS_STAY, Collector, ForeignCheckpoint, count_of
+from anyrank.foreign.shards import whole_tensors
 
-ITEM = re.compile(r"^(\w+?)_(\d+)\.pt$")
-METADATA = "metadata.pkl"
-VERL = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
+MODEL = re.compile(r"^model_(\d+)\.pt$")
+VERL = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 STEP = re.compile(r"global_step_?(\d+)")
 
 
@@ -29,29 +27,57 @@ def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint
         LoadError: a rank's file is missing, or the shares do not make up a tensor.
         UnsafeFile: a file is damaged, or its pickle would run code.
     """
-    files = Collector(storage, folder)
-    names = storage.names(folder)
-    found: dict[str, dict[int, str]] = {}
-    for name in names:
-        if match := ITEM.match(name):
-            found.setdefault(match[1], {})[int(match[2])] = name
-    world = max(max(ranks) for ranks in found.values()) + 1
-    if METADATA in names:
-        world = max(world, _described(files, found))
-    table: dict[Any, Any] = {}
-    for item, by_rank in found.items():
-        if item == "dataloader":
-            table[item] = Unread("loader")
-            continue
-        by_all = len(by_rank) > 1 or item == "model"
-        wanted = [by_rank.get(rank, f"{item}_{rank}.pt") for rank in range(world)]
-        table[item] = _merged(files, wanted if by_all else [*by_rank.values()])
-    made = of_table(files, table, folder)
-    return replace(made, tool="torch_checkpointing", ranks=world)
+    files, names = Collector(storage, folder), storage.names(folder)
+    world = max(int(match[1]) for name in names if (match := MODEL.match(name))) + 1
+    weights = _weights(files, [f"model_{rank}.pt" for rank in range(world)])
+    states = {
+        part: files.tree(files.named(f"{item}_0.pt"))
+        for part, item in (("scheduler", "lr_scheduler"), ("train_state", "train_state"))
+        if f"{item}_0.pt" in names
+    }
+    progress: Any = states.pop("train_state", None)
+    step = count_of(progress, "step") if isinstance(progress, dict) else None
+    return ForeignCheckpoint(
+        "torch_checkpointing",
+        files.listing("torch_checkpointing"),
+        {"model": weights},
+        states=states,
+        step=step,
+        ranks=world,
+        not_read={"optimizer": MOMENTS_STAY},
+    )
 
 
-def _merged(files: Collector, names: list[str]) -> Any:
-    """What the files of all ranks hold together.
+def read_verl(storage: Storage, folder: str) -> ForeignCheckpoint:
+    """What a folder of verl's FSDP workers holds.
+
+    Raises:
+        LoadError, UnsafeFile: as `read_torch_checkpointing`.
+    """
+    files, names = Collector(storage, folder), storage.names(folder)
+    worlds = {int(match[1]) for name in names if (match := VERL.match(name))}
+    if len(worlds) != 1:
+        sizes = ", ".join(map(str, sorted(worlds))) or "no"
+        raise LoadError(f"{folder}: holds a model's files of saves on {sizes} ranks: keep one save")
+    world = worlds.pop()
+    weights = _weights(files, [f"model_world_size_{world}_rank_{n}.pt" for n in range(world)])
+    extra = f"extra_state_world_size_{world}_rank_0.pt"
+    tree: Any = files.tree(files.named(extra)) if extra in names else None
+    scheduler: Any = tree.get("lr_scheduler") if isinstance(tree, dict) else None
+    step = STEP.search(folder)
+    return ForeignCheckpoint(
+        "verl",
+        files.listing("verl"),
+        {"model": weights},
+        states={"scheduler": scheduler} if isinstance(scheduler, dict) else {},
+        step=int(step[1]) if step else None,
+        ranks=world,
+        not_read={"optimizer": MOMENTS_STAY},
+    )
+
+
+def _weights(files: Collector, names: list[str]) -> Listing:
+    """The tensors that the model's files of all ranks hold together.
 
     Raises:
         LoadError: one is missing.
@@ -62,46 +88,5 @@ def _merged(files: Collector, names: list[str]) -> Any:
             f"{files.folder}: {lost[0]} is missing ({len(lost)} of {len(names)} ranks' files): "
             "copy them all"
         )
-    return merged([files.tree(files.named(name)) for name in names], files.folder)
-
-
-def _described(files: Collector, found: dict[str, dict[int, str]]) -> int:
-    """Ranks that saved, by the metadata; the files that it names are added to those found."""
-    path = files.named(METADATA)
-    table: Any = pickles.loads(files.small(path), path)
-    try:
-        for item, about in table["metadata"].items():
-            for rank, layout in about["rank_to_layout_info"].items():
-                if layout is not None:
-                    kind = layout["serialization_format"]["type"]
-                    if kind != "TorchSerialization":
-                        raise LoadError(f"{path}: {item} is saved with {kind}, which is not read")
-                    name = str(layout["file_path"])
-                    inside(files.folder, name)
-                    found.setdefault(str(item), {})[int(rank)] = name
-        return int(table["world_size"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UnsafeFile(f"{path}: not the metadata of torch_checkpointing ({error!r})") from error
-
-
-def read_verl(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What a folder of verl's FSDP workers holds.
-
-    Raises:
-        LoadError, UnsafeFile: as `read_torch_checkpointing`.
-    """
-    files = Collector(storage, folder)
-    matches = [match for name in storage.names(folder) if (match := VERL.match(name))]
-    worlds = {int(match[2]) for match in matches}
-    if len(worlds) > 1:
-        sizes = ", ".join(map(str, sorted(worlds)))
-        raise LoadError(f"{folder}: holds files of saves on {sizes} ranks: keep those of one")
-    world = worlds.pop()
-    table: dict[Any, Any] = {}
-    for kind in dict.fromkeys(match[1] for match in matches):
-        several = range(1 if kind == "extra_state" else world)
-        tree = _merged(files, [f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in several])
-        table |= tree if kind == "extra_state" and isinstance(tree, dict) else {kind: tree}
-    made = of_table(files, table, folder)
-    step = STEP.search(folder)
-    return replace(made, tool="verl", ranks=world, step=int(step[1]) if step else made.step)
+    trees = [files.tree(files.named(name)) for name in names]
+    return Listing("", (), whole_tensors(trees, files.folder))

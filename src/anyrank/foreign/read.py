@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
-from anyrank.foreign import accelerate, deepspeed, megatron, per_rank, tables, trainer
+from anyrank.foreign import accelerate, deepspeed, megatron, per_rank, tables
 from anyrank.foreign.checkpoint import ForeignCheckpoint
 from anyrank.formats.sources import format_of_folder, with_fingerprints
 from anyrank.formats.weight_files import FILES, format_of
 
-
-@dataclass(frozen=True)
-class Tool:
-    """What reads the folders of a tool.
-
-    Attributes:
-        run: reads the whole run, to go on from.
-        weights: lists them alone; None where that takes the whole run.
-    """
-
-    run: Callable[[Storage, str], ForeignCheckpoint]
-    weights: Callable[[Storage, str], Listing] | None = None
-
-
-# By the names of `sources.FOLDERS`, which tells them apart.
-TOOLS = {
-    "trainer": Tool(trainer.read, accelerate.list_folder),
-    "accelerate": Tool(accelerate.read, accelerate.list_folder),
-    "deepspeed": Tool(deepspeed.read, accelerate.list_folder),
-    "verl": Tool(per_rank.read_verl),
-    "torch_checkpointing": Tool(per_rank.read_torch_checkpointing),
-    "megatron": Tool(megatron.read),
-    "dcp": Tool(tables.read_dcp),
+# What reads the run in a folder of a tool, by its name in `sources.FOLDERS`, which tells it apart.
+RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
+    "trainer": accelerate.read,
+    "accelerate": accelerate.read,
+    "deepspeed": deepspeed.read,
+    "verl": per_rank.read_verl,
+    "torch_checkpointing": per_rank.read_torch_checkpointing,
+    "megatron": megatron.read,
+    "dcp": tables.read_dcp,
 }
+LISTED_ALONE = ("trainer", "accelerate", "deepspeed")  # their weights take less than the run
 
 
 def list_weights(name: str, storage: Storage, folder: str) -> Listing:
@@ -46,10 +33,9 @@ def list_weights(name: str, storage: Storage, folder: str) -> Listing:
     Raises:
         LoadError, UnsafeFile: as its reader.
     """
-    tool = TOOLS[name]
-    if tool.weights is not None:
-        return tool.weights(storage, folder)
-    return tool.run(storage, folder).model("model")
+    if name in LISTED_ALONE:
+        return accelerate.list_folder(storage, folder)
+    return RUNS[name](storage, folder).model("model")
 
 
 def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
@@ -76,9 +62,9 @@ def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
 def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignCheckpoint]:
     if storage.is_dir(path):
         names = storage.names(path)
-        tool = TOOLS.get(format_of_folder(names))
-        if tool is not None:
-            return tool.run
+        name = format_of_folder(names)
+        if name in RUNS:
+            return RUNS[name]
         shown = ", ".join(names[:20]) or "nothing"
         raise CheckpointError(
             f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "

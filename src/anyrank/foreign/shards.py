@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -82,29 +81,24 @@ def _placement(given: Any, path: str) -> Placement:
     return Placement("shard", int(fields["dim"]), int(fields.get("split_factor", 1)))
 
 
-def merged(trees: Sequence[Any], path: str) -> Any:
-    """One tree of the trees of all ranks, whose shares become whole tensors.
+def whole_tensors(trees: Sequence[Any], path: str) -> dict[str, StoredTensor]:
+    """The tensors in the tables of all ranks, whose shares become whole ones, by their keys.
 
     What is not a share is the first rank's.
 
     Raises:
         LoadError: the shares do not make up a tensor.
     """
-    first = trees[0]
-    if isinstance(first, StoredShard):
-        return _whole([tree for tree in trees if isinstance(tree, StoredShard)], path)
-    if isinstance(first, dict):
-        tables = [cast("dict[Any, Any]", tree) for tree in trees if isinstance(tree, dict)]
-        keys = dict.fromkeys(key for table in tables for key in table)
-        made = {key: merged([table[key] for table in tables if key in table], path) for key in keys}
-        return OrderedDict(made) if isinstance(first, OrderedDict) else made
-    if isinstance(first, (list, tuple)):
-        rows = [cast("list[Any]", tree) for tree in trees if isinstance(tree, (list, tuple))]
-        parts = [
-            merged([row[n] for row in rows if n < len(row)], path) for n in range(len(rows[0]))
-        ]
-        return tuple(parts) if isinstance(first, tuple) else parts
-    return first
+    found: dict[str, list[StoredTensor | StoredShard]] = {}
+    for tree in trees:
+        for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
+            if isinstance(value, (StoredTensor, StoredShard)):
+                found.setdefault(str(key), []).append(value)
+    made: dict[str, StoredTensor] = {}
+    for key, parts in found.items():
+        first, shards = parts[0], [part for part in parts if isinstance(part, StoredShard)]
+        made[key] = first if isinstance(first, StoredTensor) else _whole(shards, path)
+    return made
 
 
 def _whole(shards: Sequence[StoredShard], path: str) -> StoredTensor:

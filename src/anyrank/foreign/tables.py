@@ -5,12 +5,13 @@ Parts are known by the names that scripts give them. What has no such name keeps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing, versions_of
+from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
 from anyrank.foreign import dcp_state
 from anyrank.foreign.checkpoint import (
@@ -38,6 +39,7 @@ SCHEDULERS = (
 SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "MixedPrecision")
 STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_steps")
 PROGRESS = ("train_state", "trainer_state", "progress", "state")
+DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
 META = "meta.pt"  # of Lightning's sharded folders: all that is not in DCP's files
 NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
 WHY = "random streams and loaders belong to the processes that saved them"
@@ -55,7 +57,7 @@ def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
     tree = files.tree(path)
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
-    return of_table(files, cast("dict[Any, Any]", tree), path)
+    return _of_table(files, cast("dict[Any, Any]", tree), path)
 
 
 def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
@@ -73,40 +75,30 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
         rest = files.tree(files.named(META))
         table |= rest if isinstance(rest, dict) else {}
     while len(table) == 1 and isinstance(inner := next(iter(table.values())), dict):
-        if _is_weights(inner):
+        if any(isinstance(value, StoredTensor) for value in inner.values()):
             break
         table = {**cast("dict[Any, Any]", inner)}  # as in {"app": AppState()}
-    made = of_table(files, table, folder)
-    ranks = {name for info in held.listing.files if (name := _rank_of(info.path))}
+    made = _of_table(files, table, folder)
+    ranks = {match[1] for info in held.listing.files if (match := DATA.search(info.path))}
     not_read = dict.fromkeys({key.split(".")[0] for key in held.others}, WHY)
     name = made.tool if made.tool == "Lightning" else "torch.distributed.checkpoint"
     return replace(made, tool=name, ranks=len(ranks) or None, not_read=made.not_read | not_read)
 
 
-def _rank_of(path: str) -> str:
-    name = path.rpartition("/")[2]
-    return name.split("_")[2] if name.startswith("__") and name.endswith(".distcp") else ""
-
-
-def _is_weights(table: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, StoredTensor) for value in table.values())
-
-
-def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
+def _of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
     """The parts of a checkpoint by their names in a table.
 
     Raises:
         LoadError: no weights are in it.
     """
     rest = {str(key): value for key, value in table.items()}
-    weights: dict[str, dict[str, StoredTensor]] = {}
+    weights: dict[str, Listing] = {}
     not_read: dict[str, str] = {}
     for name, names in (("model", NESTED), ("ema", EMAS)):
         key = next((key for key in names if flat(rest.get(key))), None)
         if key is not None:
             inner = rest.pop(key)
-            weights[name] = flat(inner)
-            files.extras[name] = _extra(inner)
+            weights[name] = _weights(inner)
             if isinstance(rest.get(name), dict):
                 del rest[name]
                 not_read[name] = f"the part {name} was read from {key}"
@@ -123,15 +115,14 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
             raise LoadError(
                 f"{path}: no weights here; looked in {', '.join(NESTED)}; it has {shown}"
             )
-        weights["model"] = own
+        weights["model"] = Listing("", (), own)
         rest = {key: value for key, value in rest.items() if key not in own}
     loops: Any = rest.pop("loops", None)
     for key, value in rest.items():
         if isinstance(value, dict) and value and not key.startswith(NOT_READ):
             states.setdefault(key, value)
             if flat(value):  # of a module, if the part is one
-                weights[key] = flat(value)
-                files.extras[key] = _extra(cast("dict[Any, Any]", value))
+                weights[key] = _weights(cast("dict[Any, Any]", value))
     is_lightning = "pytorch-lightning_version" in rest
     given = rest.get("epoch")
     if isinstance(given, StoredTensor) and given.numel == 1:
@@ -143,7 +134,6 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
         weights,
         optimizers,
         states,
-        files.extras,
         step=step,
         not_a_step=not_a_step,
         epoch=epoch,
@@ -152,14 +142,14 @@ def of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheck
     )
 
 
-def _extra(table: Any) -> Listing:
-    """The weights' extra state and versions, without the weights."""
+def _weights(table: Any) -> Listing:
+    """Weights, and extra state of modules among them."""
     extras = {
         key: value
         for key, value in extras_of(table).items()
         if not isinstance(table[key], StoredTensor)
     }
-    return Listing("", (), {}, extras=extras, versions=versions_of(table))
+    return Listing("", (), flat(table), extras=extras)
 
 
 def _taken(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:

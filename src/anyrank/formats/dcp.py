@@ -10,7 +10,7 @@ from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.block_sums import sums_name
-from anyrank.files.listing import Checksum, FileInfo, Listing, SumsFile
+from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
 from anyrank.formats import pickles, torch_file
 from anyrank.tensors.box import Box
@@ -128,7 +128,7 @@ class _Reader:
         self.storage, self.folder = storage, folder
         self.files: list[FileInfo] = []
         self.checksums: list[Checksum] = []
-        self.sums: dict[int, SumsFile] = {}
+        self.sums: dict[int, str] = {}
         self.names = set(storage.names(folder))
         self.opened: dict[str, tuple[int, OpenFile]] = {}
 
@@ -202,5 +202,5 @@ class _Reader:
             except FileNotFoundError as error:
                 raise LoadError(f"{path}: is missing, but {METADATA} describes it") from error
             if sums_name(name) in self.names:
-                self.sums[self.opened[name][0]] = SumsFile(inside(self.folder, sums_name(name)))
+                self.sums[self.opened[name][0]] = inside(self.folder, sums_name(name))
         return self.opened[name]

@@ -1,12 +1,25 @@
-"""What a folder of torch.distributed.checkpoint is to hold: one data file, and `.metadata`."""
+"""What torch.distributed.checkpoint reads: a folder of one data file, and `.metadata` of any."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own record, no public name
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
 from anyrank.formats.dcp import METADATA
-from anyrank.formats.dcp_metadata import metadata_of
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.tensors.box import Box
@@ -34,3 +47,33 @@ def plan_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Out
             position += length + len(padding)
     file = OutputFile(DATA, position, tuple(fixed), tuple(spans))
     return Output((file,), {METADATA: metadata_of(places, tied, by_part=False)}, has_sums=True)
+
+
+def metadata_of(
+    places: Iterable[SavedBox], aliases: Mapping[str, str], by_part: bool = True
+) -> bytes:
+    """DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to.
+
+    Args:
+        places: of every piece.
+        aliases: name -> the name of the tensor that it is.
+        by_part: whether what precedes a name's first dot is a table of the state, as in runs.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        names.setdefault(name, []).append(alias)
+    for place in places:
+        box = place.box
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        info = _StorageInfo(place.file, place.start, place.length)
+        for name in (place.name, *names.get(place.name, ())):
+            described = TensorStorageMetadata(
+                TensorProperties(place.dtype), torch.Size(place.shape), []
+            )
+            entry = tensors.setdefault(name, described)
+            entry.chunks.append(chunk)
+            storage[MetadataIndex(name, box.offsets)] = info
+    planner = {name: tuple(name.split(".", 1)) if by_part else (name,) for name in tensors}
+    return pickle.dumps(Metadata(dict(tensors), planner, storage, StorageMeta()))

@@ -11,6 +11,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.formats.weight_files import FILES, list_file
+from anyrank.wording import count
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
@@ -134,8 +135,8 @@ def _indexed(
 def _missing(path: str, shard: str, weight_map: dict[str, str]) -> LoadError:
     keys = [key for key, name in weight_map.items() if name == shard]
     return LoadError(
-        f"{path}: names {shard}, which is missing; it holds {len(keys)} tensors "
-        f"({keys[0]}, ...): the download is incomplete"
+        f"{path}: names {shard}, which is missing; it holds "
+        f"{count(len(keys), 'tensor')} ({keys[0]}, ...): the download is incomplete"
     )
 
 

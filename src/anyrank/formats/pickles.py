@@ -91,7 +91,7 @@ class Record(Inert):
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytesless:
+class Bytesless:
     """A tensor that is not a strided view of bytes; `kind` says which, and what to do."""
 
     kind: str
@@ -205,8 +205,8 @@ def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state
     return DTensorRef(local, spec) if isinstance(local, TensorRef) else Inert()
 
 
-def _bytesless(kind: str) -> Callable[..., _Bytesless]:
-    return lambda *args: _Bytesless(kind)
+def _bytesless(kind: str) -> Callable[..., Bytesless]:
+    return lambda *args: Bytesless(kind)
 
 
 def _encoded(text: Any = "", encoding: str = "latin1", *rest: Any) -> Any:
@@ -333,13 +333,13 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
         if isinstance(inner, dict) and len(refs_of(inner)) > len(direct):
             table = cast("dict[Any, Any]", inner)
             others = {key: value for key, value in entries.items() if key != name}
-            others |= {key: v for key, v in table.items() if isinstance(v, _Bytesless)}
+            others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
             return table, [_why_not(*entry, taken=name) for entry in others.items()]
     if direct:
         known = {*direct, *extras_of(entries)}
         return entries, [_why_not(k, v) for k, v in entries.items() if k not in known]
     for key, value in entries.items():
-        if isinstance(value, _Bytesless):
+        if isinstance(value, Bytesless):
             raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
     keys = ", ".join(str(key) for key in list(entries)[:20])
     raise LoadError(
@@ -351,12 +351,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
 def _why_not(key: Any, value: Any, taken: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
         return f"{key}: weights too, and those of {taken or 'the root'} were read"
-    return f"{key}: " + (f"a {value.kind}" if isinstance(value, _Bytesless) else NOT_WEIGHTS)
-
-
-def unreadable_in(table: Mapping[Any, Any]) -> dict[str, str]:
-    """Tensors of a table of weights whose bytes are not their values -> what they are."""
-    return {str(key): f"a {v.kind}" for key, v in table.items() if isinstance(v, _Bytesless)}
+    return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
 
 
 def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:

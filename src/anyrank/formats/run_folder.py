@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.listing import FileInfo, Listing, SumsFile
+from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import (
     FORMAT,
     MANIFEST,
@@ -26,13 +26,14 @@ from anyrank.files.manifest import (
     read_small,
     step_name,
 )
-from anyrank.files.schema import COUNT, Table, check
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
+from anyrank.wording import join_first
 
 WEIGHTS = "model."
 INDEX = "tensors.json"
+ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,18 @@ def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Ste
     return [step for step in list_steps(storage, folder, names) if step.is_whole]
 
 
+def no_step(names: Iterable[str]) -> str:
+    """What a run's folder with these entries has in place of a whole step."""
+    aside = sorted(name for name in names if name.startswith(ASIDE))
+    text = "holds no step that a run has committed"
+    if not aside:
+        return text
+    return (
+        f"{text}: set aside were {join_first(aside, 3)}; anyrank.verify() of one says what is "
+        "damaged in it, and one that is whole is a step again by its old name"
+    )
+
+
 def list_folder(storage: Storage, folder: str) -> Listing:
     """The weights of a step, or of the newest committed step of a run.
 
@@ -164,12 +177,9 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = storage.names(folder)
     if MANIFEST not in names:
-        steps = list_steps(storage, folder, names)
-        for step in steps:
-            if step.is_whole:
-                return list_folder(storage, join_path(folder, step.name))
-        begun = len(steps)
-        raise LoadError(f"{folder}: none of its {begun} steps was committed ({MANIFEST})")
+        for step in whole_steps(storage, folder, names):
+            return list_folder(storage, join_path(folder, step.name))
+        raise LoadError(f"{folder}: {no_step(names)}")
     try:
         listing = list_step(storage, folder, read_manifest(storage, folder))
     except AnyrankError as error:
@@ -202,39 +212,33 @@ def list_step(
         raise CorruptCheckpoint(f"{folder}: its manifest does not list {INDEX}")
     if small is None:
         small = {INDEX: read_small(storage, folder, INDEX, manifest.files)}
-    table = _index(small[INDEX], path)
     files: list[FileInfo] = []
-    sums: dict[int, SumsFile] = {}
-    for number, name in enumerate(table["files"]):
-        info = _found(storage, inside(folder, name), manifest, name)
-        files.append(info)
-        record = manifest.files[name]
-        digest = manifest.files[record.blocks].xxh3_64
-        sums[number] = SumsFile(inside(folder, record.blocks), digest)
+    sums: dict[int, str] = {}
     try:
+        table = json.loads(small[INDEX])
+        for number, name in enumerate(table["files"]):
+            files.append(_found(storage, inside(folder, name), manifest, name))
+            sums[number] = inside(folder, manifest.files[name].blocks)
         tensors = {key: _tensor(key, entry, files) for key, entry in table["tensors"].items()}
         for alias, key in table["aliases"].items():
             tensors[alias] = tensors[key].renamed(alias)
-    except (KeyError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
     return Listing(FORMAT, tuple(files), tensors, sums=sums)
 
 
 def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, bytes]:
-    """Compare every file's size with the manifest, and the small ones' bytes.
-
-    Returns:
-        The small files' bytes, by name.
+    """Compare every file's size with the manifest, and the small ones' bytes, which are returned.
 
     Raises:
         CorruptCheckpoint: a file is gone, or is not what was written.
     """
     contents: dict[str, bytes] = {}
     for name in manifest.files:
-        if not name.endswith(".distcp"):
-            contents[name] = read_small(storage, folder, name, manifest.files)
-        else:
+        if name.endswith(".distcp"):
             _found(storage, inside(folder, name), manifest, name)
+        else:
+            contents[name] = read_small(storage, folder, name, manifest.files)
     return contents
 
 
@@ -252,47 +256,43 @@ def _found(storage: Storage, path: str, manifest: Manifest, name: str) -> FileIn
     return info
 
 
-def _index(data: bytes, path: str) -> dict[str, Any]:
-    """`tensors.json` as a table whose values have the right types."""
-    tensor = {"dtype": str, "shape": [COUNT], "chunks": [list]}
-    schema = {"files": [str], "tensors": Table(tensor), "aliases": Table(str)}
-    try:
-        table = json.loads(data)
-        check(table, schema, "the index")
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
-    return table
-
-
 def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> StoredTensor:
     """One tensor of the index.
 
     Raises:
         ValueError: pieces that are not of the tensor, or not in their file.
     """
-    shape = tuple(table["shape"])
+    shape = _counts(key, table["shape"])
     dtype = getattr(torch, table["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key}: {table['dtype']} is not a dtype")
     chunks: list[Chunk] = []
     for piece in table["chunks"]:
-        check(piece[:2], [[COUNT]], key)
-        check(piece[2:], [COUNT], key)
-        if len(piece) != 4 or piece[2] >= len(files):
+        offsets, sizes = (_counts(key, part) for part in piece[:2])
+        file, offset = _counts(key, piece[2:])
+        if file >= len(files):
             raise ValueError(f"{key}: a piece is in none of the {len(files)} files")
-        offsets, sizes, file, offset = piece
         inside_it = len(offsets) == len(sizes) == len(shape) and all(
             start + size <= most for start, size, most in zip(offsets, sizes, shape, strict=True)
         )
         if not inside_it:
-            raise ValueError(f"{key}: a piece at {offsets} of {sizes} is not in {list(shape)}")
-        box = Box(tuple(offsets), tuple(sizes))
+            raise ValueError(
+                f"{key}: a piece at {list(offsets)} of {list(sizes)} is not in {list(shape)}"
+            )
+        box = Box(offsets, sizes)
         if offset + box.numel * dtype.itemsize > files[file].size:
             raise ValueError(f"{key}: a piece ends after its file, {files[file].path}")
         chunks.append(Chunk(box, file, offset, row_major(box.sizes)))
     if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
         raise ValueError(f"{key}: its pieces do not make up its shape {list(shape)}")
     return StoredTensor(key, shape, dtype, tuple(chunks))
+
+
+def _counts(key: str, given: Sequence[Any]) -> tuple[int, ...]:
+    """Whole numbers of at least 0; ValueError for anything else."""
+    if not all(type(number) is int and number >= 0 for number in given):
+        raise ValueError(f"{key}: {given!r:.80} are not sizes")
+    return tuple(given)
 
 
 def index_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:

@@ -17,7 +17,6 @@ from anyrank.files.listing import (
     Listing,
     extra_of,
     join,
-    versions_of,
 )
 from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.files.storage import Storage, fingerprint, storage_for
@@ -34,7 +33,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 # others, and for runs of all but the first and the last, see `foreign.read`.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    RUN: ((re.escape(MANIFEST),), (STEP.pattern,)),
+    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_folder.ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
     "accelerate": ((r"random_states_\d+\.pkl",), (r"pytorch_model_fsdp(_\d+)?(\.bin)?",)),
     "deepspeed": (
@@ -211,5 +210,4 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         stored[key] = first[place] = StoredTensor(key, shape, value.dtype, (chunk,))
         nbytes = value.numel() * value.element_size()
         files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
-    made = Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
-    return replace(made, versions=versions_of(tensors))
+    return Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)

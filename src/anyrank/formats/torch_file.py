@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyrank.errors import AnyrankError, LoadError, UnsafeFile
-from anyrank.files.listing import Checksum, FileInfo, Listing, versions_of
+from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, read_range
 from anyrank.formats import pickles
 from anyrank.tensors.box import Box
@@ -68,8 +68,11 @@ def list_file(storage: Storage, path: str) -> Listing:
         checksums=read.checksums,
         skipped=tuple(others),
         extras=pickles.extras_of(table),
-        versions=versions_of(table),
-        unreadable=pickles.unreadable_in(table),
+        unreadable={
+            str(key): f"a {value.kind}"
+            for key, value in table.items()
+            if isinstance(value, pickles.Bytesless)
+        },
     )
 
 

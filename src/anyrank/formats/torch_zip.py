@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
+from anyrank.formats.pickles import STORAGES
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import dtype_name
 
@@ -26,20 +27,7 @@ MOST_32 = 0xFFFFFFFF  # stands for "in the 64-bit record"
 MOST_16 = 0xFFFF
 UTF8 = 0x0800
 ROOT = "archive"
-LEGACY_STORAGES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex64: "ComplexFloatStorage",
-    torch.complex128: "ComplexDoubleStorage",
-}
+LEGACY_STORAGES = {kind: name for name, kind in STORAGES.items() if not name.startswith("Q")}
 
 
 def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytes]:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
-from anyrank.formats.run_folder import list_step, whole_steps
+from anyrank.formats.run_folder import list_step, no_step, whole_steps
 from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.records import Ignore, record_differences
@@ -68,9 +69,6 @@ class DiffReport:
         data: of two steps: what differs between the states of their ElasticLoaders -> both values.
         step: of two runs: the first step that both have and in which they differ, which the fields
             above are of; None if there is none.
-        newest: of two runs: the newest step that both have; None if there is none.
-        parts: of two runs: part of the state -> whether it is equal in the newest step that both
-            have, however they came there. Of two steps: whether it is equal.
         steps_equal: of two runs: the steps that are equal.
         steps_only: of two runs: the steps that only one of them has, which are not compared.
         unreadable: tensors that were not compared, as they are not dense -> what they are; such
@@ -90,8 +88,6 @@ class DiffReport:
     numbers: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     step: int | None = None
-    newest: int | None = None
-    parts: dict[str, bool] = field(default_factory=dict[str, bool])
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
@@ -128,16 +124,6 @@ class DiffReport:
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
         ]
         lines += rows(groups, 10, SHOWN)
-        if self.newest is not None and not self:
-            lines.append(f"  step {self.newest}, the newest that both have, by part:")
-            lines += rows(
-                [
-                    ("equal", [part for part, same in self.parts.items() if same]),
-                    ("different", [part for part, same in self.parts.items() if not same]),
-                ],
-                10,
-                SHOWN,
-            )
         return "\n".join(lines)
 
     def _verdict(self) -> str:
@@ -177,11 +163,10 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
 
     Two runs are compared step by step, with all tensors and plain values of all their parts; the
-    report is of the first step that differs, and says of each part whether it is equal in the
-    newest step that both have. Not compared are what differs between equal runs (id, time, rank
-    counts, layouts, versions) and the random streams. The tensors of runs with exact=True are
-    compared by their receipts, and none is read; give the folders of two steps to compare their
-    values. Of other pairs the weights are compared.
+    report is of the first step that differs. Not compared are what differs between equal runs (id,
+    time, rank counts, layouts, versions) and the random streams. The tensors of runs with
+    exact=True are compared by their receipts, and none is read; give the folders of two steps to
+    compare their values. Of other pairs the weights are compared.
 
     Called by one process.
 
@@ -239,7 +224,10 @@ def _committed_steps(source: Source) -> dict[int, str] | None:
         return None
     if MANIFEST in names:
         return {read_manifest(storage, path).step: path}
-    return {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
+    found = {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
+    if not found:
+        raise LoadError(f"{path}: {no_step(names)}")
+    return found
 
 
 def _diff_runs(
@@ -248,22 +236,16 @@ def _diff_runs(
     if len(steps_a) == len(steps_b) == 1 and a in steps_a.values() and b in steps_b.values():
         return _diff_steps(a, b, ignore, read=True)  # of whatever step
     equal: list[int] = []
-    only = sorted(steps_a.keys() ^ steps_b.keys())
-    both = sorted(steps_a.keys() & steps_b.keys())
     report = DiffReport(a, b, 0, [], [], {}, {}, {}, {})
-    parts: dict[str, bool] = {}
-    for step in both:
+    for step in sorted(steps_a.keys() & steps_b.keys()):
         found = _diff_steps(steps_a[step], steps_b[step], ignore)
-        parts = found.parts
         if not found:
             report = replace(found, step=step)
             break
         equal.append(step)
         report = replace(report, equal=report.equal + found.equal)
-    if report.step is not None and report.step != both[-1]:
-        parts = _diff_steps(steps_a[both[-1]], steps_b[both[-1]], ignore).parts
-    newest = both[-1] if both else None
-    return replace(report, newest=newest, parts=parts, steps_equal=equal, steps_only=only)
+    only = sorted(steps_a.keys() ^ steps_b.keys())
+    return replace(report, steps_equal=equal, steps_only=only)
 
 
 def _diff_steps(a: str, b: str, ignore: Ignore, read: bool = False) -> DiffReport:
@@ -276,25 +258,13 @@ def _diff_steps(a: str, b: str, ignore: Ignore, read: bool = False) -> DiffRepor
         found = _diff_receipts(a, b, of_a, of_b, ignore)
     plain = record_differences(of_a, of_b, ignore)
     told = {IN_PART.sub("", name) for name in (*found.only_a, *found.only_b)}
-    report = replace(
+    return replace(
         found,
         only_a=[*plain.only_a, *found.only_a],
         only_b=[*plain.only_b, *found.only_b],
         numbers={name: pair for name, pair in plain.numbers.items() if name not in told},
         data=plain.data,
     )
-    differing = _differing_parts(report)
-    names = [part for part in {**of_a.parts, **of_b.parts} if not ignore(part)]
-    return replace(report, parts={part: part not in differing for part in names})
-
-
-def _differing_parts(report: DiffReport) -> set[str]:
-    """The parts of two steps that differ, by what their names begin with."""
-    tables = (report.renamed, report.shapes, report.dtypes, report.values, report.numbers)
-    names = {name for table in tables for name in table}
-    names |= {*report.only_a, *report.only_b, *report.digests, *report.renamed.values()}
-    parts = {IN_PART.sub("", name).partition(".")[0] for name in names}
-    return parts | ({"data"} if report.data else set[str]())
 
 
 def _diff_receipts(a: str, b: str, of_a: Manifest, of_b: Manifest, ignore: Ignore) -> DiffReport:

@@ -13,7 +13,7 @@ from anyrank.files.quantised import unknown_method
 from anyrank.formats.run_folder import SavedStep, steps_in
 from anyrank.formats.run_log import RunTime, read_log, sum_up
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.inspection.groups import group
+from anyrank.inspection.groups import TensorGroup, group
 from anyrank.tensors.quantised import pairs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import count, group_by_part, in_units, printable, rows, short_dtype
@@ -104,12 +104,7 @@ class Inspection:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        groups = group((t.name, t.shape, t.dtype, t.nbytes) for t in self.tensors)
-        lines = [f"  {rows}" for rows in groups[:SHOWN_GROUPS]]
-        if len(groups) > SHOWN_GROUPS:
-            left = sum(rows.count for rows in groups[SHOWN_GROUPS:])
-            lines.append(f"  and {count(left, 'tensor')} more")
-        return "\n".join([*summary(self), *lines, *notes(self)])
+        return "\n".join([*summary(self), *tensor_rows(self, SHOWN_GROUPS), *notes(self)])
 
 
 def summary(found: Inspection) -> list[str]:
@@ -128,6 +123,23 @@ def summary(found: Inspection) -> list[str]:
     )
     lines = [*kinds, *ways]
     return [f"{found.path}: {', '.join(parts)}", *(f"  {line}" for line in lines)]
+
+
+def tensor_rows(found: Inspection, shown: int | None = None, *, every: bool = False) -> list[str]:
+    """Name, shape and dtype of each tensor, or of each group of layers, a line each.
+
+    Args:
+        found: what was inspected.
+        shown: most groups that are shown; default: all.
+        every: one line a tensor, in the order of the headers.
+    """
+    tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in found.tensors]
+    groups = group(tensors)
+    if every:
+        groups = [TensorGroup(printable(n), s, d, 1, b) for n, s, d, b in tensors]
+    lines = [f"  {each}" for each in groups[:shown]]
+    left = len(tensors) - sum(each.count for each in groups[:shown])
+    return [*lines, f"  and {count(left, 'tensor')} more"] if left else lines
 
 
 def notes(found: Inspection) -> list[str]:

@@ -14,10 +14,8 @@ from itertools import zip_longest
 from typing import Any, cast
 
 from anyrank.errors import CorruptCheckpoint
-from anyrank.files.manifest import POSITION, Manifest
-from anyrank.files.optimizer_numbers import IMPLEMENTATION, RECORD, is_optimizer
+from anyrank.files.manifest import IMPLEMENTATION, POSITION, Manifest
 from anyrank.files.receipt import data_differences
-from anyrank.files.schema import check
 
 PROGRESS = ("step", "epoch", "samples")
 TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
@@ -88,15 +86,14 @@ def _position(manifest: Manifest) -> Mapping[str, Any] | None:
     """The state of an ElasticLoader or ElasticSampler; None of another loader, or without one."""
     record = manifest.parts.get("data")
     tree = cast("Any", record).get("tree") if isinstance(record, dict) else None
-    return tree if isinstance(tree, dict) and POSITION.keys() <= tree.keys() else None
+    return tree if isinstance(tree, dict) and tree.keys() >= {*POSITION} else None
 
 
 def _compared(part: str, record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
     """A part's record without what differs between equal runs; its state_dict() is under "tree"."""
     left_out = (*NOT_COMPARED, *COMPARED_APART)
     found = {name: value for name, value in record.items() if name not in left_out}
-    if is_optimizer(record):
-        check(record, RECORD, part)
+    if record["kind"] == "optimizer" and "opaque" not in record:
         found["param_groups"] = [
             {k: v for k, v in group["options"].items() if k not in IMPLEMENTATION}
             | {"params": group["params"]}

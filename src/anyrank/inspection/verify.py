@@ -11,15 +11,9 @@ from anyrank.checks import check_bool
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.checksums import compared, mismatches
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, read_manifest
-from anyrank.files.receipt import (
-    Digests,
-    number_differences,
-    receipt_of_step,
-    tensor_differences,
-)
+from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps
+from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, no_step
 from anyrank.formats.sources import (
     DCP,
     RUN,
@@ -98,7 +92,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
 
     Structure, sizes, offsets, and the index against the files; then every checksum that came with
     them: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and in a run the
-    manifest, the xxh3-64 of each block and, with exact=True, the receipt, of every committed step.
+    manifest and the xxh3-64 of each block of every committed step.
     In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, Megatron's, each rank's)
     the optimizers and the other ranks' files are looked at too. Memory: a few MiB.
 
@@ -157,7 +151,9 @@ def _with_state(path: str, weights: Listing, found: _Found) -> Listing:
     except AnyrankError as error:
         found.findings.append(_finding(error, path))
         return weights
-    tensors = {name: stored for each in run.weights.values() for name, stored in each.items()}
+    tensors = {
+        name: stored for each in run.weights.values() for name, stored in each.tensors.items()
+    }
     for part, optimizer in run.optimizers.items():
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -227,7 +223,7 @@ def _verify_run(
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
     if not folders:
-        found.findings.append(Finding(path, "holds no step that a run has committed"))
+        found.findings.append(Finding(path, no_step(names)))
     steps: list[int] = []
     listings: list[Listing] = []
     for folder in folders:
@@ -245,42 +241,9 @@ def _verify_run(
             found.findings.append(_finding(error, folder))
             continue
         listings.append(listing)
-        before = len(found.findings)
         _verify_listing(listing, finite, found)
-        if manifest.receipt:
-            found.checked.add("receipts")
-            if len(found.findings) == before:  # else the values are known to be damaged
-                found.findings += _forged(folder, manifest, listing)
     found.checked.add("manifests")
     return _report(path, FORMAT, found, listings, steps)
-
-
-def _forged(folder: str, manifest: Manifest, listing: Listing) -> Iterator[Finding]:
-    """What a step's receipt says otherwise than its tensors and its data do."""
-    where, receipt = join_path(folder, MANIFEST), manifest.receipt
-    wrong = "the receipt or the values were changed after the save, so this step proves nothing"
-    digests = Digests()
-    with open_values(listing) as values:
-        for name in receipt["tensors"]:
-            stored = listing.tensors.get(name)
-            if stored is None:
-                yield Finding(where, f"its receipt has {name}, which was not saved: {wrong}")
-                continue
-            digests.tensors[name] = 0  # all of it, where it has no element
-            for box in boxes_of(stored):
-                digests.add(name, stored.shape, stored.dtype, box, values.read(stored, box))
-    numbers = manifest.numbers if "numbers" in receipt else None
-    found = receipt_of_step([digests.tensors], manifest.data_state, numbers)
-    for name in tensor_differences(receipt, found):
-        mine, other = receipt["tensors"][name], found["tensors"][name]
-        yield Finding(where, f"{name} has digest {mine} in the receipt and {other} here: {wrong}")
-    other_numbers = number_differences(receipt, found)
-    for name, (mine, other) in other_numbers.items():
-        yield Finding(where, f"{name} is {mine!r} in the receipt and {other!r} here: {wrong}")
-    is_same = receipt["tensors"] == found["tensors"] and not other_numbers
-    if is_same and receipt["digest"] != found["digest"]:
-        what = f"the receipt's digest is {receipt['digest']}, and of its parts {found['digest']}"
-        yield Finding(where, f"{what}: {wrong}")
 
 
 def _report(

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from anyrank.errors import LoadError
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.box import Box
-from anyrank.tensors.sharded_tensor import ShardedTensor, lazy_view
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
@@ -27,8 +27,6 @@ def unwritable(target: ModelTensor) -> str | None:
             f"{target.name}: is an inference tensor, which cannot be written to: build the model "
             "outside torch.inference_mode()"
         )
-    if problem := lazy_view(target):
-        return problem
     strides = tensor.stride()
     pairs = zip(tensor.shape, strides, strict=True) if 0 in strides else ()
     if any(size > 1 and stride == 0 for size, stride in pairs):

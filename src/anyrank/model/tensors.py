@@ -16,7 +16,7 @@ from anyrank.frozen.freeze import frozen_info
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Path, Registration, is_wrapping, plain_of
 from anyrank.tensors.names import TensorNames
-from anyrank.tensors.sharded_tensor import ShardedTensor, global_shape, layout_of
+from anyrank.tensors.sharded_tensor import ShardedTensor, layout_of
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 # Of nn.Module; named_parameters() takes 15 us a tensor.
@@ -183,7 +183,7 @@ def _model_tensor(tensor: Any, kind: Kind, place: Place, entry: Registration) ->
     return ModelTensor(
         name=entry.name,
         tensor=tensor,
-        shape=global_shape(tensor),
+        shape=tuple(tensor.shape),
         layout=layout,
         coordinate=coordinate,
         kind=kind,

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, record, step_name
+from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, step_name
 from anyrank.files.storage import LocalStorage, absolute, digest_of, join_path, storing, write_file
 from anyrank.formats.run_folder import INDEX, list_step
 from anyrank.peers.transfers import FileTransfer, make_folder, send_files
@@ -234,7 +234,7 @@ class PeerMemory:
         numbers = sorted(files)
         path = self.folder.join(snapshot.name)
         own_names = {os.path.basename(listing.files[number].path) for number in numbers}
-        own_names |= {os.path.basename(listing.sums[number].path) for number in numbers}
+        own_names |= {os.path.basename(listing.sums[number]) for number in numbers}
         names_by_rank = self.ranks.gather(own_names, "asking for the snapshot's files")
         transfers: list[FileTransfer] = []
         for machine, machine_ranks in enumerate(self._machine_ranks):
@@ -253,7 +253,7 @@ class PeerMemory:
             info = LocalStorage().find(_move_path(infos[number].path, path))
             assert info is not None  # it was here before, or was just received
             infos[number] = info
-            sums[number] = replace(sums[number], path=_move_path(sums[number].path, path))
+            sums[number] = _move_path(sums[number], path)
         return replace(listing, files=tuple(infos), sums=sums)
 
 
@@ -267,7 +267,7 @@ def _small_files(snapshot: Snapshot, shares: Sequence[RankShare]) -> dict[str, b
     DCP's metadata and a receipt are left out, as only a resume reads a snapshot.
     """
     index, manifest = describe_step(snapshot, shares, datetime.now(UTC).isoformat())
-    manifest.files[INDEX] = record(digest_of(index))
+    manifest.files[INDEX] = digest_of(index)
     return {INDEX: index, MANIFEST: manifest.to_bytes()}
 
 

@@ -31,6 +31,7 @@ from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.train_state import TrainState
+from anyrank.wording import count
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -270,9 +271,9 @@ def _log_report(report: ResumeReport, differed: Sequence[str]) -> None:
     log.info("%s", report)
     if report.set_aside:
         log.warning(
-            "%d steps and %d samples are lost: damaged, set aside as %s",
-            report.lost_steps,
-            report.lost_samples,
+            "%s and %s are lost: damaged, set aside as %s",
+            count(report.lost_steps, "step"),
+            count(report.lost_samples, "sample"),
             ", ".join(report.set_aside),
         )
     for name, outcome in report.components.items():

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
-from anyrank.formats.run_folder import list_step
+from anyrank.formats.run_folder import ASIDE, list_step
 from anyrank.random_state.saved_streams import SavedStreams, from_json
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
-from anyrank.saving.run_folder import ASIDE, DAMAGED, RunFolder
+from anyrank.saving.run_folder import DAMAGED, RunFolder
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.train_state import TrainState

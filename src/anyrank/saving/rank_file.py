@@ -11,10 +11,17 @@ from typing import NamedTuple
 import torch
 
 from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
-from anyrank.files.manifest import FileRecord, record
 from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import copy_into, memory_of
-from anyrank.files.storage import NewFile, Storage, join_path, split, storing, write_file
+from anyrank.files.storage import (
+    FileRecord,
+    NewFile,
+    Storage,
+    join_path,
+    split,
+    storing,
+    write_file,
+)
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.state.digests import check_memory
@@ -159,7 +166,7 @@ def write_share(
     sums = sums_name(name)
     blocks = BlockSums(output.size, output.digester.finish())
     written = write_file(store, join_path(folder, sums), blocks.to_bytes())
-    files = {name: FileRecord(output.size, blocks=sums), sums: record(written)}
+    files = {name: FileRecord(output.size, blocks=sums), sums: written}
     return WrittenShare(boxes, files)
 
 

@@ -18,6 +18,7 @@ from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
 from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
 from anyrank.formats.run_folder import (
+    ASIDE,
     SavedStep,
     Step,
     check_sizes,
@@ -33,7 +34,6 @@ log = logging.getLogger("anyrank.saving")
 LATEST = "latest"
 TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
-ASIDE = ".aside-"
 DAMAGED = "damaged"
 SUPERSEDED = "superseded"
 MIN_KEPT = 2

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.manifest import FileRecord, Manifest, record
+from anyrank.files.manifest import Manifest
 from anyrank.files.receipt import Digests, receipt_of_step
-from anyrank.files.storage import Storage, join_path, write_file
+from anyrank.files.storage import FileRecord, Storage, join_path, write_file
 from anyrank.formats.dcp import METADATA
-from anyrank.formats.dcp_metadata import metadata_of
+from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import INDEX, SavedBox, index_of
 from anyrank.random_state.saved_streams import StreamState
 from anyrank.saving.collect import Snapshot
@@ -94,17 +94,16 @@ def write(
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
-        shares = [write_files for write_files, _ in answers]
+        shares = [share for share, _ in answers]
         now = datetime.now(UTC).isoformat(timespec="seconds")
         index, manifest = describe_step(snapshot, shares, now)
-        boxes = [box for write_files in shares for box in write_files.boxes]
+        boxes = [box for share in shares for box in share.boxes]
         small_files = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
         for file, data in small_files.items():
-            written = write_file(folder.store, join_path(temporary, file), data)
-            manifest.files[file] = record(written)
+            manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
         if snapshot.loader_state is not None:
             digests = [digests for _, digests in answers]
-            receipt = receipt_of_step(digests, snapshot.loader_state, manifest.numbers)
+            receipt = receipt_of_step(digests, snapshot.loader_state)
             manifest = replace(manifest, receipt=receipt)
         name = folder.commit(temporary, step, manifest)
         removed = folder.tidy(name, keep_newest, keeps_forever)

@@ -32,7 +32,7 @@ from anyrank.state.part_types import (
 )
 from anyrank.state.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
-from anyrank.tensors.sharded_tensor import as_sharded, lazy_view
+from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.walk import walk
 
 
@@ -66,7 +66,7 @@ def save_module(
         stepped: ids of parameters that an optimizer of the state changes, and nobody else.
 
     Raises:
-        CheckpointError: a tensor on meta, sparse or quantised, or a conj or neg view; values that
+        CheckpointError: a tensor on meta, sparse or quantised; values that
             only the module's own code knows; a frozen part was written to.
     """
     frozen: dict[str, Any] = {}
@@ -96,9 +96,6 @@ def save_module(
     named = [in_part(part, target) for target in mine]
     for target in named:
         check_has_bytes(target.name, target.tensor)
-    views = [problem for target in named if (problem := lazy_view(target))]
-    if views:
-        raise CheckpointError("\n".join(views))
     saved = Saved(None, [*named])
     saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
     is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)

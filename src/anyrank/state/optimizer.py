@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
-from anyrank.files.optimizer_numbers import IMPLEMENTATION
+from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.model.allocate import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import (

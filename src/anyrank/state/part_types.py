@@ -13,7 +13,7 @@ import torch
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Fill, Listing
 from anyrank.state.report import Outcome
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, lazy_view
+from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import join_first
 
@@ -121,8 +121,6 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
             as_sharded(name, held.local())  # which may be of a class that hides its bytes
     except LoadError as error:
         raise _cannot_be_saved(name, _kind(tensor)) from error
-    if lazy_view(held):
-        raise _cannot_be_saved(name, "DTensor that is a conj or neg view")
     return held
 
 
@@ -170,8 +168,6 @@ def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
 
 def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
     """Why a stored tensor cannot fill this one, or None."""
-    if problem := lazy_view(held):
-        return problem
     if stored.shape != held.shape:
         return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"
     if stored.dtype != held.dtype:

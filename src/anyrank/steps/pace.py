@@ -23,7 +23,7 @@ from anyrank.world.waits import Wait
 
 log = logging.getLogger("anyrank.steps")
 
-PARTS = ("loader", "forward", "backward")
+PARTS = ("loader", "forward", "backward", "step")  # the last: all, where no forward is seen
 WINDOW = 20  # steps
 LEAST_SEC, LEAST_SHARE = 0.01, 0.02  # of a step: what is less is not worth a word
 SPREADS = 1.5  # between the quartiles: six times what medians of twenty differ by chance
@@ -62,7 +62,7 @@ class Pace:
         self._times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._rows: list[list[float]] = []
         self._spent: list[Spent] = []
-        self._in_forward = self._has_gradient = False
+        self._in_forward = self._has_gradient = self._sees_forward = False
         self._last, self._agreed_sec = time.perf_counter(), Wait.spent_sec
         # FSDP2 sets the gradients of its parameters itself, and calls no hook.
         trained = [p for p in model.parameters() if p.requires_grad and type(p) is nn.Parameter]
@@ -77,11 +77,12 @@ class Pace:
     def begin_forward(self) -> None:
         """The model is called; again, where nothing has had a gradient since."""
         self._add("forward" if self._in_forward else "loader")
-        self._in_forward = True
+        self._in_forward = self._sees_forward = True
 
     def gradient(self) -> None:
         """One of the first or last parameters has its gradient."""
-        self._add("forward" if self._in_forward else "backward")
+        part = "forward" if self._in_forward else "backward"
+        self._add(part if self._sees_forward else "step")
         self._in_forward, self._has_gradient = False, True
 
     def before_step(self) -> None:

@@ -69,7 +69,7 @@ def assembled(
             chunks.append(Chunk(box, inner.file, offset, row_major(box.sizes)))
         at += count
     dtypes = {source.dtype for source, _, _ in parts}
-    if at != math.prod(shape) or len(dtypes) > 1:
+    if at != math.prod(shape) or len(dtypes) != 1:
         raise ValueError(
             f"its parts have {at} elements, and its shape {list(shape)} another number"
         )

@@ -84,18 +84,8 @@ class Layout:
 
     def __str__(self) -> str:
         """As reports have it, "S0 on 4"; different for layouts that differ."""
-        if self == GIVEN_BOXES:
-            return "given boxes"
         sizes = "x".join(map(str, self.mesh_shape))
         return f"{','.join(map(str, self.placements))} on {sizes}"
-
-
-GIVEN_BOXES = Layout((), ())
-"""The layout of tensors that say themselves which boxes they hold.
-
-A rank's coordinate is then the shape of its local tensor, and for each box where it starts in the
-global tensor, where in the local one, and its sizes; all in one tuple.
-"""
 
 
 def local_pieces(
@@ -110,8 +100,6 @@ def local_pieces(
         return _whole(tuple(shape))
     if coordinate is None:
         return ()
-    if not layout.mesh_shape:
-        return _given_pieces(len(shape), tuple(coordinate))
     per_dim = [_dim_intervals(d, size, layout, coordinate) for d, size in enumerate(shape)]
     pieces: list[Piece] = []
     for chosen in itertools.product(*(_with_local_start(intervals) for intervals in per_dim)):
@@ -119,13 +107,6 @@ def local_pieces(
         if box.numel:
             pieces.append(Piece(box, tuple(c[2] for c in chosen)))
     return tuple(pieces)
-
-
-def _given_pieces(ndim: int, coordinate: tuple[int, ...]) -> tuple[Piece, ...]:
-    _, *parts = (coordinate[n : n + ndim] for n in range(0, len(coordinate), ndim))
-    boxes = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-    found = (Piece(Box(start, sizes), local) for start, local, sizes in boxes)
-    return tuple(piece for piece in found if piece.box.numel)
 
 
 @lru_cache(maxsize=256)
@@ -142,8 +123,6 @@ def local_shape(
         return tuple(shape)
     if coordinate is None:
         return (0,)
-    if not layout.mesh_shape:
-        return tuple(coordinate[: len(shape)])
     return tuple(
         _length(_dim_intervals(d, size, layout, coordinate)) for d, size in enumerate(shape)
     )

@@ -8,10 +8,9 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from anyrank.errors import LoadError
-from anyrank.tensors.layout import GIVEN_BOXES, Layout, Piece, Placement, local_pieces, local_shape
+from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces, local_shape
 
 Described: TypeAlias = "tuple[str, tuple[int, ...], str, str]"  # name, shape, dtype, layout
 
@@ -91,12 +90,7 @@ def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
         LoadError: a tensor subclass or placement whose bytes cannot be placed.
     """
     layout, coordinate = layout_of(tensor, name)
-    return ShardedTensor(name, tensor, global_shape(tensor), layout, coordinate)
-
-
-def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor, or of the whole that it is this rank's part of."""
-    return tuple(getattr(tensor, "global_shape", tensor.shape))
+    return ShardedTensor(name, tensor, tuple(tensor.shape), layout, coordinate)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -105,26 +99,6 @@ def version_of(tensor: torch.Tensor) -> int:
     A DTensor's writes are counted on it, and not on its local part; an inference tensor's nowhere.
     """
     return 0 if tensor.is_inference() else tensor._version
-
-
-def lazy_view(held: ShardedTensor, local: torch.Tensor | None = None) -> str | None:
-    """The problem of a tensor whose values are the conjugate or the negative of its bytes.
-
-    Args:
-        held: the tensor.
-        local: its memory here, if the caller has it: a DTensor's takes 5 us to find.
-    """
-    whole = held.tensor
-    problem = whole.is_conj() or whole.is_neg()
-    if not problem and held.is_dtensor:
-        part = held.local() if local is None else local
-        problem = part.is_conj() or part.is_neg()
-    if not problem:
-        return None
-    return (
-        f"{held.name}: is a conj or neg view, whose values are not those of its bytes: give the "
-        "model the result of .resolve_conj().resolve_neg()"
-    )
 
 
 def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
@@ -138,53 +112,11 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
         if what := _without_bytes(tensor):
             kind, way_out = what
             raise LoadError(f"{name}: is a {kind}, whose bytes are not the tensor's: {way_out}")
-        return (GIVEN_BOXES, _given_boxes(tensor, name)) if _is_part(tensor) else (None, None)
+        return None, None
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
-    places = _places_in_groups(mesh)
-    for axis, rule in enumerate(rules if places else ()):
-        if rule.kind == "shard" and places[axis] != coordinate[axis]:
-            raise LoadError(
-                f"{name}: this rank is at place {coordinate[axis]} of axis {axis} of its mesh, and "
-                f"at place {places[axis]} of the process group there, so torch itself takes the "
-                f"shards in both orders: build the mesh {mesh.mesh.tolist()} with ascending ranks "
-                "along each axis"
-            )
     return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor says which boxes of a whole it holds: torch's `CheckpointableTensor`,
-    of 2.15, which is a protocol of four attributes.
-    """
-    return hasattr(tensor, "global_shape") and hasattr(tensor, "global_offsets")
-
-
-def _given_boxes(tensor: Any, name: str) -> tuple[int, ...]:
-    """The coordinate of such a tensor; see `GIVEN_BOXES`.
-
-    Raises:
-        LoadError: a box that does not lie in both tensors.
-    """
-    local, whole = tuple(tensor.shape), global_shape(tensor)
-    found = [*local]
-    for start, at, sizes in zip(
-        tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
-    ):
-        inside = [
-            len(low) == len(sizes) == len(shape)
-            and all(0 <= a <= a + n <= m for a, n, m in zip(low, sizes, shape, strict=True))
-            for low, shape in ((start, whole), (at, local))
-        ]
-        if not all(inside):
-            raise LoadError(
-                f"{name}: says that it holds {list(sizes)} at {list(start)} of {list(whole)}, at "
-                f"{list(at)} of its {list(local)}, which do not lie in both: correct its "
-                "global_offsets, local_offsets and local_sizes"
-            )
-        found += [*start, *at, *sizes]
-    return tuple(map(int, found))
 
 
 def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
@@ -195,20 +127,14 @@ def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
     if tensor.is_quantized:
         return "quantised tensor", "load or save before it is quantised, or give .dequantize()"
+    if tensor.is_conj() or tensor.is_neg():
+        return "conj or neg view", "give the result of .resolve_conj().resolve_neg()"
+    if hasattr(tensor, "global_offsets"):  # torch 2.15's CheckpointableTensor
+        return "part of a whole that says so itself", "give layout=, or a DTensor"
     if _hides_bytes(type(tensor)):
         way_out = "load or save before it is wrapped or quantised, or use fully_shard (FSDP2)"
         return type(tensor).__name__, way_out
     return None
-
-
-def _places_in_groups(mesh: Any) -> tuple[int, ...]:
-    """This rank's place in the process group of each mesh axis, by which FSDP2 and collectives cut.
-
-    Empty outside of the mesh, and without process groups.
-    """
-    if mesh.get_coordinate() is None or not dist.is_initialized():
-        return ()
-    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
 
 
 @lru_cache(maxsize=256)

@@ -7,19 +7,16 @@ LoadError, which names it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
-
-MAX_PIECES = 1 << 16  # of a tensor that is reshaped; each takes a separate read
 
 
 class SymbolicTensor:
@@ -76,11 +73,7 @@ class SymbolicTensor:
     def contiguous(self) -> SymbolicTensor:
         return self
 
-    def clone(self) -> SymbolicTensor:
-        return self
-
-    def detach(self) -> SymbolicTensor:
-        return self
+    clone = detach = contiguous
 
     def to(self, *args: Any, **kwargs: Any) -> SymbolicTensor:
         wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
@@ -161,22 +154,24 @@ class SymbolicTensor:
         return self._each(lambda values, new: (*values[:dim], *values[dim + 1 :]))
 
     def reshape(self, *shape: Any) -> SymbolicTensor:
-        """The same elements in another shape: a view, or rows regrouped piece by piece."""
+        """The same elements in another shape, where that is a view of the stored bytes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         known = math.prod(n for n in sizes if n != -1)
         sizes = tuple(self.numel() // known if n == -1 else int(n) for n in sizes)
         if sizes == tuple(self.shape):
             return self
-        whole = len(self.stored.chunks) == 1
-        if not whole:
+        if len(self.stored.chunks) != 1:
             raise LoadError(f"a conversion reshapes {self.stored.name}, whose bytes lie in pieces")
-        chunks = _regrouped(self.stored.chunks[0], sizes, self.dtype.itemsize)
-        if chunks is None or len(chunks) > MAX_PIECES:
+        (chunk,) = self.stored.chunks
+        try:  # torch knows which views there are
+            strides = torch.empty_strided(self.shape, chunk.strides, device="meta").view(sizes)
+        except RuntimeError as error:
             raise LoadError(
                 f"a conversion reshapes {self.stored.name} from {list(self.shape)} to "
-                f"{list(sizes)} across its memory layout"
-            )
-        return self._made(sizes, chunks)
+                f"{list(sizes)} across its memory layout: convert the checkpoint with the library "
+                "that made it, save it, and load the result"
+            ) from error
+        return self._made(sizes, [replace(chunk, box=Box.whole(sizes), strides=strides.stride())])
 
     view = reshape
 
@@ -218,84 +213,6 @@ def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
 def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
     """The tensors side by side along a new dim."""
     return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
-
-
-def _regrouped(chunk: Chunk, sizes: Sequence[int], itemsize: int) -> list[Chunk] | None:
-    """A whole tensor's chunk in another shape, cut where one stride cannot span a new dim.
-
-    Returns None for a shape whose dims cut across those of the chunk.
-    """
-    groups = _common_groups(chunk.box.sizes, sizes)
-    if groups is None:
-        return None
-    parts = [_regrouped_dims(chunk, old, [sizes[d] for d in new]) for old, new in groups]
-    if any(part is None for part in parts):
-        return None
-    made: list[Chunk] = []
-    for choice in itertools.product(*(part for part in parts if part is not None)):
-        jump = sum(part.jump for part in choice)
-        box = Box(sum((p.offsets for p in choice), ()), sum((p.sizes for p in choice), ()))
-        strides = sum((p.strides for p in choice), ())
-        made.append(Chunk(box, chunk.file, chunk.offset + jump * itemsize, strides))
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of some new dims: its box in them, and where it starts in the chunk, in elements."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    jump: int
-
-
-def _regrouped_dims(chunk: Chunk, old: Sequence[int], new: Sequence[int]) -> list[_Part] | None:
-    """The pieces of some new dims that hold the same elements as some old ones."""
-    old = [d for d in old if chunk.box.sizes[d] != 1]
-    lengths, strides = [chunk.box.sizes[d] for d in old], [chunk.strides[d] for d in old]
-    inner = len(old)  # dims from here on follow one another, so that one stride spans them
-    while inner > 0 and (
-        inner == len(old) or strides[inner - 1] == lengths[inner] * strides[inner]
-    ):
-        inner -= 1
-    if inner == 0:  # one dim, or as good as one
-        step = strides[-1] if strides else 1
-        return [_Part((0,) * len(new), tuple(new), tuple(s * step for s in row_major(new)), 0)]
-    if sum(n != 1 for n in new) > 1:
-        return None
-    long = next(n for n, size in enumerate(new) if size != 1)
-    run = math.prod(lengths[inner:])
-    steps = tuple(strides[-1] if n == long else 0 for n in range(len(new)))
-    made: list[_Part] = []
-    for number, at in enumerate(itertools.product(*map(range, lengths[:inner]))):
-        offsets = tuple(number * run if n == long else 0 for n in range(len(new)))
-        piece = tuple(run if n == long else 1 for n in range(len(new)))
-        jump = sum(i * s for i, s in zip(at, strides, strict=False))
-        made.append(_Part(offsets, piece, steps, jump))
-    return made
-
-
-def _common_groups(
-    old: Sequence[int], new: Sequence[int]
-) -> list[tuple[list[int], list[int]]] | None:
-    """Runs of old and of new dims that hold equally many elements, in order."""
-    groups: list[tuple[list[int], list[int]]] = []
-    if 0 in old or math.prod(old) != math.prod(new):
-        return None
-    i = j = 0
-    while i < len(old) or j < len(new):
-        have, want = list[int](), list[int]()
-        held = wanted = 1
-        while not have + want or held != wanted:
-            if held <= wanted and i < len(old):
-                held, i = held * old[i], i + 1
-                have.append(i - 1)
-            else:
-                wanted, j = wanted * new[j], j + 1
-                want.append(j - 1)
-        groups.append((have, want))
-    return groups
 
 
 def _dim(dim: int, ndim: int) -> int:

@@ -1,8 +1,8 @@
 """`anyrank.watch`: a job that hangs says which rank holds it up, and at which line.
 
 One thread on each rank publishes how many steps it has made. When they stand still, the lowest rank
-that answers has all of them look at themselves, has ranks of the same machine look at those that do
-not answer, and concludes. Nothing of this waits for the main thread.
+that answers has all of them look at themselves, looks at those of its machine that do not answer,
+and concludes. Nothing of this waits for the main thread.
 """
 
 from __future__ import annotations
@@ -308,9 +308,8 @@ class Watcher:
         self.looks = self.store.count("orders")
         self._order({"look": self.looks})
         looks = {self.rank: self.eyes.look(self.steps)}
-        looks |= self._gather(f"look/{self.looks}", set(range(self.size)) - {self.rank})
-        silent = [rank for rank in range(self.size) if rank not in looks]
-        looks |= self._look_from_outside(silent, sorted(looks))
+        looks |= self._gather(set(range(self.size)) - {self.rank})
+        looks |= {rank: self._look_at(rank) for rank in range(self.size) if rank not in looks}
         self._listen()
         self.next_look = time.monotonic() + AGAIN_SEC
         held = [rank for rank, look in looks.items() if look.state == "gil"]
@@ -324,12 +323,12 @@ class Watcher:
             return  # another rank took this one for silent
         writer = min(verdict.waiting, default=self.rank)
         said = {"writer": writer, "json": verdict.to_json(), "screen": verdict.screen}
-        self._order({"verdict": self.looks, **said, "exit": self.exit, "silent": silent})
+        self._order({"verdict": self.looks, **said, "exit": self.exit})
 
     def _order(self, order: dict[str, Any]) -> None:
         """Tell all ranks what to do. The judge follows its own."""
         number = self.store.count("orders")
-        self.store.set("order", json.dumps({"number": number, "by": self.rank, **order}))
+        self.store.set("order", json.dumps({"number": number, **order}))
         if "verdict" in order:
             self._follow({"number": number, **order})
         else:
@@ -340,11 +339,7 @@ class Watcher:
         if order["number"] <= self.orders:
             return
         self.orders = order["number"]
-        if "probe" in order:
-            for rank in map(int, order["probe"].get(str(self.rank), [])):
-                seen = self._look_at(rank)
-                self.store.set(f"probed/{order['look']}/{rank}", seen.to_json())
-        elif "look" in order:
+        if "look" in order:
             self._beat()  # the look takes time, and on a busy machine much
             own = self.eyes.look(self.steps)
             self.store.set(f"look/{order['look']}/{self.rank}", own.to_json())
@@ -358,8 +353,8 @@ class Watcher:
                 time.sleep(LEAVE_SEC)
                 self._exit()
 
-    def _gather(self, key: str, ranks: set[int]) -> dict[int, Look]:
-        """What the ranks say under a key; those that do not answer in time are missing."""
+    def _gather(self, ranks: set[int]) -> dict[int, Look]:
+        """What the ranks have seen; those that do not answer in time are missing."""
         found: dict[int, Look] = {}
         start = time.monotonic()
         while not found.keys() >= ranks:
@@ -371,39 +366,20 @@ class Watcher:
                     found[rank] = Look(rank, "left")
                 elif rank not in self.heard:
                     found[rank] = Look(rank, "absent")
-                elif said := self.store.get(f"{key}/{rank}"):
+                elif said := self.store.get(f"look/{self.looks}/{rank}"):
                     found[rank] = Look.from_json(said)
             if self.stopped.wait(0.1):
                 break
         return found
 
-    def _look_from_outside(self, silent: list[int], answer: list[int]) -> dict[int, Look]:
-        """Looks at ranks that do not answer, by the lowest that does on the same machine."""
-        probes: dict[str, list[int]] = {}
-        looks = {rank: Look(rank, "lost") for rank in silent}
-        for rank in silent:
-            near = [one for one in answer if self._are_near(one, rank)]
-            if near:
-                probes.setdefault(str(near[0]), []).append(rank)
-        own = probes.pop(str(self.rank), [])
-        if probes:
-            self._order({"look": self.looks, "probe": probes})
-        looks |= {rank: self._look_at(rank) for rank in own}
-        asked = {rank for ranks in probes.values() for rank in ranks}
-        return looks | self._gather(f"probed/{self.looks}", asked)
-
-    def _are_near(self, one: int, other: int) -> bool:
-        """Whether two ranks run on one machine, and see each other's processes."""
-        places = [self.hellos.get(rank) for rank in (one, other)]
-        if places[0] is None or places[1] is None:
-            return False
-        return all(places[0].get(k) == places[1].get(k) for k in ("boot", "pid_namespace"))
-
     def _look_at(self, rank: int) -> Look:
-        """Look at a rank of this machine that does not answer, through the system."""
+        """Look at a rank that does not answer: through the system, if it is on this machine."""
         if rank not in self.hellos:
             self.hellos[rank] = json.loads(self.store.get(f"hello/{rank}"))
-        return _look_through_system(rank, self.hellos[rank])
+        own, other = self.hellos[self.rank], self.hellos[rank]
+        if any(own[key] != other[key] for key in ("boot", "pid_namespace")):
+            return Look(rank, "lost")
+        return _look_through_system(rank, other)
 
     def _say(self, screen: str, report: str) -> None:
         """Print the screen, and write the report: whole, or not at all."""

@@ -31,7 +31,7 @@ SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
 GONE = {
     "killed": "has ended",
-    "lost": "does not answer, and no rank of its machine does",
+    "lost": "does not answer, on another machine: see `anyrank stacks` there",
     "stopped": "is stopped (SIGSTOP, a debugger, or a batch system)",
     "gil": "holds the GIL in C, so that no other thread of it runs",
     "absent": "has never called anyrank.watch",

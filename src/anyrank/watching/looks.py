@@ -65,7 +65,7 @@ class Look:
 
     Attributes:
         rank: it is of.
-        state: "answers", or what keeps it from that: "killed", "lost" (so is its machine),
+        state: "answers", or what keeps it from that: "killed", "lost" (on another machine),
             "stopped", "gil", "left" (its group), "absent" (it has never called watch).
         stack: of its main thread, the innermost frame first; empty where there is none.
         at_work: whether it moves, reads, writes or computes.
