@@ -1,4 +1,4 @@
-"""What an argument may be. Each check names the argument, what was given and what to give."""
+"""Checks of arguments. Each error names the argument, the value and what to give."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 
 
-def _shown(value: object) -> str:
-    """A value in a message; objects that are shown on several lines by their type."""
+def _short_text(value: object) -> str:
+    """A value for a message; the type alone if its text has several lines or an address."""
     text = _short.repr(value)
     return f"<{type(value).__name__}>" if "\n" in text or " at 0x" in text else text
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], give: str) -> None:
-    """Refuse what is not of these types; a bool counts as no int.
+    """Refuse a value of another type; a bool is no int.
 
     Raises:
         TypeError: says what to `give`.
     """
-    several = kinds if isinstance(kinds, tuple) else (kinds,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in several):
-        raise TypeError(f"{name}={_shown(value)}: give {give}")
+    kinds_tuple = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds_tuple):
+        raise TypeError(f"{name}={_short_text(value)}: give {give}")
 
 
-def check_bool(**given: object) -> None:
-    """Refuse what is not True or False.
+def check_bool(**arguments: object) -> None:
+    """Refuse all but True and False.
 
     Raises:
         TypeError: names the argument.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         check_type(name, value, bool, "True or False")
 
 
 def check_int(
     name: str,
     value: Any,
-    least: int | None = None,
-    most: int | None = None,
+    minimum: int | None = None,
+    maximum: int | None = None,
     kind: type = Integral,
 ) -> int:
-    """The value; refuses what is not a whole number, not of this kind, or out of bounds.
+    """The value, a whole number within the bounds.
 
     Raises:
-        TypeError: not an int.
-        ValueError: below `least`, or above `most`.
+        TypeError: not of this `kind`.
+        ValueError: below `minimum`, or above `maximum`.
     """
     check_type(name, value, kind, "an int")
-    if least is not None and value < least:
-        raise ValueError(f"{name}={value}: give at least {least}")
-    if most is not None and value > most:
-        raise ValueError(f"{name}={value}: give at most {most}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}={value}: give at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name}={value}: give at most {maximum}")
     return int(value)
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse what is not a number of at least 0; NaN is none.
+    """Refuse all but numbers of at least 0; NaN is none.
 
     Raises:
         TypeError: not a real number.
@@ -75,10 +75,10 @@ def check_number(name: str, value: Any) -> None:
 
 
 def as_float(name: str, value: Any) -> float:
-    """A number as a float; refuses an int that is too large for one.
+    """A number as a float.
 
     Raises:
-        ValueError: says so.
+        ValueError: an int that is too large for a float.
     """
     try:
         return float(value)
@@ -87,13 +87,15 @@ def as_float(name: str, value: Any) -> float:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is not one of the choices.
+    """Refuse all but the choices.
 
     Raises:
         ValueError: names the choices.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}={_shown(value)} is unknown: give one of {', '.join(choices)}")
+        raise ValueError(
+            f"{name}={_short_text(value)} is unknown: give one of {', '.join(choices)}"
+        )
 
 
 def check_function(name: str, value: object, give: str = "a function") -> None:
@@ -103,7 +105,7 @@ def check_function(name: str, value: object, give: str = "a function") -> None:
         TypeError: says what to `give`.
     """
     if not callable(value):
-        raise TypeError(f"{name}={_shown(value)}: give {give}")
+        raise TypeError(f"{name}={_short_text(value)}: give {give}")
 
 
 def check_path(name: str, value: Any) -> str:
@@ -116,23 +118,23 @@ def check_path(name: str, value: Any) -> str:
     check_type(name, value, (str, os.PathLike), "a path or a URL")
     path: object = os.fspath(value)
     if not isinstance(path, str) or not path:
-        raise ValueError(f"{name}={_shown(value)}: give a path or a URL")
+        raise ValueError(f"{name}={_short_text(value)}: give a path or a URL")
     return path
 
 
 def check_names(name: str, value: Any) -> None:
-    """Refuse what is not a list of names; a text alone would be read as its letters.
+    """Refuse all but a list of names; a text alone would be read as its letters.
 
     Raises:
-        TypeError: says so.
+        TypeError: says what to give.
     """
     is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
-    if not is_list or not all(isinstance(each, str) for each in value):
-        raise TypeError(f"{name}={_shown(value)}: give a list of names")
+    if not is_list or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name}={_short_text(value)}: give a list of names")
 
 
 def check_model(model: object, name: str = "model") -> None:
-    """Refuse what is not a module.
+    """Refuse all but modules.
 
     Raises:
         TypeError: names the type.

@@ -5,12 +5,11 @@ AnyrankError
  +- CheckpointError    a run checkpoint could not be written or resumed
  |   +- CorruptCheckpoint   its bytes are not the ones that were saved
  +- RankError          another rank failed, died or disagrees
- +- RecomputeError     backward cannot have back what the forward pass saw
+ +- RecomputeError     backward does not see what the forward pass saw
  +- UnsafeFile         the file asks to run code, or lies about its own size
 
-An argument that is wrong is a ValueError or a TypeError. `WrongValue` and `WrongType` are such ones
-that may show on one rank alone, while the ranks work together: these raise an AnyrankError's class
-on all of them.
+A wrong argument is a ValueError or a TypeError. `WrongValue` and `WrongType` are those that one
+rank alone may find in the midst of a call: as AnyrankErrors they are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ class AnyrankError(Exception):
     """Base of every error that anyrank raises on purpose.
 
     Attributes:
-        causes: rank -> what that rank reported. Empty when the error did not cross ranks; equal on
-            all ranks when it did.
+        causes: rank -> that rank's error, equal on all ranks. Empty for an error of one rank.
 
     Example::
 
         try:
             anyrank.load(torch.nn.Linear(2, 2), {"weight": torch.eye(2)})
         except anyrank.AnyrankError as error:
-            print(error)  # the bias is missing; what may be done about it
+            print(error)  # the bias is missing, and the ways out
             print(error.causes)  # rank -> its own error, where several ranks loaded
     """
 
@@ -76,7 +74,7 @@ class CorruptCheckpoint(CheckpointError):
         try:
             ckpts.resume()
         except anyrank.CorruptCheckpoint as error:
-            print(error)  # the only step that is there, and what is wrong with it
+            print(error)  # the only step of the run, and what is wrong with it
     """
 
 
@@ -85,13 +83,13 @@ class RankError(AnyrankError):
 
 
 class RecomputeError(AnyrankError):
-    """What backward needs of a recomputed, tiled or offloaded region is not what forward saw.
+    """Backward of a recomputed, tiled or offloaded region does not see the values of forward.
 
     Example::
 
         hidden = torch.ones(2, requires_grad=True) * 2
         loss = anyrank.recompute(torch.exp, hidden).sum()
-        hidden.detach().mul_(2)  # which the second run would read
+        hidden.detach().mul_(2)  # the second run would read the new values
         try:
             loss.backward()
         except anyrank.RecomputeError as error:

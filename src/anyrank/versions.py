@@ -1,4 +1,4 @@
-"""Versions of torch and of frameworks that were tested, and a warning where it is another."""
+"""The tested versions of torch and of frameworks, and a warning for others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import re
 
 log = logging.getLogger("anyrank")
 
-# The table of support in README.md has what was run on each.
+# The table of support in README.md says what was run on each.
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
 def untested_torch(installed: str) -> str | None:
-    """Why a torch version may behave otherwise than those that were tested, or None.
+    """A warning about a torch version that was not tested, or None.
 
     Args:
         installed: as in `torch.__version__`; only its first two numbers count.
     """
-    found = re.match(r"(\d+)\.(\d+)", installed)
+    match = re.match(r"(\d+)\.(\d+)", installed)
     tested = {tuple(version.split(".")[:2]) for version in TESTED_TORCH}
-    if found and found.groups() in tested:
+    if match and match.groups() in tested:
         return None
     return (
         f"torch {installed} is not among the versions that anyrank is tested on, "
@@ -40,7 +40,7 @@ def warn_of_untested_torch(installed: str) -> None:
 
 @functools.cache
 def warn_if_untested(package: str, oldest: str, newest: str) -> None:
-    """Log one line if the installed version of a framework is outside of what was tested.
+    """Log one line if the installed version of a framework was not tested.
 
     Args:
         package: as pip names it.
@@ -55,8 +55,8 @@ def warn_if_untested(package: str, oldest: str, newest: str) -> None:
         return  # on the path without being installed: its version is unknown
     if not _release(oldest)[:2] <= _release(installed)[:2] <= _release(newest)[:2]:
         log.warning(
-            "%s %s is installed, and anyrank was tested with %s to %s: it goes on, and refuses "
-            "what it does not find",
+            "%s %s is untested (tested: %s to %s): anyrank goes on, and raises an error where the "
+            "package differs from what it needs",
             package,
             installed,
             oldest,

@@ -31,7 +31,7 @@ def in_units(nbytes: int) -> str:
 
 
 def short_dtype(dtype: str) -> str:
-    """A dtype's name as people write it: "bf16", "fp32", "fp8_e4m3fn"; others as they are."""
+    """A dtype's short name: "bf16", "fp32", "fp8_e4m3fn"; other names do not change."""
     return dtype.replace("bfloat", "bf").replace("float", "fp")
 
 
@@ -42,34 +42,34 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def first_few(items: Sequence[object], shown: int) -> list[str]:
+def first_few(items: Sequence[object], limit: int) -> list[str]:
     """The first items, and how many more there are: ["a", "b", "and 7 more"]."""
-    texts = [str(item) for item in items[:shown]]
-    return texts if len(items) <= shown else [*texts, f"and {len(items) - shown} more"]
+    texts = [str(item) for item in items[:limit]]
+    return texts if len(items) <= limit else [*texts, f"and {len(items) - limit} more"]
 
 
-def joined(items: Sequence[object], shown: int, between: str = ", ") -> str:
+def join_first(items: Sequence[object], limit: int, between: str = ", ") -> str:
     """The first items in a line: "a, b and 7 more"."""
-    texts = first_few(items, shown)
-    if len(items) <= shown:
+    texts = first_few(items, limit)
+    if len(items) <= limit:
         return between.join(texts)
     return f"{between.join(texts[:-1])} {texts[-1]}"
 
 
-def rows(groups: Iterable[tuple[str, Sequence[object]]], width: int, shown: int) -> Iterator[str]:
-    """Lines of a report: each has a group's title, in a column of `width`, and one of its items."""
+def rows(groups: Iterable[tuple[str, Sequence[object]]], width: int, limit: int) -> Iterator[str]:
+    """Lines of a report: each has a group's title, padded to `width`, and one of its items."""
     for title, items in groups:
-        for text in first_few(items, shown):
+        for text in first_few(items, limit):
             yield f"  {title:<{width}}{printable(text)}"
 
 
-def by_part(reasons: Iterable[str]) -> list[str]:
-    """Lines of "name: reason", those of one reason and part in one: "optimizer.* (9): not weights".
+def group_by_part(reason_lines: Iterable[str]) -> list[str]:
+    """Lines "name: reason", joined by reason and part: "optimizer.* (9): not weights".
 
-    A part is what a name has before its first dot.
+    A part is a name up to its first dot.
     """
     groups: dict[tuple[str, str], list[str]] = {}
-    for line in reasons:
+    for line in reason_lines:
         name, _, reason = line.partition(": ")
         groups.setdefault((name.partition(".")[0], reason), []).append(line)
     return [

@@ -236,7 +236,7 @@ def job_from_one() -> list[int]:
     with open_ranks() as ranks:
         every: list[int] = []
         for nbytes in (1, 3000, 200_000):
-            value = ranks.from_one("sending", lambda n=nbytes: bytes(n), rank=1)
+            value = ranks.run_on_one("sending", lambda n=nbytes: bytes(n), rank=1)
             every.append(len(value))
         return every
 
@@ -296,7 +296,7 @@ def test_agreements_may_be_started_ahead() -> None:
 
 def job_two_at_once() -> bool:
     """A thread of its own agrees beside the main one, ranks in another order each."""
-    with open_ranks() as ranks, ranks.apart("one") as one, ranks.apart("other") as other:
+    with open_ranks() as ranks, ranks.open_channel("1") as one, ranks.open_channel("2") as other:
         found: dict[str, list[int]] = {}
 
         def gather(name: str, mine: Ranks) -> None:

@@ -25,7 +25,7 @@ from anyrank import faults
 from anyrank.data.order import Order
 from anyrank.testing import Fault, run_ranks
 from anyrank.world import waits
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import open_ranks
 
 WEIGHTS = {"weight": torch.ones(3, 3), "bias": torch.zeros(3)}
@@ -65,7 +65,7 @@ def impatient() -> Generator[None]:
     """Warn after half a second instead of ten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waits, "WARN_SEC", 0.5)
-        patch.setattr(waits, "LOOK_SEC", 0.1)
+        patch.setattr(waits, "POLL_SEC", 0.1)
         yield
 
 
@@ -211,7 +211,7 @@ def check_of(rank: int) -> None:
 def job_check() -> tuple[str, str]:
     with open_ranks() as ranks:
         return outcome(
-            lambda: same_arguments(
+            lambda: compare_arguments(
                 ranks, "save", {"every": 1}, anyrank.CheckpointError, lambda: check_of(ranks.rank)
             )
         )
@@ -250,7 +250,7 @@ def test_different_agreements_that_meet_are_named() -> None:
 def job_own_result() -> tuple[bool, list[int]]:
     with open_ranks() as ranks:
         mine = lambda: None  # noqa: E731 - does not pickle
-        own, every = ranks.own_and_all("counting", lambda: (mine, ranks.rank))
+        own, every = ranks.run_and_gather("counting", lambda: (mine, ranks.rank))
         return own is mine, every
 
 

@@ -80,7 +80,7 @@ def job_half_a_broadcast() -> Any:
                 threading.Thread(target=die_when_it_begins, daemon=True).start()
             else:
                 patch.setattr(connections, "as_tensor", spied)
-            ranks.from_one("half a value", lambda: b"1" * NUMEL)
+            ranks.run_on_one("half a value", lambda: b"1" * NUMEL)
             time.sleep(1 if ranks.rank == 0 else 0)  # where all of it has arrived in time
             ranks.gather(None, "the end")
     except anyrank.RankError as error:

@@ -109,7 +109,7 @@ def compared(tables: list[dict[str, dict[str, str]]]) -> Any:
     ranks: Any = SimpleNamespace(
         ranks=tuple(range(len(tables))),
         gather=gather,
-        from_one=lambda what, work, rank: gather(work())[rank],
+        run_on_one=lambda what, work, rank: gather(work())[rank],
     )
     learnt: list[Any] = [None] * len(tables)
 

@@ -267,7 +267,7 @@ def test_state_takes_the_dtype_of_its_parameter_and_says_so(tmp_path: Path) -> N
 
 
 def test_a_missing_path_names_what_resume_takes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"not 'auto', not 'must', and no path that is there"):
+    with pytest.raises(ValueError, match=r"not 'auto', not 'must', and no path that exists"):
         begin(tmp_path / "run", "latest", state_of())
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import anyrank
 from anyrank.files.manifest import STEP
 from anyrank.files.storage import RemoteStorage
-from anyrank.saving.other_tools import MAX_FOLDERS, other_in
+from anyrank.saving.other_tools import MAX_FOLDERS, find_other_content
 from anyrank.testing import run_ranks
 
 DIST = {"model": {"weight": torch.ones(2)}}
@@ -133,7 +133,7 @@ def test_an_object_store_is_asked_for_few_listings() -> None:
     store = RemoteStorage("memory://others")
     store.filesystem.pipe({f"/others/{n}/a.csv": b"x" for n in range(300)})
     with counted(store.filesystem, "ls") as listings:
-        assert other_in(store, "memory://others", STEP) is None
+        assert find_other_content(store, "memory://others", STEP) is None
         assert len(listings) < 2 * MAX_FOLDERS
 
 

@@ -29,7 +29,7 @@ from anyrank.files.manifest import FileRecord, Manifest, parse
 from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_folder import RunFolder
 from anyrank.testing import run_ranks
 from anyrank.world import processes
 from anyrank.world.device import boot_id
@@ -102,7 +102,7 @@ def test_a_run_whose_only_step_lost_its_manifest_never_starts_anew(tmp_path: Pat
     saved_run(tmp_path, 1)
     (tmp_path / BEFORE / "anyrank.json").unlink()
     with anyrank.Checkpoints(tmp_path, build()) as ckpts:
-        for match in ("all 1 checkpoints are damaged", "damaged ones set aside"):
+        for match in ("all 1 checkpoints are damaged", "damaged ones, which were set aside"):
             with pytest.raises(anyrank.CheckpointError, match=match):
                 ckpts.resume()
 
@@ -158,7 +158,7 @@ def test_an_unreadable_step_is_an_error_that_names_it_and_stays(
             with pytest.raises(anyrank.CheckpointError, match="Input/output error") as asked:
                 ckpts.resume(which)
             assert asked.type is anyrank.CheckpointError
-            assert f"{NEWEST} may be sound, and stays: try again, or move it" in str(asked.value)
+            assert f"{NEWEST} may be sound, and was not set aside: try again" in str(asked.value)
         assert folders(tmp_path) == [BEFORE, NEWEST]
         (tmp_path / NEWEST).rename(tmp_path / "elsewhere")
         report = ckpts.resume()
@@ -239,7 +239,7 @@ def test_a_failing_clean_up_is_a_warning(
         def refuse(*_: Any) -> None:
             raise anyrank.LoadError("no")
 
-        monkeypatch.setattr(RunFolder, "_point_at", refuse)
+        monkeypatch.setattr(RunFolder, "_write_latest", refuse)
         ckpts.step_done()
         assert len(ckpts.stats()) == 2
     assert "old steps were not removed: no" in caplog.text
@@ -327,9 +327,9 @@ def test_sigusr1_never_replaces_a_sigterm(
 ) -> None:
     for number in (first, *(one for one in WATCHED if one != first)):
         signal.raise_signal(number)
-    assert wishes[0].pending() == signal.SIGTERM
-    wishes[0].done({signal.SIGTERM})
-    assert wishes[0].pending() is None  # both asked for the save that has followed
+    assert wishes[0].find_pending() == signal.SIGTERM
+    wishes[0].mark_done({signal.SIGTERM})
+    assert wishes[0].find_pending() is None  # both asked for the save that has followed
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -340,7 +340,7 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     for _ in range(2):  # of a scheduler, and of torchrun
         signal.raise_signal(signal.SIGTERM)
         if taken:
-            made.done({made.pending()})
+            made.mark_done({made.find_pending()})
     assert reached == []
     later = time.monotonic() + GRACE_SEC
     monkeypatch.setattr(time, "monotonic", lambda: later)
@@ -353,9 +353,9 @@ def test_a_signal_is_pending_until_its_save_has_followed(
 ) -> None:
     for number in WATCHED:
         signal.raise_signal(number)
-        assert [wishes[0].pending(), wishes[0].pending()] == [number, number]
-        wishes[0].done({None, number})
-        assert wishes[0].pending() is None
+        assert [wishes[0].find_pending(), wishes[0].find_pending()] == [number, number]
+        wishes[0].mark_done({None, number})
+        assert wishes[0].find_pending() is None
     assert wishes[1] == []
 
 
@@ -363,18 +363,18 @@ def test_a_sigterm_during_the_save_that_sigusr1_asked_for_is_still_pending(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:
     signal.raise_signal(signal.SIGUSR1)
-    asked = wishes[0].pending()
+    asked = wishes[0].find_pending()
     signal.raise_signal(signal.SIGTERM)  # while it is saved
-    wishes[0].done({asked})
-    assert wishes[0].pending() == signal.SIGTERM
+    wishes[0].mark_done({asked})
+    assert wishes[0].find_pending() == signal.SIGTERM
 
 
 def test_another_ranks_sigterm_is_this_ones_too(wishes: tuple[PendingSignals, list[int]]) -> None:
     made, reached = wishes
-    made.done({None, signal.SIGTERM})
+    made.mark_done({None, signal.SIGTERM})
     signal.raise_signal(signal.SIGTERM)  # a scheduler sends it to each rank, moments apart
     made.restore()
-    made.pass_on()
+    made.resend()
     assert reached == []
 
 
@@ -397,12 +397,12 @@ def test_each_open_run_notes_a_signal_in_whatever_order_they_end(
     dropped.watch()
     del dropped
     signal.raise_signal(signal.SIGTERM)
-    assert (first.pending(), second.pending()) == (signal.SIGTERM, signal.SIGTERM)
+    assert (first.find_pending(), second.find_pending()) == (signal.SIGTERM, signal.SIGTERM)
     for run in (first, second):
-        run.done({signal.SIGTERM})
+        run.mark_done({signal.SIGTERM})
     first.restore()
     signal.raise_signal(signal.SIGUSR1)
-    assert (first.pending(), second.pending()) == (None, signal.SIGUSR1)
+    assert (first.find_pending(), second.find_pending()) == (None, signal.SIGUSR1)
     second.restore()
     signal.raise_signal(signal.SIGUSR1)
     assert reached == [signal.SIGUSR1]
@@ -412,7 +412,7 @@ def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:
     made, reached = wishes
-    PendingSignals.watching.discard(made)  # as of a run that was dropped without being closed
+    PendingSignals.open_runs.discard(made)  # as of a run that was dropped without being closed
     signal.raise_signal(signal.SIGTERM)
     assert reached == [signal.SIGTERM]
 
@@ -423,7 +423,7 @@ def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
 def holder(**changed: Any) -> str:
     """A lock of the process that started this one."""
     pid = os.getppid()
-    boot, started = boot_id(), processes.started(pid)
+    boot, started = boot_id(), processes.start_time(pid)
     table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
     table["pid_namespace"] = os.readlink("/proc/self/ns/pid")
     return json.dumps(table | {"token": "theirs"} | changed)
@@ -565,7 +565,7 @@ def test_a_run_whose_lock_was_taken_over_saves_no_more(
         if late:
             ckpts._lock.renewed = -1e9
         ckpts.step_done()
-        assert ckpts._lock.lost == late
+        assert ckpts._lock.is_lost == late
         for _ in range(2):
             with pytest.raises(anyrank.CheckpointError, match=r"taken it over \(process .*elsewh"):
                 ckpts.save()

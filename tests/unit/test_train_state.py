@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import anyrank
 from anyrank.files.json_codec import from_json, to_json
-from anyrank.resume.cadence import cadence
+from anyrank.resume.cadence import parse_cadence
 from anyrank.testing import RanksFailed, run_ranks
 
 
@@ -453,7 +453,7 @@ def test_a_part_without_state_is_told() -> None:
     [(500, (500, None)), ("500", (500, None)), ("10min", (None, 600.0)), ("1.5 h", (None, 5400.0))],
 )
 def test_a_cadence_is_steps_or_time(every: Any, expected: tuple[Any, Any]) -> None:
-    found = cadence(every)
+    found = parse_cadence(every)
     assert (found.steps, found.seconds) == expected
 
 

@@ -65,7 +65,7 @@ def test_newer_steps_than_that_of_a_path_are_set_aside_at_the_next_save(tmp_path
 def test_a_path_into_the_own_run_in_an_object_store(tmp_path: Path) -> None:
     train("memory://which/run")
     assert resumed("memory://which/run", "memory://which/run/step-00000002") == (2, [])
-    with pytest.raises(ValueError, match="no path that is there"):
+    with pytest.raises(ValueError, match="no path that exists"):
         resumed("memory://which/run", "memory://which/run/step-00000099")
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_step_and_no_path_is_refused(
     has = "6, 4, 2" if has_steps else "none"
     model = nn.Linear(1, 1)
     before = model.weight.item()
-    with pytest.raises(ValueError, match=f"no path that is there .*given as a number.*: {has}$"):
+    with pytest.raises(ValueError, match=f"no path that exists.*give a step as.*: {has}$"):
         resume("run", anyrank.TrainState(model), which)
     assert model.weight.item() == before
 

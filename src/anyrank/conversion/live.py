@@ -31,11 +31,11 @@ from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import check_alike, compare_replicas
-from anyrank.saving.rank_file import items_of, write_share
+from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
 from anyrank.tensors.writes import plan_writes
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -76,9 +76,9 @@ def convert_live(
         options, place = _agreed(dst, checked, ranks)
         assert isinstance(src, nn.Module)
         model = src
-        place = replace(place, token=ranks.from_one("naming the folder", lambda: place.token))
+        place = replace(place, token=ranks.run_on_one("naming the folder", lambda: place.token))
         found = _tensors(model, options, ranks)
-        tied, summaries = ranks.own_and_all("looking at the model", lambda: _look(model, found))
+        tied, summaries = ranks.run_and_gather("looking at the model", lambda: _look(model, found))
         _check_alike(summaries, ranks)
         alike = [held for held in found if held.kind == "parameter" or held.layout is not None]
         compare_replicas(alike, ranks)
@@ -98,7 +98,7 @@ def convert_live(
         else:
             places_of = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
             with _saved(found, alone, places_of, place, ranks) as folder:
-                report = ranks.from_one(
+                report = ranks.run_on_one(
                     "converting", lambda: convert(dcp.list_folder(STORE, folder))
                 )
     return replace(
@@ -131,14 +131,14 @@ def _saved(
 
     def share() -> list[SavedBox]:
         writes = plan_writes(found, places_of, by_first=alone)
-        items = items_of(found, [], writes, ranks.rank)
+        items = make_items(found, [], writes, ranks.rank)
         return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items, ranks.check).boxes
 
     try:
-        ranks.from_one("making the folder", make)
+        ranks.run_on_one("making the folder", make)
         boxes = [box for each in ranks.together("writing the weights", share) for box in each]
         path = join_path(folder, dcp.METADATA)
-        ranks.from_one(
+        ranks.run_on_one(
             "writing the index", lambda: write_file(STORE, path, metadata_of(boxes, {}, False))
         )
         yield folder
@@ -198,13 +198,13 @@ def _agreed(
         place = destination(dst, [], options.is_file(dst), options.overwrite)
         found.append((options, place))
 
-    same_arguments(ranks, "convert", given, LoadError, check)
+    compare_arguments(ranks, "convert", given, LoadError, check)
     return found[0]
 
 
 def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
-    found = ranks.own("looking at the model", lambda: in_state_dict(find_tensors(model)))
+    found = ranks.run("looking at the model", lambda: in_state_dict(find_tensors(model)))
     if options.layout is not None:
         apply_layouts({"the model": found}, options.layout, ranks)
     return found

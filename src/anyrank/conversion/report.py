@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from anyrank.wording import by_part, count, rows
+from anyrank.wording import count, group_by_part, rows
 
 SHOWN = 5
 
@@ -64,6 +64,6 @@ class ConvertReport:
             ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),
             ("merged", self.merged),
             ("copied", self.copied),
-            ("skipped", by_part(self.skipped)),
+            ("skipped", group_by_part(self.skipped)),
         ]
         return "\n".join([*lines, *rows(groups, 9, SHOWN), f"  verified {self.verified}"])

@@ -18,8 +18,8 @@ from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.world.arguments import same_arguments
-from anyrank.world.group import ALONE, check_group, members
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.group import ALONE, check_group, find_members
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -97,7 +97,7 @@ class Position:
 
     def data_ranks(self) -> list[int]:
         """The data-parallel ranks, by their global numbers."""
-        return members(self.group)[0]
+        return find_members(self.group)[0]
 
     def arguments(self) -> dict[str, object]:
         """What ranks must have given alike, by argument."""
@@ -111,7 +111,7 @@ class Position:
         """
         at = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
         mine = self.arguments() | {"position": at}
-        same_arguments(ranks, self.owner, mine, CheckpointError)
+        compare_arguments(ranks, self.owner, mine, CheckpointError)
 
     def check_complete(self) -> None:
         """Check that `commit` may count a step. No collectives.

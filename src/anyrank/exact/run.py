@@ -28,7 +28,7 @@ from anyrank.exact.optimizers import judge_optimizer
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.sync import ExactSync
 from anyrank.steps.gradient_sync import GradientSync
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.exact")
@@ -126,7 +126,7 @@ class ExactRun:
             check_model(model, ranks)
             check_threads(self.record, ValueError)
 
-        same_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
+        compare_arguments(ranks, "exact=True: microbatches", now, CheckpointError, check)
         self._logs = ranks.index == 0
         for note in differences(self.record, now) + [COMPILED] * is_compiled(model):
             self._tell(note, notes)

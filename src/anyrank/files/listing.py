@@ -13,7 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor, dtype_name
-from anyrank.wording import joined
+from anyrank.wording import join_first
 
 SHOWN = 3  # names in a message
 
@@ -133,7 +133,7 @@ class Listing:
                     reach = sum((size - 1) * stride for size, stride in pairs) + 1
                     if chunk.offset + reach * stored.dtype.itemsize > start:
                         names[name] = None
-        return f"{joined(list(names), SHOWN)}: " if names else ""
+        return f"{join_first(list(names), SHOWN)}: " if names else ""
 
     def without_memory(self) -> Listing:
         """The same headers, to be sent: without the tensors of a source in memory."""

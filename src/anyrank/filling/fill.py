@@ -138,7 +138,7 @@ def fill(
         AnyrankError: of any rank, on all ranks.
     """
     with closing(side):
-        ranks.own(side.preparing, lambda: side.prepare(share))
+        ranks.run(side.preparing, lambda: side.prepare(share))
         side.compare()
 
         def move() -> None:
@@ -149,7 +149,7 @@ def fill(
             share.initialise()
 
         with _saying(side.left(at_the_end=False)):
-            ranks.own(side.moving, move)
+            ranks.run(side.moving, move)
             side.check()
         rebuilt: dict[str, str] = {}
         replacements: list[Replacement] = []
@@ -167,7 +167,7 @@ def fill(
             return ran, (Measured(side.moved(), *peaks, seconds), rules, renewed)
 
         with _saying(side.left(at_the_end=True)):
-            ran, answers = ranks.own_and_all("putting the weights in place", commit)
+            ran, answers = ranks.run_and_gather("putting the weights in place", commit)
     others = {name: rule for _, rules, _ in answers for name, rule in rules.items()}
     return Filled(
         rules=share.rules if side.is_one_model else others,

@@ -91,8 +91,8 @@ class LiveSide(Side):
             }
             return self._mover(self.plan.factors, LocalMemory(sources, self.factors))
 
-        self.for_factors = self.ranks.own("allocating memory", allocate)
-        self.ranks.own("gathering the adapters", self.for_factors.run)
+        self.for_factors = self.ranks.run("allocating memory", allocate)
+        self.ranks.run("gathering the adapters", self.for_factors.run)
 
     def prepare(self, share: ModelShare) -> None:
         """Allocate, and refuse memory of `dst` that cannot be filled as it is.

@@ -133,7 +133,7 @@ class Planner:
 
         groups = [
             (
-                self.ranks.from_one("describing src", lambda: src.rows, group[0]),
+                self.ranks.run_on_one("describing src", lambda: src.rows, group[0]),
                 {rank: self.summaries[rank].src_at for rank in group},
             )
             for group in from_ranks
@@ -141,11 +141,11 @@ class Planner:
         sources = sources_of(groups)
         match, matched, renamed = self._matched(dst, sources, to_ranks)
         ends = [
-            self.ranks.from_one("describing dst", lambda: matched, group[0]) for group in to_ranks
+            self.ranks.run_on_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
         at = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
         check_all_shards(ends, at, len(self.summaries))
-        flows = self.ranks.own("planning the sync", lambda: self.flows(ends, to_ranks, sources))
+        flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))
         numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}
@@ -183,7 +183,7 @@ class Planner:
             renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
             return (match, matched, renamed), matched.digest if dst.digest else ""
 
-        mine, digests = self.ranks.own_and_all("matching dst with src", match_here)
+        mine, digests = self.ranks.run_and_gather("matching dst with src", match_here)
         by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
         for group in to_ranks:
             if len({by_rank[rank] for rank in group}) > 1:

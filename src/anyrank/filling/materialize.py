@@ -17,7 +17,7 @@ from anyrank.model.match import ModelMatch, match_of_rules
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.model.tensors import ModelTensor, find_tensors
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
 
@@ -73,7 +73,9 @@ def materialize(
 
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
         given = {"init": init}
-        seed, *_ = same_arguments(ranks, "materialize", given, LoadError, check, torch.initial_seed)
+        seed, *_ = compare_arguments(
+            ranks, "materialize", given, LoadError, check, torch.initial_seed
+        )
 
         def look() -> ModelShare:
             match = _match(find_tensors(model))
@@ -81,7 +83,7 @@ def materialize(
             rule = None if init == "auto" else init
             return ModelShare(model, match, meter, seed, init=rule, device=where)
 
-        share = ranks.own("looking at the model", look)
+        share = ranks.run("looking at the model", look)
         filled = fill(share, Side(), ranks, rebuild=True)
     return LoadReport(
         **filled.fields(),

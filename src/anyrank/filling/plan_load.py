@@ -180,13 +180,13 @@ def plan_load(
     first = _agreed_reader(sources, ranks)
     headers = sources[ranks.ranks.index(first)].headers
     if headers is None:
-        headers = ranks.from_one("reading the headers", read_headers, first)
+        headers = ranks.run_on_one("reading the headers", read_headers, first)
     listing, parts = known or headers.listing, headers.parts
     assert listing is not None
     list_own = functools.cache(lambda: list_source(_given(source)))
 
     if options.layout is not None:
-        tensors = ranks.own("looking at it", lambda: find_tensors(model))
+        tensors = ranks.run("looking at it", lambda: find_tensors(model))
         apply_layouts({"the model": tensors}, options.layout, ranks)
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
@@ -195,7 +195,7 @@ def plan_load(
         match = match_model(model, mine, options, tensors, parts)
         return match, _summary(model, match, options, ranks)
 
-    match, summaries = ranks.own_and_all("planning the load", match_here)
+    match, summaries = ranks.run_and_gather("planning the load", match_here)
     if len({summary.digest for summary in summaries}) > 1:
         _explain_difference(match, ranks)
     _compare_frozen([summary.frozen for summary in summaries], ranks)

@@ -21,7 +21,7 @@ from anyrank.filling.ends import Described, End, Look, check_values, join_ends
 from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.model.given_layouts import JoinedLayouts, RankLayouts, join_layouts, read_layouts
 from anyrank.model.options import LoadOptions
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 COMPARED = ("missing", "unexpected", "cast", "rename", "verify", "merge")
@@ -132,7 +132,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         return _Told(token, uuid.uuid4().hex, has_layout, torch.initial_seed(), ends)
 
     given = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
-    told: list[_Told] = same_arguments(ranks, "sync", given, LoadError, call.check, tell)
+    told: list[_Told] = compare_arguments(ranks, "sync", given, LoadError, call.check, tell)
     token = told[0].token
     if kept is not None and token and all(each.token == token for each in told):
         return Agreement(kept, *here.both(), False, told[0].seed)
@@ -229,7 +229,7 @@ class _Here:
             return None, self.said
 
         if has_layout:  # ranks without it take part
-            _, every = ranks.own_and_all("reading layout=", say)
+            _, every = ranks.run_and_gather("reading layout=", say)
             joined = join_layouts(self.said, every, ranks)
 
             def introduce() -> EndsSummary:
@@ -238,7 +238,7 @@ class _Here:
 
             ends = ranks.together(what, introduce)
         elif len(ends) < ranks.size:
-            ranks.own(what, say)  # raises
+            ranks.run(what, say)  # raises
         plan = Planner(ends, ranks, self.call.options).plan(*self.both())
         dst, src = self.both()
         described = dst.described, src.described

@@ -204,7 +204,7 @@ class FileSide(Side):
         """Read extra state, and make adapters that the source does not hold alike. All ranks."""
         own_code = self.match.own_code
         if own_code.tensor_keys:
-            own_code.extras |= self.ranks.from_one(
+            own_code.extras |= self.ranks.run_on_one(
                 "reading extra state",
                 lambda: own_code.read_extras(self.match.listing),
                 self.plan.readers[0],
@@ -226,7 +226,7 @@ class FileSide(Side):
         if not differ:
             return
         first = self.ranks.ranks[0]
-        values = self.ranks.from_one(
+        values = self.ranks.run_on_one(
             "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
         )
 
@@ -235,7 +235,7 @@ class FileSide(Side):
                 adapters[name].local().copy_(value)
                 self.share.rules[name] = f"rank {first}, as the ranks had drawn different values"
 
-        self.ranks.own("taking the first rank's adapters", take)
+        self.ranks.run("taking the first rank's adapters", take)
 
     def moved(self) -> Moved:
         """Bytes so far."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from anyrank.wording import count, joined
+from anyrank.wording import count, join_first
 
 MIB = 1 << 20
 SHOWN = 5
@@ -22,7 +22,7 @@ def _mib_by_rank(values: list[int]) -> str:
 
 def _group_line(title: str, items: list[str]) -> str:
     """One line of a report: how many, and the first few."""
-    return f"  {title:<12} {len(items)}: {joined(items, SHOWN, '; ')}"
+    return f"  {title:<12} {len(items)}: {join_first(items, SHOWN, '; ')}"
 
 
 @dataclass(frozen=True)

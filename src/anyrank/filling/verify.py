@@ -40,7 +40,7 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
                 expected.append((flow.name, transfer.sender, taken))
         return wrong, sent, expected
 
-    wrong, sent, expected = ranks.own("digesting both ends", digest_here)
+    wrong, sent, expected = ranks.run("digesting both ends", digest_here)
     counts: dict[int, int] = {}
     for _, sender, _ in expected:
         counts[sender] = counts.get(sender, 0) + DIGEST_BYTES

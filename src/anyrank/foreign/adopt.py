@@ -28,7 +28,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.verify import compare_duplicates
 from anyrank.resume.options import ResumeArguments
-from anyrank.resume.source import ResumeSource, misfit
+from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.state.optimizer import Names, match_optimizer
 from anyrank.state.part_types import Matched, Stored, listed
 from anyrank.state.report import Outcome, SavedOn
@@ -52,7 +52,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             the checkpoint.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    source = ranks.from_one(
+    source = ranks.run_on_one(
         "reading the checkpoint", lambda: read_foreign(path, len({*ranks.nodes}) > 1)
     )
 
@@ -104,7 +104,7 @@ def _plan_module(
     headers = header_reader(module, path, ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
     if inner.given.is_used:
-        tensors = ranks.own("looking at the model", lambda: inner.tensors()[part])
+        tensors = ranks.run("looking at the model", lambda: inner.tensors()[part])
     try:
         sources = ranks.together("looking at the source", tell)
         plan = plan_load(
@@ -112,11 +112,11 @@ def _plan_module(
         )
         ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
         if ends:
-            ranks.from_one(
+            ranks.run_on_one(
                 "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
             )
     except LoadError as error:
-        text = misfit(path, inner.unusable, [f"{part}: {error}"])
+        text = misfit_text(path, inner.unusable, [f"{part}: {error}"])
         raise CheckpointError(text, causes=error.causes) from error
     return plan
 

@@ -29,7 +29,7 @@ from anyrank.files.manifest import (
 from anyrank.files.storage import Storage, inside, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
-from anyrank.wording import joined
+from anyrank.wording import join_first
 
 WEIGHTS = "model."
 INDEX = "tensors.json"
@@ -164,8 +164,8 @@ def no_step(names: Iterable[str]) -> str:
     if not aside:
         return text
     return (
-        f"{text}: set aside were {joined(aside, 3)}; anyrank.verify() of one says what is damaged "
-        "in it, and one that is whole is a step again by its old name"
+        f"{text}: set aside were {join_first(aside, 3)}; anyrank.verify() of one says what is "
+        "damaged in it, and one that is whole is a step again by its old name"
     )
 
 

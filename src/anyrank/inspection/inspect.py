@@ -16,7 +16,7 @@ from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.inspection.groups import TensorGroup, group
 from anyrank.tensors.quantised import pairs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
-from anyrank.wording import by_part, count, in_units, printable, rows, short_dtype
+from anyrank.wording import count, group_by_part, in_units, printable, rows, short_dtype
 
 SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
 SHOWN_NOTES = 3
@@ -152,7 +152,7 @@ def notes(found: Inspection) -> list[str]:
     if found.run_time is not None:
         lines.append(f"  {found.run_time}")
     texts = [f"{key}: {value}" for key, value in found.metadata.items()]
-    groups = (("metadata", texts), ("skipped", by_part(found.skipped)))
+    groups = (("metadata", texts), ("skipped", group_by_part(found.skipped)))
     shortened = ((title, [_shorten(item) for item in items]) for title, items in groups)
     return [*lines, *rows(shortened, 9, SHOWN_NOTES)]
 

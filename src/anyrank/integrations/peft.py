@@ -20,7 +20,7 @@ from torch import nn
 import anyrank
 from anyrank.integrations.peft_names import keys_in_folder
 from anyrank.versions import warn_if_untested
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks, open_ranks
 
 __all__ = ["load", "merge", "save"]
@@ -79,12 +79,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
     with open_ranks(call="peft.save()") as ranks:
         chosen = _agreed(ranks, "peft.save", model, path, adapter)
         is_first = ranks.index == 0
-        weights = ranks.own(
+        weights = ranks.run(
             "making room for the adapter", chosen.room if is_first else lambda: None
         )
     anyrank.sync(weights, chosen.tensors)
     with open_ranks(call="peft.save()") as ranks:
-        ranks.own(
+        ranks.run(
             "writing the adapter",
             lambda: None if weights is None else _write(path, weights, chosen.config),
         )
@@ -125,8 +125,8 @@ def load(
     path = os.fspath(folder)
     with open_ranks(call="peft.load()") as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
-        saved, keys = ranks.from_one("reading the adapter's folder", lambda: _read(path))
-        same_arguments(
+        saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
+        compare_arguments(
             ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys)
         )
     return anyrank.load(model, os.path.join(path, WEIGHTS), missing="keep")
@@ -301,7 +301,7 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
         keys = keys_in_folder(inner, own, name)
         found.append(_Adapter(inner, name, {key: own[keys[key]].detach() for key in keys}))
 
-    same_arguments(ranks, call, {"folder": path, "adapter": adapter}, anyrank.LoadError, check)
+    compare_arguments(ranks, call, {"folder": path, "adapter": adapter}, anyrank.LoadError, check)
     return found[0]
 
 

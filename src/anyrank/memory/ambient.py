@@ -15,8 +15,8 @@ from anyrank.random_state.streams import Source, ambient, is_in_use
 class Ambient:
     """The random generators and the autocast settings of a call.
 
-    Python's and numpy's global generators are not among them: reading and writing these takes
-    longer than a tile's other overhead, so they are kept only where the user names them.
+    Python's and numpy's global generators are left out unless the user names them: to read and
+    write them takes longer than a tile's other overhead.
 
     Args:
         devices: those of the call's tensors; the CPU and the current accelerator are added.
@@ -24,16 +24,16 @@ class Ambient:
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Source]) -> None:
-        known = set(devices) | _current_accelerator()
-        streams = ambient(sorted(filter(is_in_use, known), key=str))
-        torchs = [each for each in streams if each.name in ("torch", "device")]
-        self.sources: list[Source] = [*torchs, *generators]
+        used = set(devices) | _current_accelerator()
+        streams = ambient(sorted(filter(is_in_use, used), key=str))
+        torch_sources = [s for s in streams if s.name in ("torch", "device")]
+        self.sources: list[Source] = [*torch_sources, *generators]
         # Torch's checkpoint restores these settings for two types, and the default device.
-        others = {device.type for device in known} - {"cpu", DefaultDeviceType.get_device_type()}
+        types = {device.type for device in used} - {"cpu", DefaultDeviceType.get_device_type()}
         self._autocast = [
-            (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-            for each in sorted(others)
-            if torch.amp.is_autocast_available(each)
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(types)
+            if torch.amp.is_autocast_available(kind)
         ]
 
     def random(self) -> list[Any]:
@@ -41,7 +41,7 @@ class Ambient:
         return [source.get() for source in self.sources]
 
     def put(self, random: list[Any]) -> None:
-        """Let the generators go on from states that `random` returned."""
+        """Set the generators to states that `random` returned."""
         for source, state in zip(self.sources, random, strict=True):
             source.put(state)
 
@@ -55,16 +55,16 @@ class Ambient:
 
 
 def in_transform() -> bool:
-    """Whether torch.func (vmap, grad, jvp), forward-mode differentiation or a trace is at work.
+    """Whether torch.func (vmap, grad, jvp), forward-mode differentiation or a trace is active.
 
-    They see through no saved tensors, so there is nothing to record: calls are plain calls. Torch
-    has no public name for the first two.
+    They do not support saved tensor hooks, so a region is a plain call. Torch has no public name
+    for the first two.
     """
-    native: Any = getattr(torch, "_C", None)
-    of_func = getattr(native, "_are_functorch_transforms_active", None)
+    torch_c: Any = getattr(torch, "_C", None)
+    is_transforming = getattr(torch_c, "_are_functorch_transforms_active", None)
     level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
     traces: Any = torch.jit
-    return level >= 0 or traces.is_tracing() or (of_func is not None and of_func())
+    return level >= 0 or traces.is_tracing() or (is_transforming is not None and is_transforming())
 
 
 def _current_accelerator() -> set[torch.device]:

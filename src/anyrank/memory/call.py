@@ -53,14 +53,14 @@ class Call:
         return self.fn(*args, **kwargs)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Given leaves, as args and kwargs."""
+        """Leaves as args and kwargs."""
         if self.is_flat:
             count = self.positional
             return tuple(leaves[:count]), dict(zip(self.names, leaves[count:], strict=True))
         return pytree.tree_unflatten(leaves, self.spec)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The leaves, with the given tensors in place of the call's own."""
+        """The leaves, with other tensors in place of the call's."""
         return [
             tensors[self.numbers[n]] if n in self.numbers else leaf
             for n, leaf in enumerate(self.leaves)
@@ -104,15 +104,15 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
-def module_of(fn: Callable[..., Any]) -> torch.nn.Module | None:
+def find_module(fn: Callable[..., Any]) -> torch.nn.Module | None:
     """The module that a function is, or of which it is a method."""
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def name_of(fn: Callable[..., Any]) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
     """A function's or a module's name in messages."""
     fn = unwrap(fn, (), {})[0]
-    if (owner := module_of(fn)) is not None:
+    if (owner := find_module(fn)) is not None:
         return type(owner).__name__
     return getattr(fn, "__qualname__", None) or type(fn).__name__

@@ -37,7 +37,7 @@ class HostPool:
     """Buffers of exact sizes; idle ones of one size are freed to make room for another.
 
     Args:
-        limit_bytes: limit of the bytes held, used or idle.
+        limit_bytes: of all buffers, used or idle.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -52,7 +52,7 @@ class HostPool:
         self.reused = 0
 
     def take(self, nbytes: int, device: torch.device) -> Buffer | None:
-        """A buffer of this size, for copies from and to the device; None when the pool is full."""
+        """A buffer of this size for copies from and to the device; None if the pool is full."""
         self.collect()
         idle = self.idle.get(nbytes)
         if idle:
@@ -70,7 +70,7 @@ class HostPool:
         return buffer
 
     def collect(self) -> None:
-        """Move the buffers that finalizers returned to the idle ones."""
+        """Make the buffers idle that finalizers have returned."""
         while self.returned:
             buffer = self.returned.popleft()
             self.used_bytes -= buffer.nbytes
@@ -98,10 +98,10 @@ class HostPool:
 
 
 def allocate(nbytes: int, device: torch.device) -> Buffer:
-    """Host memory of exactly this size, page-locked where a device copies from it.
+    """Host memory of exactly this size, page-locked for a device.
 
     Raises:
-        MemoryError: the system has no such memory, or may not lock it.
+        MemoryError: the system has too little memory, or too little that may be locked.
     """
     if device.type == "cpu":
         with torch.inference_mode(False):  # a buffer of inference mode could not be used outside
@@ -116,7 +116,7 @@ Event = torch.Event | None
 
 
 class CopyEngine(Protocol):
-    """Copies of one device. An event belongs to a copy that has begun, None to a finished one."""
+    """Copies of one device. A copy returns an event, or None if it has already ended."""
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
@@ -127,12 +127,12 @@ class CopyEngine(Protocol):
     ) -> Event: ...
 
     def wait(self, event: Event) -> None:
-        """Let what is computed from here on see the copy."""
+        """Let the computing stream wait for the copy."""
         ...
 
 
 class _SynchronousCopies:
-    """Copies that are finished when the call returns."""
+    """Copies that have ended when the call returns."""
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
@@ -149,7 +149,7 @@ class _SynchronousCopies:
 
 
 class StreamCopies:
-    """Copies on one stream for each direction, apart from the stream that computes."""
+    """Copies on one stream for each direction, beside the stream that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -198,5 +198,5 @@ class StreamCopies:
 
 
 def copy_engine_for(device: torch.device) -> CopyEngine:
-    """How to copy the tensors of a device."""
+    """The copy engine of a device."""
     return _SynchronousCopies() if device.type == "cpu" else StreamCopies(device)

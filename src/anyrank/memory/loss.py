@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from anyrank.checks import check_choice, check_function, check_int, check_number, check_type
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient import in_transform
-from anyrank.memory.call import name_of, unwrap
+from anyrank.memory.call import function_name, unwrap
 from anyrank.memory.tile import Tiled
 from anyrank.memory.tile_weights import check_grad_dtype
 from anyrank.memory.tiling_dims import check_chunk_size
@@ -104,11 +104,11 @@ def tiled_loss(
     if in_dims is not None:
         check_type("in_dims", in_dims, Sequence, "0 or None for each argument after labels")
     check_grad_dtype(grad_dtype)
-    cut = [_begins_with(each, labels) for each in rest] if in_dims is None else list(in_dims)
+    dims = [_begins_with(arg, labels) for arg in rest] if in_dims is None else list(in_dims)
     mesh = _mesh_for(fn, hidden)
     hidden, labels, rest = gathered(hidden), gathered(labels), tuple(map(gathered, rest))
-    _check_cut(cut, rest, labels)
-    flat, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    _check_cut(dims, rest, labels)
+    rows, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     head = fn if isinstance(fn, nn.Module) else None
     if head is not None:
         target = target.long()
@@ -116,24 +116,24 @@ def tiled_loss(
     if impl == "fused" and obstacle:
         raise ValueError(f'impl="fused" does not apply: {obstacle}; use impl="auto"')
     if impl != "recompute" and obstacle is None and isinstance(fn, nn.Linear):
-        args = (flat, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
+        args = (rows, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
         total: Any = _FusedLoss.apply(*args, grad_dtype)
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
-    uses = unwrap(fn, (), {})[0]
+    used = unwrap(fn, (), {})[0]
     if head is not None:
         fn = functools.partial(_head_loss, head, ignore_index, label_smoothing)
-    more = [
-        each if dim is None else each.flatten(0, labels.ndim - 1)
-        for dim, each in zip(cut, rest, strict=True)
+    flat_rest = [
+        arg if dim is None else arg.flatten(0, labels.ndim - 1)
+        for dim, arg in zip(dims, rest, strict=True)
     ]
 
     def run(hidden: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
         return checked(fn, mesh, hidden, labels, *rest)
 
-    label = f"tiled_loss({name_of(uses)})"
-    options = (chunk_size, (0, 0, *cut), 0, grad_dtype, False)
-    tiled = Tiled(run, label, *options, uses=uses)
-    losses = tiled(flat, target, *more)
+    label = f"tiled_loss({function_name(used)})"
+    options = (chunk_size, (0, 0, *dims), 0, grad_dtype, False)
+    tiled = Tiled(run, label, *options, uses=used)
+    losses = tiled(rows, target, *flat_rest)
     losses = torch.where(target != ignore_index, losses, 0)
     if reduction == "none":
         return losses.reshape(labels.shape)
@@ -144,7 +144,7 @@ def tiled_loss(
 def divisor(
     labels: torch.Tensor, ignore_index: int, count: float | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """The divisor of the mean; never 0, where the sum is 0 too."""
+    """The divisor of the mean; 1 instead of 0, as the sum is 0 then."""
     if count is None:
         return (labels != ignore_index).sum().clamp(min=1)
     return torch.where(count == 0, 1, count) if isinstance(count, torch.Tensor) else count or 1
@@ -161,8 +161,8 @@ def _head_loss(
     logits: torch.Tensor = gathered(head(hidden))
     if isinstance(head, nn.Linear) and logits.shape[-1] != head.out_features:
         raise ValueError(
-            f"{name_of(head)} returns {logits.shape[-1]} of {head.out_features} logits: it is "
-            "sharded over the vocabulary and returns only this rank's part. Return a DTensor "
+            f"{function_name(head)} returns {logits.shape[-1]} of {head.out_features} logits: it "
+            "is sharded over the vocabulary and returns only this rank's part. Return a DTensor "
             "(ColwiseParallel(use_local_output=False)) or all logits (output_layouts=Replicate())"
         )
     return F.cross_entropy(
@@ -188,7 +188,7 @@ def checked(
     if not isinstance(losses, torch.Tensor) or losses.shape[:1] != labels.shape or losses.ndim != 1:
         shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(
-            f"{name_of(fn)} returns {shape} for a tile of {len(labels)} tokens, expected "
+            f"{function_name(fn)} returns {shape} for a tile of {len(labels)} tokens, expected "
             f"[{len(labels)}], a loss for each token: use reduction='none' inside"
         )
     return losses
@@ -208,11 +208,11 @@ def _check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Ten
             f"in_dims={tuple(cut)!r}: one entry for each of the {len(rest)} arguments after "
             "labels, 0 to tile it like the labels or None to pass it whole"
         )
-    for n, (dim, each) in enumerate(zip(cut, rest, strict=True)):
+    for n, (dim, arg) in enumerate(zip(cut, rest, strict=True)):
         if dim == 0 and (
-            not isinstance(each, torch.Tensor) or each.shape[: labels.ndim] != labels.shape
+            not isinstance(arg, torch.Tensor) or arg.shape[: labels.ndim] != labels.shape
         ):
-            shape = list(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
+            shape = list(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__
             raise ValueError(
                 f"argument {n} after labels is {shape}: to be tiled like the labels it must be "
                 f"a tensor whose shape begins with that of the labels, {list(labels.shape)}"
@@ -229,7 +229,7 @@ def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     if not isinstance(hidden, DTensor):
         return None
     sharded = any(
-        isinstance(p, DTensor) and any(place.is_shard() for place in p.placements)
+        isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements)
         for module in used_modules(unwrap(fn, (), {})[0])
         for p in module.parameters()
     )
@@ -239,7 +239,7 @@ def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
 def _why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
     """Why the fused form would differ from calling the head; None if it would not."""
     if type(fn) is not nn.Linear:
-        return f"the head is a {name_of(fn)}, not nn.Linear itself"
+        return f"the head is a {function_name(fn)}, not nn.Linear itself"
     hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     if any(fn.__dict__.get(name) for name in (*hooks, "_backward_pre_hooks")):
         return "the head has hooks, or its own forward"

@@ -94,7 +94,7 @@ class Offload:
         self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, on_full == "raise", force)
 
     def stats(self) -> OffloadStats:
-        """The figures so far."""
+        """The figures until now."""
         engine, pool = self._engine, self._engine.pool
         pool.collect()
         return OffloadStats(
@@ -119,6 +119,6 @@ class Offload:
         self._engine.close()
 
 
-def engine_of(offload: Offload) -> OffloadEngine:
-    """What moves the tensors, for `recompute`."""
+def get_engine(offload: Offload) -> OffloadEngine:
+    """The engine that moves the tensors, for `recompute`."""
     return offload._engine  # pyright: ignore[reportPrivateUsage]

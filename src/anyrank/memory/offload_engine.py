@@ -18,11 +18,11 @@ from anyrank.tensors.sharded_tensor import version_of
 
 
 class OffloadEngine:
-    """The state of an `Offload`: its host memory, and the blocks that are being moved.
+    """The state of an `Offload`: its host memory, and the blocks under way.
 
     Args:
         pool_bytes, keep_last, min_bytes, force: as of `Offload`.
-        raise_when_full: whether a full pool raises; otherwise the tensor stays on the device.
+        raise_when_full: raise an error if the pool is full; else the tensor stays on the device.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OffloadEngine:
         self.lock = threading.RLock()
 
     def close(self) -> None:
-        """Free the host memory; ValueError where a graph needs some of it."""
+        """Free the host memory; raises ValueError if a graph still needs some of it."""
         self.pool.collect()
         if self.pool.used_bytes:
             raise ValueError(
@@ -63,7 +63,7 @@ class OffloadEngine:
     ) -> Callable[[], list[torch.Tensor]]:
         """Start moving a block's tensors before it runs; returns the function that restores them.
 
-        `resident` has ids of storages that stay in any case: buffers of the model.
+        `resident` has ids of storages that stay on the device: buffers of the model.
         """
         if self.closed:
             raise ValueError(f"{label}: its offload is closed; create a new one")
@@ -87,7 +87,7 @@ class OffloadEngine:
         return block.restore
 
     def release_sent(self) -> None:
-        """After a block: free the device memory of what was sent while the block ran."""
+        """After a block: free the device memory of tensors that were sent while it ran."""
         with self.lock:
             sent, self.sent = self.sent, []
             for ref in sent:
@@ -96,7 +96,7 @@ class OffloadEngine:
                     block.release()
 
     def moves(self, tensor: torch.Tensor, resident: Collection[int]) -> bool:
-        """Whether to move a tensor."""
+        """Whether a tensor is moved."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
         if isinstance(tensor, DTensor):
@@ -154,8 +154,8 @@ class OffloadedStorage:
     """The bytes of one storage, on the device, on the host or in a copy between the two.
 
     Attributes:
-        source: the storage, until it is released; for good when the pool was full.
-        buffer: where its bytes are on the host.
+        source: the storage, until it is released; never released if the pool was full.
+        buffer: its bytes on the host.
         loaded: a storage on the device with the bytes copied back, while anything uses it;
             `prefetched` keeps alive what was copied back ahead of its use.
     """
@@ -181,7 +181,7 @@ class OffloadedStorage:
         self.prefetched: torch.UntypedStorage | None = None
 
     def send(self, owner: OffloadEngine, name: str) -> None:
-        """Begin the copy to the host, if it has not begun and there is room."""
+        """Start the copy to the host, unless it has started or there is no room."""
         if self.buffer is not None or self.source is None or self.is_kept:
             return
         self.buffer = owner.buffer(self.nbytes, self.device, name)
@@ -192,17 +192,17 @@ class OffloadedStorage:
         after = () if before is None else (before,)
         self.out = self.copies.to_host(self.buffer.data, _as_bytes(self.source), after)
         self.buffer.busy = self.out
-        # However the graph ends, the buffer returns to the pool; its next user waits for `busy`.
+        # When the graph ends, the buffer returns to the pool; its next user waits for `busy`.
         weakref.finalize(self, owner.pool.returned.append, self.buffer).atexit = False
 
     def release(self) -> None:
-        """Free the device memory: what is computed from here on may use it."""
+        """Free the device memory after the copy to the host."""
         if self.source is not None and self.buffer is not None:
             self.copies.wait(self.out)
             self.source = None
 
     def fetch(self) -> torch.UntypedStorage:
-        """Begin the copy back, or share one that is still in use."""
+        """Start the copy back, or share one that is still in use."""
         storage = self.prefetched or (self.loaded() if self.loaded else None)
         if storage is not None:
             return storage
@@ -221,7 +221,7 @@ class OffloadedStorage:
             self.prefetched = self.fetch()
 
     def on_device(self) -> torch.UntypedStorage:
-        """The bytes on the device, for what is computed from here on."""
+        """The bytes on the device; the computing stream waits for their copy."""
         if self.source is not None:
             return self.source
         storage = self.fetch()
@@ -240,7 +240,7 @@ class _OffloadedTensor:
         self.tensor: torch.Tensor | None = tensor
         self.alive = weakref.ref(tensor)
         local = tensor
-        self.wrap: Callable[[torch.Tensor], torch.Tensor] = unchanged
+        self.wrap: Callable[[torch.Tensor], torch.Tensor] = _keep_unchanged
         if storage is not None and isinstance(tensor, DTensor):
             local = tensor.to_local()
             self.wrap = _dtensor_wrapper(tensor)
@@ -283,30 +283,30 @@ class _BlockTensors:
         self,
         tensors: list[_OffloadedTensor],
         owner: OffloadEngine,
-        before: weakref.ref[_BlockTensors] | None,
+        preceding: weakref.ref[_BlockTensors] | None,
     ) -> None:
         self.tensors = tensors
         self.owner = owner
-        self.before = before
+        self.preceding = preceding
 
     def send(self) -> None:
-        for each in self.tensors:
-            if each.storage is not None:
-                each.check()
-                each.storage.send(self.owner, each.name)
+        for tensor in self.tensors:
+            if tensor.storage is not None:
+                tensor.check()
+                tensor.storage.send(self.owner, tensor.name)
 
     def release(self) -> None:
-        for each in self.tensors:
-            each.release()
+        for tensor in self.tensors:
+            tensor.release()
 
     def restore(self) -> list[torch.Tensor]:
-        """The tensors on the device; those of the preceding block are copied back meanwhile."""
+        """The tensors on the device; also starts to copy back those of the preceding block."""
         with torch.no_grad():
-            tensors = [each.restore() for each in self.tensors]
-            before = self.before() if self.before else None
-            for each in before.tensors if before else ():
-                if each.storage is not None:
-                    each.storage.prefetch()
+            tensors = [tensor.restore() for tensor in self.tensors]
+            preceding = self.preceding() if self.preceding else None
+            for tensor in preceding.tensors if preceding else ():
+                if tensor.storage is not None:
+                    tensor.storage.prefetch()
         return tensors
 
 
@@ -315,7 +315,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def _keep_unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

@@ -170,7 +170,7 @@ def tile_(
     check_dims("dim", dim)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
     unchecked = set(modules) if check else set[str]()
-    for name, module in modules.items():  # options that do not fit are refused here
+    for name, module in modules.items():  # raises for wrong options before a module is patched
         Tiled(module.forward, f"tile({name})", chunk_size, ins, outs, grad_dtype, False)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,13 +197,13 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
     patches = [
         PatchedForward(name, module.forward, wrapper, kind) for name, module in modules.items()
     ]
-    for module, each in zip(modules.values(), patches, strict=True):
-        module.__dict__["forward"] = each
+    for module, patch in zip(modules.values(), patches, strict=True):
+        module.__dict__["forward"] = patch
     return Handle(modules, patches)
 
 
 def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Name -> module, for the modules that match the pattern and are called.
+    """Name -> module, for the modules that match the pattern.
 
     Raises:
         TypeError: no model, or no pattern.
@@ -213,26 +213,26 @@ def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     check_type("pattern", pattern, str, "the name of a module, or a pattern of names")
     known = dict(walk(model))
     matches = matcher(pattern)
-    found = {name: module for name, module in known.items() if any(map(matches, candidates(name)))}
-    found = {name: module for name, module in found.items() if not is_wrapped(name, found)}
-    if not found:
+    hits = {name: module for name, module in known.items() if any(map(matches, candidates(name)))}
+    hits = {name: module for name, module in hits.items() if not is_wrapped(name, hits)}
+    if not hits:
         raise ValueError(
             f"{pattern!r} matches no module of {type(model).__name__}{near(pattern, list(known))}: "
             "* matches one part of a name, ** any number of parts"
         )
-    called = {n: m for n, m in found.items() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    called = {n: m for n, m in hits.items() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
     if not called:
-        name, module = next(iter(found.items()))
+        name, module = next(iter(hits.items()))
         raise ValueError(
             f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
         )
     return called
 
 
-def is_wrapped(name: str, found: Collection[str]) -> bool:
-    """Whether the wrapper of a module was found too: one patch is enough."""
+def is_wrapped(name: str, names: Collection[str]) -> bool:
+    """Whether the wrapper of a module matches as well, so that one patch is enough."""
     outer, _, part = name.rpartition(".")
-    return part in WRAPPERS and (outer in found or is_wrapped(outer, found))
+    return part in WRAPPERS and (outer in names or is_wrapped(outer, names))
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:

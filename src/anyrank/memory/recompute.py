@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from anyrank.checks import check_function, check_type
 from anyrank.memory.ambient import Ambient, in_transform
-from anyrank.memory.call import Call, name_of
-from anyrank.memory.offload import Offload, engine_of
+from anyrank.memory.call import Call, function_name
+from anyrank.memory.offload import Offload, get_engine
 from anyrank.memory.region import Contexts, SavedInputs, record_region, uncompiled
 from anyrank.memory.used_modules import UsedModules
 from anyrank.random_state.streams import Source, ambient, source_of
 
 T = TypeVar("T")
 
-# They would be passed on to the function, which may swallow them.
+# As keyword arguments they would go to the function, which may accept them in silence.
 TORCH_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check"})
 
 
@@ -90,7 +90,7 @@ def recompute(
     options = RegionOptions(offload, context_fn, as_sources(generators))
     if offload is not None and isinstance(fn, torch.nn.Module):
         options.leave_buffers_of(fn)
-    return run_region(fn, args, kwargs, name_of(fn), options)
+    return run_region(fn, args, kwargs, function_name(fn), options)
 
 
 @dataclass
@@ -119,8 +119,8 @@ class RegionOptions:
 
     def resident(self) -> set[int]:
         """The ids of the storages of these buffers, as they are now."""
-        own = (buffer for part in self.holders for buffer in part.buffers(recurse=False))
-        return {id(buffer.untyped_storage()) for buffer in own}
+        buffers = (buffer for part in self.holders for buffer in part.buffers(recurse=False))
+        return {id(buffer.untyped_storage()) for buffer in buffers}
 
 
 def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
@@ -130,23 +130,23 @@ def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
         TypeError: one is not a generator that can be set back.
     """
     check_type("generators", generators, Iterable, "a list of generators")
-    found: list[Source] = []
-    for each in generators:
-        source = _global_source(each) or source_of(each)
+    sources: list[Source] = []
+    for generator in generators:
+        source = _global_source(generator) or source_of(generator)
         if source is None:
             raise TypeError(
-                f"generators has a {type(each).__name__}: give a torch.Generator, a generator of "
-                "numpy or a random.Random, or the module random or numpy.random"
+                f"generators has a {type(generator).__name__}: give a torch.Generator, a generator "
+                "of numpy or a random.Random, or the module random or numpy.random"
             )
-        found.append(source)
-    return tuple(found)
+        sources.append(source)
+    return tuple(sources)
 
 
 def _global_source(value: Any) -> Source | None:
     """The global generator of the modules `random` and `numpy.random`."""
     modules = {"python": random, "numpy": getattr(sys.modules.get("numpy"), "random", None)}
-    named = (each for each in ambient() if value is modules.get(each.name, modules))
-    return next(named, None)
+    sources = (source for source in ambient() if value is modules.get(source.name, modules))
+    return next(sources, None)
 
 
 def run_region(
@@ -180,10 +180,10 @@ def _run_eagerly(
         return fn(*args, **kwargs)
     call = Call(fn, args, kwargs)
     used = UsedModules(call.fn, call.leaves, label)
-    given = (source for leaf in call.leaves if (source := source_of(leaf)) is not None)
-    ambient = Ambient({tensor.device for tensor in call.tensors}, (*given, *options.generators))
+    sources = (source for leaf in call.leaves if (source := source_of(leaf)) is not None)
+    ambient = Ambient({tensor.device for tensor in call.tensors}, (*sources, *options.generators))
     pack = None
-    engine = engine_of(options.offload) if options.offload else None
+    engine = get_engine(options.offload) if options.offload else None
     if engine is not None:
         resident = options.resident()
         pack = partial(engine.pack, names=call.tensor_name, label=label, resident=resident)

@@ -1,10 +1,10 @@
 """One recomputed region: torch's checkpoint around inputs that are saved once.
 
-`torch.utils.checkpoint` gets a function without arguments. In its first run that is the caller's
-own call; later it takes the inputs from where they are saved and runs the function on them. One
-autograd node saves all tensors of a call, before the function runs, and the tiles of the call share
-it. So the saved-tensor hooks around a region see its inputs alone, and an outer region that is
-recomputed for the inputs stops there: a tile inside it runs twice, not three times.
+`torch.utils.checkpoint` gets a function without arguments. Its first run is the caller's call;
+later runs call the function on the saved inputs. One autograd node saves all tensors of a call
+before the function runs, and the tiles of the call share it. So the saved-tensor hooks around a
+region see only its inputs, and an outer region that is recomputed for the inputs stops there: a
+tile inside it runs twice, not three times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient import Ambient
 from anyrank.memory.call import Call
-from anyrank.memory.used_modules import UsedModules, changed_error, text_of
+from anyrank.memory.used_modules import UsedModules, changed_error, describe_tensor
 from anyrank.tensors.sharded_tensor import version_of
 
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ def record_region(
     Args:
         first_run: the call that the caller made. Not kept.
         again: runs the function on the inputs' tensors, detached from the graph.
-        inputs, ambient, used: what the function starts from, its random state, and its modules.
+        inputs, ambient, used: the function's inputs, its random state and its modules.
         tile_index: the region's number among those that share the inputs.
         context_fn: as of torch's checkpoint.
     """
@@ -57,7 +57,7 @@ def record_region(
     def run() -> R:
         if waiting:
             return waiting.pop()()
-        tensors = inputs.take(tile_index)
+        tensors = inputs.take_for_tile(tile_index)
         before = ambient.random()
         try:
             ambient.put(random)
@@ -127,7 +127,7 @@ class SavedInputs:
         call.drop_tensors()
 
     def _changed(self) -> tuple[int, torch.Tensor] | None:
-        """The first tensor that was changed in place since, if it is alive."""
+        """The first tensor that was changed in place since the call, with its number, or None."""
         for number, (alive, version) in enumerate(self.recorded):
             tensor = alive()
             if tensor is not None and version_of(tensor) != version:
@@ -135,19 +135,19 @@ class SavedInputs:
         return None
 
     def check_first_run(self) -> None:
-        """Refuse a function that has changed its arguments: it cannot run twice.
+        """Refuse a function that has changed its arguments, as it cannot run twice.
 
         Raises:
             RecomputeError: names the argument.
         """
-        if found := self._changed():
+        if change := self._changed():
             raise RecomputeError(
-                f"{self.label} changes {self.call.tensor_name(found[0])} in place, and would start "
-                "from the changed values when it is recomputed: clone the argument inside, or use "
-                "the operation that returns a new tensor"
+                f"{self.label} changes {self.call.tensor_name(change[0])} in place, and would "
+                "start from the changed values when it is recomputed: clone the argument inside, "
+                "or use the operation that returns a new tensor"
             )
 
-    def take(self, tile_index: int) -> list[torch.Tensor]:
+    def take_for_tile(self, tile_index: int) -> list[torch.Tensor]:
         """The tensors for a tile, detached from the graph, with `requires_grad` as before. They are
         shared until tile 0, which backward reaches last: saved tensors may be read only once.
 
@@ -156,10 +156,10 @@ class SavedInputs:
         """
         try:
             tensors = self.shared or self.restore()
-        except RuntimeError as error:  # of autograd, which compares versions too
-            if found := self._changed():
-                name = self.call.tensor_name(found[0])
-                how = f"{name}, {text_of(found[1])}, was changed in place"
+        except RuntimeError as error:  # autograd compares versions as well
+            if change := self._changed():
+                name = self.call.tensor_name(change[0])
+                how = f"{name}, {describe_tensor(change[1])}, was changed in place"
                 raise changed_error(self.label, how) from error
             raise
         self.shared = tensors if tile_index > 0 else None

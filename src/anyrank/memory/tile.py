@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from anyrank.checks import check_bool, check_function
 from anyrank.errors import RecomputeError
 from anyrank.memory.ambient import Ambient, in_transform
-from anyrank.memory.call import Call, module_of, name_of
+from anyrank.memory.call import Call, find_module, function_name
 from anyrank.memory.region import SavedInputs, record_region, uncompiled
 from anyrank.memory.tile_checks import (
     called_units,
@@ -90,7 +90,7 @@ def tile(
         y = anyrank.tile(mlp, chunk_size=256)(x)  # 4 tiles along dim 1
         y.sum().backward()
     """
-    label = f"tile({name_of(fn)})"
+    label = f"tile({function_name(fn)})"
     return Tiled(fn, label, chunk_size, in_dims, out_dims, grad_dtype, check)
 
 
@@ -100,7 +100,7 @@ class Tiled:
     Args:
         fn: what runs on the tiles.
         label: the call, for messages.
-        uses: what the user gave, where `fn` is a function around it: its modules are looked for.
+        uses: the user's function if `fn` wraps it; the modules are taken from it.
         The others are as of `tile`.
     """
 
@@ -127,8 +127,8 @@ class Tiled:
         if grad_dtype is not None and not used_modules(self._uses, self._arguments.values()):
             raise TypeError(
                 "grad_dtype needs the parameters of a module, and none was found in "
-                f"{name_of(self._uses)}: pass the module, or a function that captures it, or leave "
-                "grad_dtype out"
+                f"{function_name(self._uses)}: pass the module, or a function that captures it, or "
+                "leave grad_dtype out"
             )
         self._chunk_size = chunk_size
         self._out_dims = out_dims
@@ -173,7 +173,7 @@ class Tiled:
         wide = None
         if self._grad_dtype is not None:
             wide = WideWeights(used.modules, call.fn, self._grad_dtype)
-        owner = None if called_units(self._uses) else module_of(self._uses)
+        owner = None if called_units(self._uses) else find_module(self._uses)
         chains = list(call.leaves)
         inputs = SavedInputs(call, self._label)
         for k in range(len(tiling.starts)):
@@ -192,7 +192,7 @@ class Tiled:
             except RuntimeError as error:
                 if TakeTile.__name__ not in str(error):
                     raise
-                # Torch's words for a change of a tile, which autograd knows as a view.
+                # Torch's message if a tile is changed in place that is a view.
                 raise self._changes("an argument") from error
             self._check_unchanged(call, leaves, versions)
             if k == 0:
@@ -202,7 +202,7 @@ class Tiled:
         inputs.check_first_run()
 
     def _check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
-        """Raises RecomputeError: the function changed a tile in place, which is lost in a copy."""
+        """Raises RecomputeError: the function changed a tile in place, and a tile may be a copy."""
         for n, (now, before) in enumerate(zip(_versions_of(leaves), versions, strict=True)):
             if now != before:
                 raise self._changes(call.name(n))
@@ -219,7 +219,7 @@ def _versions_of(leaves: list[Any]) -> list[int]:
 
 
 def _cut_tile(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
-    """The leaves of tile `k`. Each of `chains` becomes the tensor to cut the next tile from."""
+    """The leaves of tile `k`; sets each of `chains` to the tensor to cut the next tile from."""
     leaves = list(chains)
     for n, dim in enumerate(tiling.dims):
         if dim is not None:

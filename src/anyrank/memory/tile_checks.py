@@ -1,4 +1,4 @@
-"""What a tiled call checks: equal tile counts on sharded ranks, independent rows, side results."""
+"""Checks of a tiled call: equal tile counts on sharded ranks, independent rows, side results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RankError
 from anyrank.memory.ambient import Ambient
-from anyrank.memory.call import Call, flatten, module_of
-from anyrank.memory.tiling_dims import Tiling, dims_of_leaves, nonnegative_dim
+from anyrank.memory.call import Call, find_module, flatten
+from anyrank.memory.tiling_dims import Tiling, expand_dims, nonnegative_dim
 from anyrank.tensors.walk import walk
 
 
@@ -22,7 +22,7 @@ def called_units(fn: Callable[..., Any]) -> list[nn.Module]:
     """The units of FSDP2 that a module calls. The unit whose own forward is tiled is gathered
     already. A function that is no module is not looked into.
     """
-    module = module_of(fn)
+    module = find_module(fn)
     if module is None:
         return []
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -87,7 +87,7 @@ def check_independence(call: Call, tiling: Tiling, out_dims: Any, label: str) ->
     finally:
         ambient.put(before)
     whole = flatten(result)[0]
-    dims = dims_of_leaves(out_dims, result, label)
+    dims = expand_dims(out_dims, result, label)
     for n, tensor in enumerate(whole):
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -122,11 +122,11 @@ def _equal_up_to_rounding(a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
     # Narrow dtypes are summed in float32 and rounded at the end; wide ones in their own precision.
     tolerance = (4 if a.dtype.itemsize <= 2 else 32) * torch.finfo(a.dtype).eps
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = (each.to(wide).movedim(dim, 0).flatten(1) for each in (a, b))
-    odd = ~(a.isfinite() & b.isfinite())  # infinities and nan must be in the same places
-    if not torch.equal(a[odd].nan_to_num(), b[odd].nan_to_num()):
+    a, b = (tensor.to(wide).movedim(dim, 0).flatten(1) for tensor in (a, b))
+    nonfinite = ~(a.isfinite() & b.isfinite())  # infinities and nan must be in the same places
+    if not torch.equal(a[nonfinite].nan_to_num(), b[nonfinite].nan_to_num()):
         return False
-    a, b = a.masked_fill(odd, 0), b.masked_fill(odd, 0)
+    a, b = a.masked_fill(nonfinite, 0), b.masked_fill(nonfinite, 0)
     size = b.norm(dim=1)
     # A row that cancels to about 0 has the absolute error of the other rows.
     scale = torch.maximum(size, size.square().mean().sqrt())
@@ -140,7 +140,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def check_side_results(modules: Iterable[nn.Module], label: str) -> None:
-    """After the first tile: refuse what it has left outside of its results.
+    """After the first tile: refuse a function that leaves tensors outside of its results.
 
     Raises:
         ValueError: an attribute of a module has a tensor with a graph. The last tile's alone would
@@ -157,7 +157,7 @@ def check_side_results(modules: Iterable[nn.Module], label: str) -> None:
 def _check_attribute(module: nn.Module, name: str, key: str, label: str) -> None:
     # Torch's hooks for weight norm, spectral norm and pruning compute `weight` of the parameters
     # `weight_g`, `weight_orig`: these do not depend on the tile.
-    if any(own.startswith(f"{key}_") for own, _ in module.named_parameters(recurse=False)):
+    if any(p.startswith(f"{key}_") for p, _ in module.named_parameters(recurse=False)):
         return
     attribute = f"{name}.{key}".removeprefix(".")
     raise ValueError(

@@ -29,7 +29,7 @@ def check_grad_dtype(dtype: Any) -> None:
 
 
 class _WideSum:
-    """The sum of one parameter's gradients, during one backward pass."""
+    """The sum of one parameter's gradients during one backward pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -59,12 +59,12 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        mine, later = grads
+        grad, later = grads
         wide: _WideSum = ctx.wide
         if later is None:  # no later link ran in this pass; a failed pass may have left a sum
             wide.total = None
-        if mine is not None:
-            wide.add(mine)
+        if grad is not None:
+            wide.add(grad)
         if wide.total is None:
             return None, None, None
         if ctx.first:
@@ -103,18 +103,18 @@ class WideWeights:
         return functional_call(self.body, self.next(first), args, kwargs)
 
     def next(self, first: bool) -> dict[str, torch.Tensor]:
-        """Stand-ins for one tile; each chain advances by one link."""
-        mine: dict[str, torch.Tensor] = {}
-        rest: dict[str, torch.Tensor] = {}
+        """The stand-ins for the next tile."""
+        stand_ins: dict[str, torch.Tensor] = {}
+        next_weights: dict[str, torch.Tensor] = {}
         for name, weight in self.current.items():
             share: Any = _StandIn.apply(weight, self.sums[name], first)
-            mine[name], rest[name] = share
-        self.current = rest
-        return mine
+            stand_ins[name], next_weights[name] = share
+        self.current = next_weights
+        return stand_ins
 
 
 class _Body(nn.Module):
-    """Modules, and the function that runs them. Called without hooks, which are not its own."""
+    """Modules, and the function that runs them; called without hooks."""
 
     def __init__(self, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _OwnGradient(torch.autograd.Function):
 def with_own_gradients(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a function of one module, whose weights get gradients that autograd can add to."""
+    """Run a function of one module, so that autograd can add to its weights' gradients in place."""
     body = _Body([module], forward)
     weights = {
         name: _OwnGradient.apply(parameter)

@@ -47,9 +47,9 @@ class Tiling:
         if not sizes:
             raise ValueError(f"{label}: in_dims names no tensor among the arguments of this call")
         if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{call.name(n)} has {size}" for n, size in sizes.items())
+            counts = ", ".join(f"{call.name(n)} has {size}" for n, size in sizes.items())
             raise ValueError(
-                f"{label}: tiled arguments must have the same number of rows, but {found}: give "
+                f"{label}: tiled arguments must have the same number of rows, but {counts}: give "
                 "None in in_dims for arguments that are passed whole"
             )
         self.size = next(iter(sizes.values()))
@@ -63,7 +63,7 @@ class Tiling:
     def tile(self, k: int, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of tile `k`."""
         return [
-            leaf if dim is None else rows_of(leaf, dim, self.starts[k], self.length(k))
+            leaf if dim is None else _take_rows(leaf, dim, self.starts[k], self.length(k))
             for leaf, dim in zip(leaves, self.dims, strict=True)
         ]
 
@@ -76,19 +76,19 @@ def nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
     return dim % tensor.ndim
 
 
-def dims_of_leaves(dims: Any, value: Any, where: str) -> Dims:
+def expand_dims(dims: Any, value: Any, where: str) -> Dims:
     """The dims of a value's leaves: an int or None applies to all leaves, a list, tuple or dict has
     an entry for each part.
     """
     if dims is None or isinstance(dims, int):
         return [dims] * len(flatten(value)[0])
     parts = members(value)
-    given = members(dims)
-    if parts is None or given is None or parts.keys() != given.keys():
+    entries = members(dims)
+    if parts is None or entries is None or parts.keys() != entries.keys():
         raise ValueError(
             f"{where}: dims {dims!r} do not match the structure of a {type(value).__name__}"
         )
-    return [dim for key in parts for dim in dims_of_leaves(given[key], parts[key], where)]
+    return [dim for key in parts for dim in expand_dims(entries[key], parts[key], where)]
 
 
 def members(value: Any) -> dict[Any, Any] | None:
@@ -101,9 +101,9 @@ def members(value: Any) -> dict[Any, Any] | None:
 
 def check_dims(name: str, dims: Any) -> None:
     """Raises TypeError: an entry is not a dim."""
-    for each in flatten(dims)[0]:
-        if isinstance(each, bool) or not (each is None or isinstance(each, int)):
-            raise TypeError(f"{name}={dims!r}: a dim is an int or None, not {each!r}")
+    for dim in flatten(dims)[0]:
+        if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
+            raise TypeError(f"{name}={dims!r}: a dim is an int or None, not {dim!r}")
 
 
 def check_chunk_size(chunk_size: Any, unit: str) -> None:
@@ -145,10 +145,10 @@ class TiledArguments:
         dims = [
             dim
             for entry, value in zip(positional, args, strict=True)
-            for dim in dims_of_leaves(entry, value, self.label)
+            for dim in expand_dims(entry, value, self.label)
         ]
         for name, value in kwargs.items():
-            dims += dims_of_leaves(named.get(name), value, f"{self.label}: {name}")
+            dims += expand_dims(named.get(name), value, f"{self.label}: {name}")
         return Call(self.fn, args, kwargs), dims
 
     def entries(
@@ -156,13 +156,13 @@ class TiledArguments:
     ) -> tuple[list[Any], dict[str, Any]]:
         """The entries of `in_dims` for positional and for keyword arguments."""
         if isinstance(self.in_dims, tuple):
-            given: tuple[Any, ...] = cast("tuple[Any, ...]", self.in_dims)
-            if len(given) != len(args):
+            entries: tuple[Any, ...] = cast("tuple[Any, ...]", self.in_dims)
+            if len(entries) != len(args):
                 raise ValueError(
-                    f"{self.label}: in_dims has {len(given)} entries for {len(args)} positional "
+                    f"{self.label}: in_dims has {len(entries)} entries for {len(args)} positional "
                     "arguments: use a dict for keyword arguments"
                 )
-            return list(given), {}
+            return list(entries), {}
         if isinstance(self.in_dims, int):
             if args:
                 return [self.in_dims, *[None] * (len(args) - 1)], {}
@@ -174,10 +174,10 @@ class TiledArguments:
         forward: Any = getattr(self.fn, "forward", self.fn)
         return list(inspect.signature(forward).parameters.values())[len(self.args) :]
 
-    def check_names(self, given: Iterable[str], others: Iterable[str] = ()) -> None:
+    def check_names(self, names: Iterable[str], others: Iterable[str] = ()) -> None:
         """Raises ValueError: a name is not an argument."""
-        known = [each.name for each in self.parameters()]
-        if unknown := set(given) - {*known, *others}:
+        known = [p.name for p in self.parameters()]
+        if unknown := set(names) - {*known, *others}:
             raise ValueError(
                 f"{self.label}: in_dims names {sorted(unknown)}, and the arguments are "
                 f"{', '.join(known)}"
@@ -188,7 +188,7 @@ class TiledArguments:
     ) -> tuple[list[Any], dict[str, Any]]:
         named: dict[str, Any] = self.in_dims
         self.check_names(named, kwargs)
-        known = [each.name for each in self.parameters()]
+        known = [p.name for p in self.parameters()]
         names = known[: len(args)] + [""] * (len(args) - len(known))
         return [named.get(name) for name in names], {k: v for k, v in named.items() if k in kwargs}
 
@@ -223,9 +223,7 @@ class JoinedResults:
 
     def start(self, result: Any, leaves: list[Any], spec: Any) -> None:
         self.spec = spec
-        for leaf, dim in zip(
-            leaves, dims_of_leaves(self.out_dims, result, self.label), strict=True
-        ):
+        for leaf, dim in zip(leaves, expand_dims(self.out_dims, result, self.label), strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self.dims.append(None)
                 self.leaves.append(leaf)
@@ -274,7 +272,7 @@ class JoinedResults:
     def cat(self, parts: list[Any]) -> Any:
         """Join all results at once, by operations that torch.compile supports."""
         flat = [flatten(part)[0] for part in parts]
-        dims = dims_of_leaves(self.out_dims, parts[0], self.label)
+        dims = expand_dims(self.out_dims, parts[0], self.label)
         joined = [
             torch.cat(leaves, dim or 0) if isinstance(leaves[0], torch.Tensor) else leaves[0]
             for leaves, dim in zip(zip(*flat, strict=True), dims, strict=True)
@@ -295,7 +293,7 @@ class TakeTile(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.cut = (dim, start, length)
         ctx.like = (x.shape, x.dtype, x.device)
-        return rows_of(x, dim, start, length), x
+        return _take_rows(x, dim, start, length), x
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -309,8 +307,8 @@ class TakeTile(torch.autograd.Function):
             end = start + length
             rest.narrow(dim, end, shape[dim] - end).zero_()
         # Only this link uses `rest`, the gradient from the next link: it is the chain's one buffer.
-        mine = rest.narrow(dim, start, length)
-        mine.zero_() if tile is None else mine.copy_(tile)
+        rows = rest.narrow(dim, start, length)
+        rows.zero_() if tile is None else rows.copy_(tile)
         return rest, None, None, None
 
 
@@ -329,10 +327,10 @@ class PlaceTile(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         (grad,) = grads
         # Returned whole: each earlier link uses its own rows only.
-        return grad, None if grad is None else rows_of(grad, *ctx.cut), None, None
+        return grad, None if grad is None else _take_rows(grad, *ctx.cut), None, None
 
 
-def rows_of(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+def _take_rows(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     """A tile of a tensor, contiguous if the tensor is: a function may call `view` on it."""
     rows = tensor.narrow(dim, start, length)
     return rows.contiguous() if tensor.is_contiguous() else rows

@@ -1,4 +1,4 @@
-"""The modules that a recomputed function runs, and what of them must not change before backward.
+"""The modules of a recomputed function, and their tensors that must not change before backward.
 
 A recomputed function reads its weights a second time, so they must have the values of the first
 run: a change in between raises. Small buffers are kept by value instead: what the function does to
@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.call import module_of
+from anyrank.memory.call import find_module
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.walk import walk
 
@@ -33,13 +33,13 @@ def used_modules(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.
     Those in a captured list, tuple, dict or object, and what a captured function captures, are
     found too; nothing further inside.
     """
-    found = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module))
-    if (own := module_of(fn)) is not None:
-        return [own, *found]
+    modules = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module))
+    if (owner := find_module(fn)) is not None:
+        return [owner, *modules]
     for value in (getattr(fn, "__self__", None), *_variables(fn).values()):
         parts = (value,) if isinstance(value, nn.Module) else _parts(value)
-        found |= dict.fromkeys(part for part in parts if isinstance(part, nn.Module))
-    return list(found)
+        modules |= dict.fromkeys(part for part in parts if isinstance(part, nn.Module))
+    return list(modules)
 
 
 def _variables(fn: Any) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def _variables(fn: Any) -> dict[str, Any]:
     fn = getattr(fn, "__func__", fn)
     if not isinstance(fn, types.FunctionType):
         return {}
-    found = inspect.getclosurevars(fn)
+    variables = inspect.getclosurevars(fn)
     defaults = {f"default {n}": value for n, value in enumerate(fn.__defaults__ or ())}
-    return {**found.globals, **found.nonlocals, **defaults, **(fn.__kwdefaults__ or {})}
+    return {**variables.globals, **variables.nonlocals, **defaults, **(fn.__kwdefaults__ or {})}
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -79,7 +79,7 @@ class _Weight(NamedTuple):
 
     def __str__(self) -> str:
         kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "tensor"
-        return f"{kind} {self.name}, {text_of(self.tensor)},"
+        return f"{kind} {self.name}, {describe_tensor(self.tensor)},"
 
     def is_changed(self) -> bool:
         return version_of(self.tensor) != self.version
@@ -110,12 +110,12 @@ class UsedModules:
         self.weights: list[_Weight] = []
         self.buffers: list[tuple[nn.Module, str]] = []
         # A module's forward uses all of it. Of another module the function may use a part.
-        whole = module_of(fn) is not None and getattr(fn, "__name__", "forward") == "forward"
+        whole = find_module(fn) is not None and getattr(fn, "__name__", "forward") == "forward"
         seen = set[nn.Module]()
         for top in self.modules:
             for name, module in walk(top, "", seen):
                 self._add(module, f"{name}." if name else "", whole or module is top)
-        self.variables = self._captured() if module_of(fn) is None else {}
+        self.variables = self._captured() if find_module(fn) is None else {}
 
     def _add(self, module: nn.Module, prefix: str, is_read: bool) -> None:
         for key, tensor in module.named_parameters(recurse=False):
@@ -144,10 +144,10 @@ class UsedModules:
         Raises:
             RecomputeError: the function has changed a weight of its own.
         """
-        for each in self.weights:
-            if each.is_changed():
+        for weight in self.weights:
+            if weight.is_changed():
                 raise RecomputeError(
-                    f"{self.label}: {each} was changed in place by the function itself, as "
+                    f"{self.label}: {weight} was changed in place by the function itself, as "
                     "nn.Embedding(max_norm=) does, and the recomputation would begin with what "
                     "the first run left: leave the module that does it out of recompute and tile"
                 )
@@ -167,16 +167,16 @@ class UsedModules:
                 how = f"variable {name} was assigned another module, as by the next turn of a loop,"
                 raise changed_error(self.label, how)
         changed: list[_Weight] = []
-        for each in self.weights:
-            if each.is_replaced():
+        for weight in self.weights:
+            if weight.is_replaced():
                 raise RecomputeError(
-                    f"{self.label}: {each} is another tensor now than in the forward pass, as "
+                    f"{self.label}: {weight} is another tensor now than in the forward pass, as "
                     "after torch.func.functional_call: pass weights that change as arguments"
                 )
-            if each.is_changed():
-                changed.append(each)
-                if each.is_read:
-                    raise changed_error(self.label, f"{each} was changed in place")
+            if weight.is_changed():
+                changed.append(weight)
+                if weight.is_read:
+                    raise changed_error(self.label, f"{weight} was changed in place")
         return self._refused(changed) if changed else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -185,9 +185,9 @@ class UsedModules:
 
         def refuse(module: nn.Module, args: Any) -> None:
             parts = set(module.modules())
-            for each in changed:
-                if each.module in parts:
-                    raise changed_error(self.label, f"{each} was changed in place")
+            for weight in changed:
+                if weight.module in parts:
+                    raise changed_error(self.label, f"{weight} was changed in place")
 
         handle = register_module_forward_pre_hook(refuse)
         try:
@@ -215,7 +215,7 @@ class UsedModules:
                 setattr(module, key, buffer)
 
 
-def text_of(tensor: torch.Tensor) -> str:
+def describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

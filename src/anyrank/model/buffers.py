@@ -58,7 +58,7 @@ def rebuilt_values(
     given: dict[str, torch.Tensor] = {}
     for giver in sorted(set(first.values())):
         names = [name for name in asked if first.get(name) == giver]
-        given |= ranks.from_one("sending buffers", partial(_copy_to_cpu, real, names), giver)
+        given |= ranks.run_on_one("sending buffers", partial(_copy_to_cpu, real, names), giver)
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
         """The buffers of this rank; where each came from, and those that nothing gives."""
@@ -77,7 +77,7 @@ def rebuilt_values(
                 sources[name] = source
         return made, (sources, sorted(wanted.keys() - sources.keys()))
 
-    made, every = ranks.own_and_all("rebuilding buffers", fill)
+    made, every = ranks.run_and_gather("rebuilding buffers", fill)
     lost = sorted({name for _, names in every for name in names})
     if lost:
         raise LoadError(

@@ -204,7 +204,7 @@ def apply_layouts(
         said = read_layouts(ends, given, ranks.rank)
         return said, said
 
-    said, every = ranks.own_and_all("reading layout=", read)
+    said, every = ranks.run_and_gather("reading layout=", read)
     return join_layouts(said, every, ranks).apply(ends)
 
 
@@ -216,7 +216,7 @@ def join_layouts(said: RankLayouts, every: Sequence[RankLayouts], ranks: Ranks) 
     """
     by_rank = dict(zip(ranks.ranks, every, strict=True))
     what = "joining the parts of layout="
-    return JoinedLayouts(said.parts, ranks.own(what, lambda: _join(said, by_rank)))
+    return JoinedLayouts(said.parts, ranks.run(what, lambda: _join(said, by_rank)))
 
 
 def read_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> RankLayouts:

@@ -14,7 +14,7 @@ from anyrank.formats.sources import Source, check_source
 from anyrank.model.given_layouts import check_layout
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename, renamer
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 STRATEGIES = ("auto", "own", "stripe", "scatter")  # who reads which bytes
@@ -103,7 +103,7 @@ class LoadOptions:
             LoadError: arguments that differ between ranks; on all ranks.
         """
         names = (*CHOICES, "rename", "verify")
-        return same_arguments(
+        return compare_arguments(
             ranks,
             call,
             {n: getattr(self, n) for n in names} | {"layout": self.layout is not None},

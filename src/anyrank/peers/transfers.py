@@ -1,4 +1,4 @@
-"""Files of a snapshot on their way from one machine's memory to another's."""
+"""Sends the files of a snapshot from one machine's memory to another's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_BYTES = 32 << 20  # of a message
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """A file, and the global ranks that it goes from and to, which are on two machines."""
+    """A file to send between two machines, with the global ranks that send and receive it."""
 
     name: str
     nbytes: int
@@ -26,55 +26,55 @@ class FileTransfer:
     receiver: int
 
 
-def pass_on(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> None:
+def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> None:
     """Send files of this machine's folder, and receive those of others into it. All ranks.
 
     The files are mapped: bytes go from memory to memory, with no copy in between.
 
     Args:
         transfers: the same list on all ranks.
-        folder: on this machine; made where it is not there.
-        ranks: all that are named in the list.
+        folder: on this machine; made if it does not exist.
+        ranks: all that the list names, and maybe others.
 
     Raises:
         CheckpointError: a machine has no room, or lost a file.
     """
     if not transfers:
         return
-    mine = [
+    own_transfers = [
         transfer for transfer in transfers if ranks.rank in (transfer.sender, transfer.receiver)
     ]
     opened: dict[FileTransfer, mmap.mmap] = {}
 
     def open_all() -> None:
         with storing(folder):
-            for transfer in mine:
+            for transfer in own_transfers:
                 path = join_path(folder, transfer.name)
                 if transfer.receiver == ranks.rank:
                     make_folder(folder)
                     _create(path, transfer.nbytes)
                 if transfer.nbytes:
-                    opened[transfer] = _mapped(path)
+                    opened[transfer] = _map_file(path)
 
     ranks.together("opening the snapshot's files", open_all)
-    sent = [(b, t.receiver) for t, m in opened.items() if t.sender == ranks.rank for b in blocks(m)]
+    sent = [(b, t.receiver) for t, m in opened.items() if t.sender == ranks.rank for b in _split(m)]
     received = [
-        (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in blocks(m)
+        (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in _split(m)
     ]
     ranks.exchange(sent, received, "sending the snapshot to other machines")
-    ranks.gather(None, "sending the snapshot to other machines")  # others on the machine read it
+    ranks.gather(None, "sending the snapshot to other machines")  # all ranks of the machine read it
 
 
 def make_folder(path: str) -> None:
-    """A folder within one that is there: a memory that its owner has removed stays removed."""
+    """Make a folder, never its parent: the parent's removal means that the run has ended."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
 
 
 def _create(path: str, nbytes: int) -> None:
-    """A new file that has its memory: a write to a mapping that finds none ends the process."""
+    """Make a file and reserve its memory: writing to a mapping without memory kills the process."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # one that was cut short
+        os.unlink(path)  # of an earlier, interrupted transfer
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if nbytes:
@@ -83,7 +83,7 @@ def _create(path: str, nbytes: int) -> None:
         os.close(descriptor)
 
 
-def _mapped(path: str) -> mmap.mmap:
+def _map_file(path: str) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, 0)
@@ -91,6 +91,6 @@ def _mapped(path: str) -> mmap.mmap:
         os.close(descriptor)
 
 
-def blocks(memory: mmap.mmap) -> Sequence[torch.Tensor]:
-    """A mapped file in parts that fit in a message."""
+def _split(memory: mmap.mmap) -> Sequence[torch.Tensor]:
+    """A mapped file, split into blocks of a message's size."""
     return torch.frombuffer(memory, dtype=torch.uint8).split(BLOCK_BYTES)

@@ -9,7 +9,7 @@ from numbers import Integral
 
 from anyrank.checks import check_type
 
-EVERY = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
+TIME_PATTERN = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -21,18 +21,18 @@ class Cadence:
     seconds: float | None = None
 
     def is_due(self, step: int, last_save: float) -> bool:
-        """Whether to save after this step, the last save having been at that monotonic time."""
+        """Whether to save after this step; `last_save` is on the monotonic clock."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and time.monotonic() - last_save >= self.seconds
 
 
-def cadence(every: int | str | None, name: str = "every") -> Cadence:
-    """`every=`, or the argument of another name, read.
+def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
+    """The cadence that `every=`, or an argument of another name, gives.
 
     Raises:
         TypeError: neither a number nor text.
-        ValueError: it is neither a positive number of steps nor a time such as "10min".
+        ValueError: neither a positive number of steps nor a time such as "10min".
     """
     if every is None:
         return Cadence()
@@ -40,7 +40,7 @@ def cadence(every: int | str | None, name: str = "every") -> Cadence:
     text = str(every).strip()
     if text.isdigit() and int(text) > 0:
         return Cadence(steps=int(text))
-    match = EVERY.match(text)
+    match = TIME_PATTERN.match(text)
     if match and float(match[1]) > 0:
         return Cadence(seconds=float(match[1]) * UNITS[match[2]])
     raise ValueError(

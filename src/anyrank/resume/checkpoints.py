@@ -1,6 +1,6 @@
 """`anyrank.Checkpoints`: the loop of a run, its saves, and its resume on any number of ranks.
 
-It holds what a run is between two steps; `saving` does the work of a save, `restore` of a resume.
+`saving` does the work of a save, `resume.restore` that of a resume.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from anyrank.errors import CheckpointError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.log_writer import LogWriter
-from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, loader_of, stop_condition
+from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
-from anyrank.saving.background import Background
+from anyrank.saving.background import BackgroundSave
 from anyrank.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
 from anyrank.saving.lock import RunLock
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import SaveRecord, write
 from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
@@ -35,7 +35,7 @@ from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -124,13 +124,13 @@ class Checkpoints:
         self._writers: Ranks | None = None  # the same, for the thread of background=True
         self._has_callback = False  # whether any rank has on_commit; the first rank's is called
         self._signals = PendingSignals()
-        self._lock = RunLock(self._folder.store, self._folder.place)
-        self._background = Background(self._write) if background else None
+        self._lock = RunLock(self._folder.store, self._folder.absolute_path)
+        self._background = BackgroundSave(self._write) if background else None
         self._memory: PeerMemory | None = None
         self._counter = StepCounter(state)
         self._is_training = False  # on all ranks alike: whether a loop was begun
         self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
-        self._branch: int | None = None  # that was resumed although newer ones are there
+        self._branch: int | None = None  # the step that was resumed, if there were newer ones
         self._last_save = time.monotonic()
         self._records: list[SaveRecord] = []
         self._log = LogWriter(self._folder, self._lock, state)
@@ -234,16 +234,17 @@ class Checkpoints:
                     step.backward(model(batch).sum())
             assert ckpts.saved()[0].samples == 8
         """
-        loader, is_finished = loader_of(self._state), stop_condition(self._state, until, epochs)
+        loader = require_loader(self._state)
+        is_finished = stop_condition(self._state, until, epochs)
         return Loop(lambda: self._loop(loader, is_finished, {"until": until, "epochs": epochs}))
 
     def _loop(
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
-        self._counter.leave_body()  # of a loop whose iterator is still held
+        self._counter.leave_body()  # of an earlier loop, whose iterator is still alive
         ranks, check = self._open("steps"), self._state.parts.check_usable
-        same_arguments(ranks, "steps", limits, CheckpointError, check)
+        compare_arguments(ranks, "steps", limits, CheckpointError, check)
         self._is_training = True
         yield from self._counter.go_over(loader, is_finished, self.step_done)
         if self._counter.completed:
@@ -272,35 +273,35 @@ class Checkpoints:
         self._is_training = True
         options, number = self._options, self._state.step + 1
 
-        def here() -> BoundaryReport:
+        def report() -> BoundaryReport:
             self._counter.check_countable()
             return BoundaryReport(
-                save_failed=self._background is not None and self._background.failed,
-                signal=self._signals.pending(),
-                saves=options.cadence.is_due(number, self._last_save),
-                keeps=self._memory is not None and self._memory.is_due(number),
+                save_failed=self._background is not None and self._background.has_failed,
+                signal=self._signals.find_pending(),
+                save_is_due=options.cadence.is_due(number, self._last_save),
+                snapshot_is_due=self._memory is not None and self._memory.is_due(number),
                 loss=self._log.take_loss(number),
                 spent=self._log.take_window(),
             )
 
-        with self._counter.at_boundary():
-            reports = ranks.together("completing the step", here)
+        with self._counter.guard_boundary():
+            reports = ranks.together("completing the step", report)
             self._counter.count()
         if self._log.note_step(reports):
             warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
             self.wait()
-        if ranks.size > 1 and options.compares(number):
+        if ranks.size > 1 and options.compares_replicas(number):
             check_replicas(self._state, ranks)
-        if first.keeps and self._memory is not None:
+        if first.snapshot_is_due and self._memory is not None:
             snapshot = collect(self._state, ranks)
             self._state.run = snapshot.manifest.run
             if not self._memory.keep(snapshot):
                 self._memory = None
-        if first.saves or signals:
+        if first.save_is_due or signals:
             self.save(unless_saved=True)
-            self._signals.done(signals)
+            self._signals.mark_done(signals)
         else:
             self._lock.renew()
         if signal.SIGTERM in signals:
@@ -347,7 +348,7 @@ class Checkpoints:
             state.run = snapshot.manifest.run
             if self._background is None:
                 record = self._write(snapshot, ranks)
-                self._note(replace(record, stall_seconds=time.perf_counter() - start), ranks)
+                self._record_save(replace(record, stall_seconds=time.perf_counter() - start), ranks)
             else:
                 assert self._writers is not None
                 self._background.start(snapshot, ranks, self._writers, start)
@@ -361,25 +362,25 @@ class Checkpoints:
             self._lock.take(lambda: self._folder.check_run(self._state.run))
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        """Write a snapshot in files, in whichever thread. All ranks."""
+        """Write a snapshot into files, in either thread. All ranks."""
         record = write(
             snapshot,
             self._folder,
             ranks,
             keep_newest=self._options.keep,
-            keeps_forever=self._options.keeps,
+            keeps_forever=self._options.is_kept_forever,
             branch=self._branch,
         )
         self._branch = None
         return record
 
-    def _note(self, record: SaveRecord, ranks: Ranks) -> None:
-        """A save is on disk. All ranks."""
-        self._note_alone(record, ranks)
+    def _record_save(self, record: SaveRecord, ranks: Ranks) -> None:
+        """Record a finished save, and call `on_commit`. All ranks."""
+        self._record_locally(record, ranks)
         if self._has_callback:
             ranks.together("calling on_commit", lambda: self._call_back(record, ranks))
 
-    def _note_alone(self, record: SaveRecord, ranks: Ranks) -> None:
+    def _record_locally(self, record: SaveRecord, ranks: Ranks) -> None:
         self._on_disk = (record.step, self._state.run)
         self._records.append(record)
         if ranks.index == 0:
@@ -396,12 +397,12 @@ class Checkpoints:
             CheckpointError: the save that was in flight failed.
         """
         if self._background and self._ranks and self._background.is_in_flight:
-            self._note(self._background.wait(), self._ranks)
+            self._record_save(self._background.wait(), self._ranks)
 
     def latest(self) -> str | None:
         """Path of the newest committed step, or None. Any rank."""
-        steps = self._folder.whole()
-        return self._folder.shown(steps[0].name) if steps else None
+        steps = self._folder.whole_steps()
+        return self._folder.user_path(steps[0].name) if steps else None
 
     def saved(self) -> list[SavedStep]:
         """The committed steps, the newest first; damaged ones are left out. Any rank."""
@@ -414,26 +415,27 @@ class Checkpoints:
     # -- open and close ---------------------------------------------------------------------------
 
     def _open(self, call: str) -> Ranks:
-        """The ranks; on the first call, opened together."""
+        """The ranks; the first call opens and checks the run. All ranks."""
         if self._ranks is None:
             data = self._state.data
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks, parts = self._groups.enter_context(opened), self._state.parts
-            same_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
+            compare_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
             if isinstance(data, ElasticData):
                 data.position.check_same(ranks)
             parts.agree(ranks)
             if self._options.background:
-                # The writing thread's collectives must not mix with those of the main one.
-                self._writers = self._groups.enter_context(ranks.apart("the background save"))
+                # The two threads' messages must not mix.
+                channel = ranks.open_channel("the background save")
+                self._writers = self._groups.enter_context(channel)
 
-            def look() -> bool:
+            def check_folder() -> bool:
                 if ranks.index == 0:
                     self._folder.check_no_other()
                 parts.check_optimizers(ranks.index)  # before hours of training
                 return self._on_commit is not None
 
-            self._has_callback = any(ranks.together("opening the run", look))
+            self._has_callback = any(ranks.together("opening the run", check_folder))
             if self._options.peers:
                 from anyrank.peers.memory import open_memory
 
@@ -454,7 +456,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._release()
-        self._signals.pass_on()
+        self._signals.resend()
 
     def _release(self) -> None:
         self._signals.restore()
@@ -469,31 +471,30 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self._counter.leave_body()  # of a loop whose iterator is still held
+            self._counter.leave_body()  # of a loop whose iterator is still alive
             if error is not None:
                 self._leave_save()
                 if self._ranks is not None:  # the others may wait for this rank, and it may live on
-                    shown = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-                    self._ranks.end(f"rank {self._ranks.rank} has left the run by {shown}")
+                    text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+                    self._ranks.end(f"rank {self._ranks.rank} has left the run by {text}")
                 return
             if self._is_training and self._ranks and self._counter.has_whole_steps(self._ranks):
                 self.save(unless_saved=True)
             self.wait()
         finally:
             self._release()
-        self._signals.pass_on()
+        self._signals.resend()
 
     def _leave_save(self) -> None:
-        """Finish while an exception passes: without a wait for ranks that may never come.
+        """Wait a short time for a save in flight while an exception passes.
 
-        A save in flight goes on where all ranks are at it. Raises nothing: the first exception is
-        the one to see.
+        Raises nothing, as the user must see the first exception.
         """
         if self._background is None or self._ranks is None or not self._background.is_in_flight:
             return
         try:
             record = self._background.wait(FAILED_EXIT_SEC)
-            self._note_alone(record, self._ranks)
+            self._record_locally(record, self._ranks)
             self._call_back(record, self._ranks)
         except Exception as error:  # whatever on_commit raises
             log.error("while an exception ends the run: %s", error)

@@ -1,4 +1,4 @@
-"""What a run notes of its time: lines of its log, and which rank is slow."""
+"""Writes the log of a run: how its time is spent, and which rank is slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from anyrank.formats.run_log import END, LOG, START, LogLine, read_log, sum_up
 from anyrank.resume.loop import BoundaryReport
 from anyrank.saving.lock import RunLock
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_folder import RunFolder
 from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
 from anyrank.steps.loader import ElasticLoader
@@ -22,17 +22,17 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-EVERY = 10  # steps between two lines
-MOST_HELD = 1000  # lines of a run that has not saved yet
+LINE_STEPS = 10  # steps between two lines
+MAX_LINES = 1000  # that are kept before the first save
 
 
 class LogWriter:
     """The log of one process of a run. Every rank has one; the first one's writes.
 
-    Lines are held until the folder is this process's own, which its first save makes it.
+    Lines are kept in memory until this process has the folder's lock, from its first save on.
 
     Args:
-        folder: of the run; in an object store, which appends nothing, no log is written.
+        folder: of the run; in an object store, which cannot append, no log is written.
         lock: of the folder.
         state: of the run.
     """
@@ -41,7 +41,7 @@ class LogWriter:
         self._folder, self._lock, self._state = folder, lock, state
         self._ranks: Sequence[int] = ()
         self._is_first = self._writes = False
-        self._held = collections.deque[LogLine](maxlen=MOST_HELD)
+        self._lines = collections.deque[LogLine](maxlen=MAX_LINES)
         self._pace: Pace | None = None
         self._has_begun = False
         self._lost = 0
@@ -49,34 +49,34 @@ class LogWriter:
         self._last = time.monotonic()
 
     def open(self, ranks: Ranks) -> None:
-        """The ranks are known."""
+        """Set the ranks."""
         self._ranks = ranks.ranks
         self._is_first = ranks.index == 0
         self._writes = self._is_first and self._folder.store.renames
 
     def note_resume(self) -> None:
-        """A resume has ended. Any rank."""
+        """Record the end of a resume. Any rank."""
         self._restart_sec, self._last = self._since_last(), time.monotonic()
-        lines = read_log(self._folder.place) if self._writes else ()
-        for last in collections.deque(lines, maxlen=1):
-            self._lost = max(0, last.step - self._state.step)
-            if last.event != END:
-                self._restart_sec = max(0.0, time.time() - last.time)
+        lines = read_log(self._folder.absolute_path) if self._writes else ()
+        for last_line in collections.deque(lines, maxlen=1):
+            self._lost = max(0, last_line.step - self._state.step)
+            if last_line.event != END:
+                self._restart_sec = max(0.0, time.time() - last_line.time)
 
     def take_loss(self, number: int) -> tuple[float, float] | None:
-        """This rank's part of a step's loss, where the log has a line: weighted sum, and weight."""
+        """Weighted sum and weight of this rank's losses, in a step with a line of the log."""
         data = self._state.data
         run = data.position.current if isinstance(data, ElasticLoader) else None
-        if run is None or number % EVERY or not run.losses:
+        if run is None or number % LINE_STEPS or not run.losses:
             return None
         return sum(weight * float(loss) for weight, loss in run.losses), sum(run.weights.values())
 
     def take_window(self) -> list[Spent]:
-        """What this rank tells of its pace; mostly nothing."""
+        """The times of this rank's last steps if they are due; mostly nothing."""
         return [] if self._pace is None else self._pace.take_window()
 
     def note_step(self, reports: Sequence[BoundaryReport]) -> bool:
-        """A step is counted; whether it is the first. All ranks."""
+        """Record a counted step; returns whether it is the first. All ranks."""
         self._steps_sec, self._last = self._steps_sec + self._since_last(), time.monotonic()
         is_first, self._has_begun = not self._has_begun, True
         if is_first:
@@ -85,7 +85,7 @@ class LogWriter:
         spent = [report.spent for report in reports]
         if self._pace is not None and self._is_first and all(spent):
             self._pace.say(self._ranks, spent)
-        if self._state.step % EVERY == 0:
+        if self._state.step % LINE_STEPS == 0:
             losses = [report.loss for report in reports if report.loss is not None]
             weight = sum(weight for _, weight in losses)
             loss = sum(loss for loss, _ in losses) / weight if weight else None
@@ -93,30 +93,30 @@ class LogWriter:
         return is_first
 
     def note_save(self) -> None:
-        """A save has ended, or goes on behind the training. All ranks."""
+        """Record a save, which has ended or goes on in the background. All ranks."""
         self._saves_sec, self._last = self._saves_sec + self._since_last(), time.monotonic()
         if self._pace is not None:
             self._pace.pause()
         self._flush()
 
     def close(self) -> None:
-        """The process leaves the run: the last line, and what the log says in all."""
+        """Write the last line, and log a summary."""
         if self._pace is not None:
             self._pace.close()
         if self._has_begun:
             self._write(self._state.step, event=END)
-            found = sum_up(read_log(self._folder.place)) if self._writes else None
-            if found is not None:
-                log.info("%s: %s", self._folder.path, found)
+            summary = sum_up(read_log(self._folder.absolute_path)) if self._writes else None
+            if summary is not None:
+                log.info("%s: %s", self._folder.path, summary)
         self._has_begun, self._pace = False, None
 
     def _start_pace(self) -> None:
-        """The first step is done: from here on, hooks of the model show where the time goes."""
+        """Measure the parts of each step by hooks of the model, from the second step on."""
         model = self._state.parts.parts.get("model")
         if isinstance(model, nn.Module):
             if Pace.running is not None:  # that of a watch
                 Pace.running.close()
-            self._pace = Pace(model, [innermost(one) for one in self._state.parts.optimizers()])
+            self._pace = Pace(model, [innermost(o) for o in self._state.parts.optimizers()])
 
     def _since_last(self) -> float:
         return time.monotonic() - self._last
@@ -125,20 +125,20 @@ class LogWriter:
         if self._writes:
             waited = 0.0 if self._pace is None else self._pace.waited_sec
             seconds = self._steps_sec - waited, self._saves_sec, self._restart_sec, waited
-            rounded = (round(max(0.0, one), 3) for one in seconds)
-            self._held.append(
+            rounded = (round(max(0.0, part), 3) for part in seconds)
+            self._lines.append(
                 LogLine(time.time(), step, len(self._ranks), loss, event, lost, *rounded)
             )
             self._flush()
 
     def _flush(self) -> None:
-        """Write what is held, once the folder is this process's; a failure ends the log."""
-        if not self._held or not self._lock.held:
+        """Write the lines if this process has the folder's lock; a failure ends the log."""
+        if not self._lines or not self._lock.is_held:
             return
-        lines = "".join(f"{line.to_json()}\n" for line in self._held)
-        self._held.clear()
+        lines = "".join(f"{line.to_json()}\n" for line in self._lines)
+        self._lines.clear()
         try:
-            with open(os.path.join(self._folder.place, LOG), "ab+") as file:
+            with open(os.path.join(self._folder.absolute_path, LOG), "ab+") as file:
                 file.seek(max(0, file.tell() - 1))
                 is_cut = file.read() not in (b"", b"\n")  # a kill in the middle of a line
                 file.write(b"\n" * is_cut + lines.encode())

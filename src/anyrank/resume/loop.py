@@ -1,7 +1,7 @@
 """The loop over the steps of a run: where it ends, and which of its steps count.
 
-A step counts when it is whole: its microbatches ran, and an optimizer of the state stepped. How the
-body was left does not matter.
+A step counts if its microbatches ran and an optimizer of the state stepped. How the body was left
+does not matter.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ EARLY_STEP = "the optimizer stepped before all of its microbatches were run"
 
 
 class BoundaryReport(NamedTuple):
-    """What a rank tells the others at the end of a step.
+    """What a rank sends to the others at the end of a step.
 
     Attributes:
-        save_failed: whether a background save has ended without a checkpoint.
-        signal: SIGTERM or SIGUSR1, if it got one.
-        saves: whether a save in files is due; the first rank's clock decides.
-        keeps: as `saves`, a snapshot in the machines' memory.
+        save_failed: whether a background save has failed.
+        signal: SIGTERM or SIGUSR1, if the rank got one.
+        save_is_due: whether a save in files is due; the first rank's clock decides.
+        snapshot_is_due: whether a snapshot in the machines' memory is due.
         loss: of its share, in a step that the log has a line of.
         spent: medians of the parts of its steps, each twentieth step.
     """
 
     save_failed: bool
     signal: int | None
-    saves: bool
-    keeps: bool
+    save_is_due: bool
+    snapshot_is_due: bool
     loss: tuple[float, float] | None = None
     spent: Sequence[Spent] = ()
 
 
 class Loop(Iterator[Step]):
-    """What a `for` goes over: each `for` begins where the run is.
+    """What `Checkpoints.steps` returns: each `for` begins where the run is.
 
-    Only the `for` holds its iterator, so that leaving the loop closes it, even where the loop
-    itself is kept in a variable. `next()` goes over one of its own.
+    Each `for` has an iterator of its own, so that leaving the loop closes it, also if this object
+    is kept in a variable. `next()` uses another iterator.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
         self._begin = begin
-        self._own: Iterator[Step] | None = None
+        self._iterator: Iterator[Step] | None = None
 
     def __iter__(self) -> Iterator[Step]:
         return self._begin()
 
     def __next__(self) -> Step:
-        self._own = self._own or self._begin()
-        return next(self._own)
+        self._iterator = self._iterator or self._begin()
+        return next(self._iterator)
 
 
 class StepHooks:
-    """Whether an optimizer of a state has stepped, as its own hook shows.
+    """Hooks on a state's optimizers, which record whether one has stepped.
 
     Attributes:
         optimizers: of the state.
@@ -82,17 +82,17 @@ class StepHooks:
         self.stepped = False
         parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
-        self.optimizers = [innermost(one) for one in state.parts.optimizers()]
-        self._handles = [one.register_step_post_hook(self._note) for one in self.optimizers]
+        self.optimizers = [innermost(o) for o in state.parts.optimizers()]
+        self._handles = [o.register_step_post_hook(self._on_step) for o in self.optimizers]
 
     def missed_gradients(self) -> bool:
-        """Whether no optimizer has stepped, and there are gradients; a GradScaler may do so."""
+        """Whether there are gradients and no optimizer has stepped; never with a GradScaler."""
         if self.stepped or self._has_scaler:
             return False
-        groups = [group for one in self.optimizers for group in one.param_groups]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return any(param.grad is not None for group in groups for param in group["params"])
 
-    def _note(self, *_: Any) -> None:
+    def _on_step(self, *_: Any) -> None:
         self.stepped = True
 
     def __enter__(self) -> StepHooks:
@@ -117,15 +117,15 @@ class StepCounter:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._body: tuple[Step, StepHooks] | None = None  # that the loop is in
-        self._has_warned = False  # of a step without an optimizer's
+        self._body: tuple[Step, StepHooks] | None = None  # the one that runs now
+        self._has_warned = False  # of a step in which no optimizer stepped
         self.completed = 0
 
     def check_countable(self) -> None:
-        """Refuse to count a step that is not complete, or that the loop itself counts.
+        """Refuse to count a step that is not complete, or that `steps()` counts.
 
         Raises:
-            CheckpointError: microbatches are left, the body of `steps()` runs, or the state is
+            CheckpointError: microbatches have not run, the body of `steps()` runs, or the state is
                 half restored.
         """
         if self._body is not None:
@@ -140,7 +140,7 @@ class StepCounter:
     def go_over(
         self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
     ) -> Generator[Step]:
-        """The steps of the loader, from epoch to epoch, each done when the body has ended."""
+        """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
         with StepHooks(self._state) as hooks:
             while not is_finished():
                 for step in loader:
@@ -157,10 +157,10 @@ class StepCounter:
                         break
 
     def _end_body(self, step: Step) -> None:
-        """The body ran to its end.
+        """Handle the end of a body.
 
         Raises:
-            CheckpointError: the loop was left meanwhile, and this step is accounted for.
+            CheckpointError: the loop was left meanwhile, and has accounted for this step.
         """
         if self._body is None or self._body[0] is not step:
             raise CheckpointError(
@@ -178,42 +178,42 @@ class StepCounter:
             )
 
     def leave_body(self) -> None:
-        """Account for a body that did not run to its end, if there is one. Raises nothing."""
+        """Account for a body that did not run to its end, if any. Raises nothing."""
         if self._body is None:
             return
         (step, hooks), self._body = self._body, None
-        position = loader_of(self._state).position
+        position = require_loader(self._state).position
         if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
             self.count()
         elif hooks.stepped:
-            self._state.parts.unusable = _lost_step(step.number, EARLY_STEP)
+            self._state.parts.unusable = _lost_step_text(step.number, EARLY_STEP)
         else:
             position.abandon_step()  # the weights are those of the step before
 
     @contextlib.contextmanager
-    def at_boundary(self) -> Generator[None]:
-        """What is interrupted in here (Ctrl-C) leaves a step that moved the state, uncounted."""
+    def guard_boundary(self) -> Generator[None]:
+        """Mark the state as unusable if it is interrupted in here (Ctrl-C), before it counts."""
         try:
             yield
         except Exception:
             raise
         except BaseException:
-            why = "it was interrupted while it was counted"
-            self._state.parts.unusable = _lost_step(self._state.step, why)
+            reason = "it was interrupted while it was counted"
+            self._state.parts.unusable = _lost_step_text(self._state.step, reason)
             raise
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
-        """Whether there is a step to save on leaving. All ranks.
+        """Whether steps were counted, and none is under way: then leaving saves. All ranks.
 
         Raises:
-            CheckpointError: a step moved the state of some rank, and does not count.
+            CheckpointError: a step that does not count has changed the state of a rank.
         """
 
-        def here() -> tuple[bool, bool]:
+        def report() -> tuple[bool, bool]:
             self._state.parts.check_usable()
             return self.completed > 0, is_within_step(self._state)
 
-        flags = ranks.together("leaving the loop", here)
+        flags = ranks.together("leaving the loop", report)
         if any(is_within for _, is_within in flags):
             log.warning(
                 "step %d was begun and not completed, so nothing is saved on leaving: the newest "
@@ -234,23 +234,23 @@ class StepCounter:
         tell_of_step()
 
 
-def loader_of(state: TrainState) -> ElasticLoader:
-    """The loader whose steps a loop goes over.
+def require_loader(state: TrainState) -> ElasticLoader:
+    """The state's ElasticLoader.
 
     Raises:
-        TypeError: the state has none that iterates over steps.
+        TypeError: the state has none.
     """
     if not isinstance(state.data, ElasticLoader):
-        given = "no data" if state.data is None else f"a {type(state.data).__name__} as data"
+        data = "no data" if state.data is None else f"a {type(state.data).__name__} as data"
         raise TypeError(
-            f"steps() goes over the steps of an ElasticLoader, and the state has {given}: give "
+            f"steps() goes over the steps of an ElasticLoader, and the state has {data}: give "
             "TrainState(data=ElasticLoader(...)), or call step_done() in a loop of your own"
         )
     return state.data
 
 
 def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
-    """Whether a run is finished: at `until` optimizer steps, or after `epochs` epochs.
+    """A function that says whether the run has `until` optimizer steps, or `epochs` epochs.
 
     Raises:
         ValueError: none or both were given, or a negative number.
@@ -263,6 +263,6 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
     return lambda: (state.step if epochs is None else state.epoch) >= last
 
 
-def _lost_step(number: int, why: str) -> str:
-    """What is wrong with a state that a step moved without being counted."""
-    return f"step {number} does not count, and moved the weights: {why}"
+def _lost_step_text(number: int, reason: str) -> str:
+    """Why a state is unusable that an uncounted step has changed."""
+    return f"step {number} does not count, but changed the weights: {reason}"

@@ -9,12 +9,12 @@ from typing import Any
 
 from anyrank.checks import check_bool, check_int, check_names
 from anyrank.errors import CheckpointError
-from anyrank.resume.cadence import Cadence, cadence
+from anyrank.resume.cadence import Cadence, parse_cadence
 from anyrank.tensors.names import Rename, renamer
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
-RENAMED = (
+RENAMING = (
     "for a run whose model has other names now, start a new run from its weights: "
     "anyrank.load(model, path, rename=...)"
 )
@@ -32,19 +32,19 @@ class ResumeArguments:
     @property
     def path(self) -> str | None:
         """The path, where one is given."""
-        given = self.which
-        is_path = isinstance(given, os.PathLike) or (
-            isinstance(given, str) and given not in ("auto", "must")
+        which = self.which
+        is_path = isinstance(which, os.PathLike) or (
+            isinstance(which, str) and which not in ("auto", "must")
         )
-        return os.fspath(given) if is_path else None  # type: ignore[arg-type]
+        return os.fspath(which) if is_path else None  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Refuse what is wrong in itself.
+        """Check this rank's arguments.
 
         Raises:
             ValueError, TypeError: names the argument.
         """
-        which: Any = self.which  # whatever was given
+        which: Any = self.which
         if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
             raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
         if which == "" or (isinstance(which, int) and which < 0):
@@ -52,28 +52,28 @@ class ResumeArguments:
         check_names("skip", self.skip)
         check_names("fresh", self.fresh)
         if self.rename is not None and self.path is None:
-            raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMED}")
+            raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMING}")
         renamer(self.rename)
 
     def agree(self, ranks: Ranks) -> None:
-        """Check them, and compare them over the ranks. All ranks.
+        """Check the arguments, and compare them over the ranks. All ranks.
 
         Raises:
             ValueError, TypeError: as `check`; on all ranks.
             CheckpointError: they differ.
         """
-        given = {
+        arguments = {
             "which": self.path or self.which,
             "skip": sorted(self.skip) if isinstance(self.skip, (list, tuple)) else self.skip,
             "fresh": sorted(self.fresh) if isinstance(self.fresh, (list, tuple)) else self.fresh,
             "rename": self.rename,
         }
-        same_arguments(ranks, "resume", given, CheckpointError, self.check)
+        compare_arguments(ranks, "resume", arguments, CheckpointError, self.check)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is saved; `Checkpoints` describes each option.
+    """The options of a run's saves; `Checkpoints` describes them.
 
     Raises:
         ValueError: an option outside of what is allowed.
@@ -96,30 +96,30 @@ class RunOptions:
             check_int("keep_every", self.keep_every, 1)
         if self.replicas_every is not None:
             check_int("replicas_every", self.replicas_every, 0)
-        cadence(self.every)
-        cadence(_as_every(self.peers), "peers")
+        parse_cadence(self.every)
+        parse_cadence(_as_every(self.peers), "peers")
 
-    def keeps(self, step: int) -> bool:
-        """Whether a step stays for good. Asked on the first rank."""
+    def is_kept_forever(self, step: int) -> bool:
+        """Whether a step of this number is never removed. On the first rank."""
         if callable(self.keep_every):
             return self.keep_every(step)
         return self.keep_every is not None and step % self.keep_every == 0
 
-    def compares(self, step: int) -> bool:
+    def compares_replicas(self, step: int) -> bool:
         """Whether the replicas are compared at the end of a step."""
         return bool(self.replicas_every) and step % (self.replicas_every or 1) == 0
 
     @property
     def cadence(self) -> Cadence:
         """When a save is due."""
-        return cadence(self.every)
+        return parse_cadence(self.every)
 
     @property
     def peers_cadence(self) -> Cadence:
         """When a snapshot in memory is due."""
-        return cadence(_as_every(self.peers), "peers")
+        return parse_cadence(_as_every(self.peers), "peers")
 
 
 def _as_every(peers: bool | int | str) -> int | str | None:
-    """True is each step, False is never."""
+    """`peers=` as a cadence: True is each step, False is never."""
     return int(peers) or None if isinstance(peers, bool) else peers

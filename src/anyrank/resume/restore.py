@@ -1,4 +1,4 @@
-"""One resume: match every part of a state with its source, fill it; random streams are last."""
+"""One resume: match every part of a state with its source, fill the parts, then the streams."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from anyrank.random_state.saved_streams import (
     restore,
 )
 from anyrank.resume.options import ResumeArguments
-from anyrank.resume.search import unreadable
-from anyrank.resume.source import ResumeSource, misfit
+from anyrank.resume.search import unreadable_error
+from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
@@ -47,14 +47,14 @@ def restore_state(
         CheckpointError: it does not fit, and nothing has changed; or reading failed in the middle.
         CorruptCheckpoint: the source is damaged.
     """
-    resuming = _Resuming(state, source, arguments, ranks)
-    resuming.match()
-    resuming.fill()
-    return resuming.report()
+    restorer = _Restorer(state, source, arguments, ranks)
+    restorer.match()
+    restorer.fill()
+    return restorer.report()
 
 
-class _Resuming:
-    """Matches a state with its source, and fills it. All ranks call its methods, in order."""
+class _Restorer:
+    """Matches a state with its source, and fills it. All ranks call `match`, `fill`, `report`."""
 
     def __init__(
         self, state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
@@ -68,44 +68,42 @@ class _Resuming:
         self.start = time.perf_counter()
 
     def match(self) -> None:
-        """Compare everything with the source. Nothing is changed.
+        """Compare everything with the source; changes nothing.
 
         Raises:
             CheckpointError: all problems, in one list.
         """
 
-        def here() -> bool:
+        def match_parts() -> bool:
             self.matched = self.source.match(self.state, self.arguments, self.ranks)
             problems = self._unknown_names()
             problems += [problem for part in self.matched.values() for problem in part.problems]
             if problems:
-                raise CheckpointError(misfit(self.source.path, self.inner.unusable, problems))
+                raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
             return any(part.has_meta_buffers for part in self.matched.values())
 
-        self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", here))
+        self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
 
     def _unknown_names(self) -> list[str]:
-        """The problem of names in skip= that are no part's, if there are any.
+        """The problem of names in skip= that are no part, if there are any.
 
-        Names of parts that only an earlier checkpoint of the run had stay right: the same call
-        comes again at every restart.
+        Names that an earlier resume of the run has skipped are allowed, as a restarted job calls
+        resume with the same arguments.
         """
-        before = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
-        known = {*self.source.names, *self.inner.parts, *before}
-        unknown = [name for name in self.arguments.skip if name not in known]
-        wrong = ", ".join(map(repr, unknown))
-        there = ", ".join(sorted(known))
-        return [f"skip= names {wrong}: no part is called so; there are {there}"] if wrong else []
+        skipped = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
+        known = {*self.source.names, *self.inner.parts, *skipped}
+        text = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
+        names = ", ".join(sorted(known))
+        return [f"skip= names {text}: no part is called so; there are {names}"] if text else []
 
     def fill(self) -> None:
-        """Read, and put everything in place. After a failure the state has to be resumed again.
+        """Read, and put everything in place. After a failure the state must be resumed again.
 
         Raises:
-            CheckpointError: the state is half restored, and says so.
-            CorruptCheckpoint: so it is, as bytes are not those that were saved; an older step
-                restores it whole.
+            CheckpointError: reading failed, and the state is marked as half restored.
+            CorruptCheckpoint: the same, because bytes are not those that were saved.
         """
-        self.inner.unusable = _half_restored("it was interrupted")  # until it is whole
+        self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole
         try:
             self._read()
             self.ranks.together("restoring the state", self._commit)
@@ -113,7 +111,7 @@ class _Resuming:
                 self._rebuild()
             self.outcomes = self._restore_streams()
         except Exception as error:
-            self.inner.unusable = _half_restored(
+            self.inner.unusable = _half_restored_text(
                 (str(error) or type(error).__name__).splitlines()[0]
             )
             text = f"{error}\n  the state is half restored: resume again before it is used"
@@ -122,7 +120,7 @@ class _Resuming:
         self.inner.unusable = None
 
     def _read(self) -> None:
-        """Let each part that is loaded load itself, then read the others' tensors."""
+        """Call the `load` of the parts that have one, then read the tensors of the others."""
         for part in self.matched.values():
             if part.load is not None:
                 self.bytes_read += part.load()
@@ -130,8 +128,8 @@ class _Resuming:
         buffer = buffer_for(fill.local.device for fill in fills)
         listings = {id(fill.listing): fill.listing for fill in fills}
         for listing in listings.values() or [self.source.listing]:
-            mine = [fill for fill in fills if fill.listing is listing]
-            files = {chunk.file for fill in mine for chunk in fill.stored.chunks}
+            own_fills = [fill for fill in fills if fill.listing is listing]
+            files = {chunk.file for fill in own_fills for chunk in fill.stored.chunks}
             with Reader(
                 self.source.bring(listing, files),
                 buffer_bytes=buffer,
@@ -139,17 +137,17 @@ class _Resuming:
                 check=self.ranks.check,
                 verify=self.source.verify,
             ) as reader:
-                self._read_from(reader, mine, files)
+                self._read_from(reader, own_fills, files)
 
     def _read_from(self, reader: Reader, fills: Sequence[Fill], files: set[int]) -> None:
-        """Fill this rank's memory from one listing: each rank reads what it holds."""
+        """Fill this rank's memory from one listing: each rank reads the tensors that it holds."""
 
         def read() -> None:
             faults.point("resume.read")
             try:
                 read_own(fills, reader, self.ranks)
             except LoadError as error:
-                raise unreadable(self.source.path, error) from error
+                raise unreadable_error(self.source.path, error) from error
 
         self.ranks.together("opening the checkpoint", lambda: reader.open(files))
         self.ranks.together("reading the checkpoint", read)
@@ -159,9 +157,9 @@ class _Resuming:
         faults.point("resume.commit")
         state, source = self.state, self.source
         state.step, state.samples, state.run = source.step, source.samples, source.run
-        here: dict[str, Any] = {"step": source.step, "ranks": source.saved_on.ranks}
-        here |= {"skipped": [*self.arguments.skip]} if self.arguments.skip else {}
-        state.lineage = [*source.lineage, here]
+        entry: dict[str, Any] = {"step": source.step, "ranks": source.saved_on.ranks}
+        entry |= {"skipped": [*self.arguments.skip]} if self.arguments.skip else {}
+        state.lineage = [*source.lineage, entry]
         for part in self.matched.values():
             part.commit()
 
@@ -177,7 +175,7 @@ class _Resuming:
                 )
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:
-        """Put the random streams back: the last act, so that nothing moves them afterwards."""
+        """Restore the random streams; last, so that nothing draws from them afterwards."""
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
         saved = source.streams
@@ -186,10 +184,10 @@ class _Resuming:
                 coords, seed=seed, samples=samples, generators=generators, reason=source.no_streams
             )
 
-        def here() -> dict[str, StreamOutcome]:
+        def restore_saved() -> dict[str, StreamOutcome]:
             return restore(saved, coords, seed=seed, samples=samples, generators=generators)
 
-        return self.ranks.together("restoring the random streams", here)[0]
+        return self.ranks.together("restoring the random streams", restore_saved)[0]
 
     def _notes(self) -> list[str]:
         notes = [
@@ -198,7 +196,7 @@ class _Resuming:
             if outcome.how not in ("exact", "unused") and outcome.reason != self.source.no_streams
         ]
         notes += [note for part in self.matched.values() for note in part.notes]
-        notes += _differed_in_words(self.source.differed)
+        notes += _note_differences(self.source.differed)
         data = self.state.data
         if isinstance(data, ElasticData):
             notes += [
@@ -209,7 +207,7 @@ class _Resuming:
         return notes
 
     def report(self) -> ResumeReport:
-        """What was done. All ranks."""
+        """The report of the resume. All ranks."""
         source = self.source
         seconds = time.perf_counter() - self.start
         measured = self.ranks.gather((self.bytes_read, seconds))
@@ -238,13 +236,13 @@ class _Resuming:
         return report
 
 
-def _half_restored(why: str) -> str:
-    """What is wrong with a state whose resume did not end."""
-    return f"the state is half restored, as a resume failed in the middle ({why})"
+def _half_restored_text(reason: str) -> str:
+    """Why a state is unusable whose resume failed."""
+    return f"the state is half restored, as a resume failed in the middle ({reason})"
 
 
-def _differed_in_words(names: Sequence[str]) -> list[str]:
-    """A note on tensors that were not equal on the ranks, if there are any."""
+def _note_differences(names: Sequence[str]) -> list[str]:
+    """A note on tensors that differed between the ranks that saved them, if there are any."""
     if not names:
         return []
     return [
@@ -262,7 +260,7 @@ def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
 
 
 def _log_report(report: ResumeReport, differed: Sequence[str]) -> None:
-    """Log a resume; what differs from an exact one is a warning."""
+    """Log a resume; warn of what was not restored exactly."""
     log.info("%s", report)
     if report.set_aside:
         log.warning(
@@ -274,5 +272,5 @@ def _log_report(report: ResumeReport, differed: Sequence[str]) -> None:
     for name, outcome in report.components.items():
         if outcome not in ("exact", "resharded"):
             log.warning("%s is %s: %s", name, outcome, outcome.reason)
-    for note in _differed_in_words(differed):
+    for note in _note_differences(differed):
         log.warning("%s", note)

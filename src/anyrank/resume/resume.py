@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import is_step, number_of
-from anyrank.resume.options import RENAMED, ResumeArguments
+from anyrank.resume.options import RENAMING, ResumeArguments
 from anyrank.resume.restore import restore_state
 from anyrank.resume.search import StepSearch
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_folder import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Resumed(NamedTuple):
-    """What a resume did.
+    """The result of a resume.
 
     Attributes:
         report: for the caller.
-        is_on_disk: whether it was a step of this run, in files.
-        is_branch: whether it was asked for, so that newer ones are left.
-        snapshot: name of the snapshot in memory that it was, or None.
+        is_on_disk: whether the step is one of this run, in files.
+        is_branch: whether the caller gave the step's number, so that there may be newer ones.
+        snapshot: name of the restored snapshot in memory, or None.
     """
 
     report: ResumeReport
@@ -45,15 +45,15 @@ def resume_run(
     ranks: Ranks,
     memory: PeerMemory | None = None,
 ) -> Resumed | None:
-    """Restore a state; None where there is nothing to resume. All ranks.
+    """Restore a state; None if there is nothing to resume. All ranks.
 
     Raises:
-        ValueError: a path where nothing is, or `rename` with a run's path.
-        CheckpointError: there is nothing and there must be; or see `Checkpoints.resume`.
+        ValueError: a path that does not exist, or `rename` with a run's path.
+        CheckpointError: "must" and no checkpoint; or see `Checkpoints.resume`.
     """
     resumed = _resume(state, folder, arguments, verify, ranks, memory)
     if resumed is not None and memory is not None:
-        memory.remove_but(*filter(None, [resumed.snapshot]))
+        memory.remove_except(*filter(None, [resumed.snapshot]))
     return resumed
 
 
@@ -66,28 +66,29 @@ def _resume(
     memory: PeerMemory | None,
 ) -> Resumed | None:
     path, which = arguments.path, arguments.which
-    meant = None if path is None else _agree_on_path(path, folder, arguments, ranks)
-    if meant is not None and meant.own is not None:
-        path, which = None, meant.own
-    own = "auto" if path is not None or isinstance(which, os.PathLike) else which
-    # What skip= leaves out of a beginning, the own steps of the run have.
-    for_own = arguments if path is None else replace(arguments, skip=())
-    resumed = _newest(state, StepSearch(folder, own, verify, ranks, memory), for_own, ranks)
+    target = None if path is None else _agree_on_path(path, folder, arguments, ranks)
+    if target is not None and target.own_step is not None:
+        path, which = None, target.own_step
+    own_which = "auto" if path is not None or isinstance(which, os.PathLike) else which
+    # skip= was for the first resume, from the path: the run's own steps have all parts.
+    own_arguments = arguments if path is None else replace(arguments, skip=())
+    search = StepSearch(folder, own_which, verify, ranks, memory)
+    resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None:
         if path is None:
             return resumed
-        note = f"{path} was not read: the run has steps of its own, which go on from it"
+        note = f"{path} was not read: the run has steps of its own, which began with it"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
         return resumed._replace(report=replace(report, notes=[*report.notes, note]))
-    if meant is not None and meant.step is not None:
-        place, number = meant.step
-        other = RunFolder(storage_for(place), place)
-        search = StepSearch(other, number, verify, ranks)  # a given step, so nothing is set aside
-        begun = _newest(state, search, arguments, ranks)
-        assert begun is not None
-        state.run = None  # a run of its own, which begins here
-        return Resumed(begun.report)
+    if target is not None and target.step is not None:
+        run_path, number = target.step
+        other_run = RunFolder(storage_for(run_path), run_path)
+        search = StepSearch(other_run, number, verify, ranks)  # of a number: sets nothing aside
+        resumed = _restore_newest(state, search, arguments, ranks)
+        assert resumed is not None
+        state.run = None  # a new run begins
+        return Resumed(resumed.report)
     if path is not None:
         from anyrank.foreign.adopt import adopt  # around the core: a door in test_house
 
@@ -100,10 +101,10 @@ def _resume(
     return None
 
 
-def _newest(
+def _restore_newest(
     state: TrainState, search: StepSearch, arguments: ResumeArguments, ranks: Ranks
 ) -> Resumed | None:
-    """Restore the newest step that is whole; None where the run has none. All ranks.
+    """Restore the newest step that is whole; None if the run has no steps. All ranks.
 
     Raises:
         CheckpointError: the step does not match the state, or reading it failed.
@@ -118,70 +119,70 @@ def _newest(
     return None
 
 
-class _Meant(NamedTuple):
-    """What a path means: a step of this run (`own`), one of another run, or neither.
+class _PathTarget(NamedTuple):
+    """What a path is: a step of this run, one of another run, or neither.
 
     Attributes:
-        own: "must" for the run's own folder, or a number of one of its steps.
-        step: of another run: its folder, and the number.
-        problem: why there is nothing to resume, in words.
+        own_step: "must" for this run's folder, or the number of one of its steps.
+        step: another run's folder, and the number of a step.
+        problem: an error's text if there is nothing to resume.
     """
 
-    own: str | int | None = None
+    own_step: str | int | None = None
     step: tuple[str, int] | None = None
     problem: str | None = None
 
 
 def _agree_on_path(
     path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
-) -> _Meant:
-    """What a path means. All ranks.
+) -> _PathTarget:
+    """What a path is. All ranks.
 
     Raises:
-        ValueError: nothing is there, or `rename` with a run's path.
+        ValueError: it does not exist, or `rename` with a run's path.
     """
-    meant = ranks.from_one("looking at the path", lambda: _meant_by(path, folder))
-    if meant.problem:
-        raise ValueError(meant.problem)
-    if arguments.rename is not None and (meant.own is not None or meant.step is not None):
+    target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
+    if target.problem:
+        raise ValueError(target.problem)
+    if arguments.rename is not None and (target.own_step is not None or target.step is not None):
         raise ValueError(
-            f"rename= is for another tool's checkpoint, and {path} is a run's; {RENAMED}"
+            f"rename= is for another tool's checkpoint, and {path} is a run's; {RENAMING}"
         )
-    return meant
+    return target
 
 
-def _meant_by(path: str, folder: RunFolder) -> _Meant:
-    """What there is at a path. One rank."""
+def _find_target(path: str, folder: RunFolder) -> _PathTarget:
+    """What a path is. One rank."""
     path = path.rstrip("/")
     run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
-            return _Meant(problem=_nothing_there(path, folder))
-        is_one = is_step(run.store, path)
-    parent, _, name = _resolved(path).rpartition("/")
+            return _PathTarget(problem=_missing_path_text(path, folder))
+        is_run_step = is_step(run.store, path)
+    parent, _, name = _resolve(path).rpartition("/")
     number = number_of(name)
-    if _resolved(path) == _resolved(folder.path):
-        return _Meant(own="must")
-    if number is not None and parent == _resolved(folder.path):
-        return _Meant(own=number)
-    if is_one and number is None:
+    if _resolve(path) == _resolve(folder.path):
+        return _PathTarget(own_step="must")
+    if number is not None and parent == _resolve(folder.path):
+        return _PathTarget(own_step=number)
+    if is_run_step and number is None:
         raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
-    if is_one and number is not None:
-        return _Meant(step=(parent, number))
-    steps = run.whole()
-    return _Meant(step=(path, steps[0].number) if steps else None)
+    if is_run_step and number is not None:
+        return _PathTarget(step=(parent, number))
+    steps = run.whole_steps()
+    return _PathTarget(step=(path, steps[0].number) if steps else None)
 
 
-def _nothing_there(path: str, folder: RunFolder) -> str:
-    """What is wrong with a path that means nothing."""
-    where = "" if "://" in path else f" (working directory {os.getcwd()})"
-    steps = ", ".join(str(step.number) for step in folder.whole()[:10]) or "none"
+def _missing_path_text(path: str, folder: RunFolder) -> str:
+    """An error's text for a path that does not exist."""
+    directory = "" if "://" in path else f" (working directory {os.getcwd()})"
+    steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "none"
     return (
-        f"resume({path!r}): is not 'auto', not 'must', and no path that is there{where}; a step is "
-        f"given as a number, of those that {folder.path} has: {steps}"
+        f"resume({path!r}): is not 'auto', not 'must', and no path that exists{directory}; give a "
+        f"step as a number, of those that {folder.path} has: {steps}"
     )
 
 
-def _resolved(path: str) -> str:
-    """A path by which one folder is known, however it is written."""
+def _resolve(path: str) -> str:
+    """The one path of a folder, however it is written."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)

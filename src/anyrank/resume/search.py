@@ -1,4 +1,4 @@
-"""Which step a resume restores: the newest that is whole; damaged steps are set aside."""
+"""Finds the step that a resume restores: the newest whole one. Damaged steps are set aside."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from anyrank.formats.run_folder import ASIDE, list_step
 from anyrank.random_state.saved_streams import SavedStreams, from_json
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
-from anyrank.saving.run_store import DAMAGED, RunFolder
+from anyrank.saving.run_folder import DAMAGED, RunFolder
 from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
 if TYPE_CHECKING:
-    from anyrank.peers.memory import Held, PeerMemory
+    from anyrank.peers.memory import PeerMemory, PeerSnapshot
 
 log = logging.getLogger("anyrank.resume")
 
@@ -35,10 +35,10 @@ class StepOfRun(ResumeSource):
     """A step of a run whose files look whole.
 
     Attributes:
-        candidate: what the search knows of it.
+        candidate: the step as the search found it.
         manifest: of the step.
-        skipped_notes: why newer snapshots were skipped, in sentences.
-        memory: for a snapshot, where it is.
+        skipped_notes: for each newer snapshot that was skipped, a sentence that says why.
+        memory: for a snapshot, the memory with it.
     """
 
     candidate: Candidate
@@ -49,7 +49,7 @@ class StepOfRun(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        with _readable_records(self.path, CheckpointError):  # raised in a part's own code, perhaps
+        with _reading_records(self.path, CheckpointError):  # a part's own code may raise
             return self._match(state, arguments, ranks)
 
     def _match(
@@ -72,10 +72,10 @@ class StepOfRun(ResumeSource):
         return self.skipped_notes
 
     def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
-        held = self.candidate.held
-        if self.memory is None or held is None or listing is not self.listing:
+        snapshot = self.candidate.snapshot
+        if self.memory is None or snapshot is None or listing is not self.listing:
             return listing
-        return self.memory.bring(held, listing, files)
+        return self.memory.bring(snapshot, listing, files)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Candidate:
     """A step that may be resumed, in files or in memory.
 
     Attributes:
-        manifest, listing, streams: what it holds; None where damage hides it.
-        damaged: what is damaged, or None.
-        held: for a snapshot in memory, what the machines hold of it.
+        manifest, listing, streams: what it holds; None if they cannot be read.
+        damage: what is damaged, or None.
+        snapshot: for a snapshot in memory, its description.
     """
 
     step: int
@@ -93,16 +93,16 @@ class Candidate:
     manifest: Manifest | None = None
     listing: Listing | None = None
     streams: SavedStreams | None = None
-    damaged: str | None = None
-    held: Held | None = None
+    damage: str | None = None
+    snapshot: PeerSnapshot | None = None
 
 
 class StepSearch:
     """The steps of a run, the newest first, until one is whole. Equal on all ranks.
 
-    Steps are files, and snapshots in memory, which are read where both are as new.
-    Damaged steps are renamed `.aside-damaged-...` and skipped. A step whose bytes the disk or the
-    network does not return is an error: it may be sound.
+    A step is in files or a snapshot in memory; the snapshot is read if both are equally new.
+    Damaged steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
+    network is no proof of damage, and is raised.
     """
 
     def __init__(
@@ -115,112 +115,115 @@ class StepSearch:
     ) -> None:
         self.folder, self.which, self.verify, self.ranks = folder, which, verify, ranks
         self.memory = memory if which in ("auto", "must") else None
-        self.snapshots = self.memory.whole() if self.memory is not None else []
+        self.snapshots = self.memory.whole_snapshots() if self.memory is not None else []
         self.newest_step = self.newest_samples = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
         self.notes: list[str] = []
 
     def next(self) -> StepOfRun | None:
-        """The next step that looks whole, or the step asked for; None for an empty folder.
+        """The next step that looks whole, or the requested one; None for an empty folder.
         All ranks.
 
         Raises:
-            CheckpointError: there are steps and none can be used, or not the one asked for.
+            CheckpointError: no step, or not the requested one, can be used.
         """
         while (candidate := self._candidate()) is not None:
-            if candidate.damaged is None:
+            if candidate.damage is None:
                 return self._step(candidate)
             self._reject(candidate)
         if self.reasons:
             raise self._error()
-        bad = self.ranks.from_one(
-            "looking for a checkpoint", lambda: _set_aside_before(self.folder)
+        damaged_names = self.ranks.run_on_one(
+            "looking for a checkpoint", lambda: _find_damaged(self.folder)
         )
-        if bad:
+        if damaged_names:
             raise CheckpointError(
-                f"{self.folder.path}: has no checkpoint but damaged ones set aside "
-                f"({', '.join(bad)}): repair one and rename it, or start in an empty folder"
+                f"{self.folder.path}: has no checkpoint but damaged ones, which were set aside "
+                f"({', '.join(damaged_names)}): repair and rename one, or start in an empty folder"
             )
         return None
 
     def reject(self, step: StepOfRun, error: CorruptCheckpoint) -> None:
-        """Skip a step whose damage showed when it was read. All ranks.
+        """Skip a step that turned out damaged when it was read. All ranks.
 
         Raises:
-            CorruptCheckpoint: it is the step asked for.
+            CorruptCheckpoint: it is the requested step.
             CheckpointError: it cannot be renamed.
         """
-        self._reject(replace(step.candidate, damaged=str(error)))
+        self._reject(replace(step.candidate, damage=str(error)))
 
     def _candidate(self) -> Candidate | None:
         """The newest step that was not rejected, in memory or in files. All ranks."""
-        held = self.snapshots[0] if self.snapshots else None
-        candidate = self.ranks.from_one("looking for a checkpoint", lambda: self._look(held))
-        if candidate is None or candidate.held is None:
+        snapshot = self.snapshots[0] if self.snapshots else None
+        what = "looking for a checkpoint"
+        candidate = self.ranks.run_on_one(what, lambda: self._find_step(snapshot))
+        if candidate is None or candidate.snapshot is None:
             return candidate
         del self.snapshots[0]
-        newest = candidate.held
-        return self.ranks.from_one(
-            "looking at a snapshot", lambda: self._look_in_memory(newest), newest.holder
+        snapshot = candidate.snapshot
+        return self.ranks.run_on_one(
+            "looking at a snapshot", lambda: self._examine_snapshot(snapshot), snapshot.holder
         )
 
-    def _look(self, held: Held | None) -> Candidate | None:
-        """The step to try, with what is wrong with it; of a snapshot, its name alone. One rank."""
+    def _find_step(self, snapshot: PeerSnapshot | None) -> Candidate | None:
+        """The step to try, with its damage; for a snapshot only its name. One rank."""
         folder, steps = self.folder, self.folder.steps()
         if self.which not in ("auto", "must"):
             chosen = [step for step in steps if step.number == self.which]
             if not chosen:
-                there = ", ".join(str(step.number) for step in steps[:10]) or "none"
-                raise CheckpointError(f"{folder.path}: has no step {self.which}; it has {there}")
+                numbers = ", ".join(str(step.number) for step in steps[:10]) or "none"
+                raise CheckpointError(f"{folder.path}: has no step {self.which}; it has {numbers}")
             steps = chosen
-        if held is not None and (not steps or steps[0].number <= held.step) and self._is_ours(held):
-            return Candidate(held.step, held.name, held=held)
+        is_newest = snapshot is not None and (not steps or steps[0].number <= snapshot.step)
+        if snapshot is not None and is_newest and self._is_of_run(snapshot):
+            return Candidate(snapshot.step, snapshot.name, snapshot=snapshot)
         if not steps:
             return None
         number, name, _ = steps[0]
         try:
-            manifest, small = folder.examine(name)
-            listing = list_step(folder.store, folder.join(name), manifest, small)
-            streams = _streams_of(manifest, folder.join(name))
+            manifest, small_files = folder.examine(name)
+            listing = list_step(folder.store, folder.join(name), manifest, small_files)
+            streams = _read_streams(manifest, folder.join(name))
             return Candidate(number, name, manifest, listing, streams)
         except CorruptCheckpoint as error:
-            manifest = None  # it may be sound itself, and show how much is lost
+            manifest = None  # if it can be read, it says how many samples are lost
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(folder.store, folder.join(name))
-            return Candidate(number, name, manifest, damaged=str(error))
+            return Candidate(number, name, manifest, damage=str(error))
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError | LoadError):
-                raise unreadable(folder.shown(name), error) from error
+                raise unreadable_error(folder.user_path(name), error) from error
             raise
 
-    def _is_ours(self, held: Held) -> bool:
-        """Whether a snapshot is of the files' run. One rank."""
+    def _is_of_run(self, snapshot: PeerSnapshot) -> bool:
+        """Whether a snapshot is of the same run as the files. One rank."""
         try:
-            self.folder.check_run(held.run)
+            self.folder.check_run(snapshot.run)
         except CheckpointError as error:
-            log.warning("%s: a snapshot in memory is not used: %s", held.name, error)
+            log.warning("%s: a snapshot in memory is not used: %s", snapshot.name, error)
             return False
         return True
 
-    def _look_in_memory(self, held: Held) -> Candidate:
-        """A snapshot, with what is wrong with it. On its holder."""
+    def _examine_snapshot(self, snapshot: PeerSnapshot) -> Candidate:
+        """A snapshot with its damage. On its holder."""
         assert self.memory is not None
         try:
-            manifest, listing = self.memory.examine(held)
-            streams = _streams_of(manifest, self.memory.folder.join(held.name))
-            return Candidate(held.step, held.name, manifest, listing, streams, held=held)
+            manifest, listing = self.memory.examine(snapshot)
+            streams = _read_streams(manifest, self.memory.folder.join(snapshot.name))
+            step, name = snapshot.step, snapshot.name
+            return Candidate(step, name, manifest, listing, streams, snapshot=snapshot)
         except CheckpointError as error:
-            return Candidate(held.step, held.name, damaged=str(error), held=held)
+            return Candidate(snapshot.step, snapshot.name, damage=str(error), snapshot=snapshot)
 
     def _step(self, candidate: Candidate) -> StepOfRun:
         manifest, listing = candidate.manifest, candidate.listing
         assert manifest is not None
         assert listing is not None
-        memory = None if candidate.held is None else self.memory
+        memory = None if candidate.snapshot is None else self.memory
         folder = self.folder if memory is None else memory.folder
         return StepOfRun(
-            path=folder.shown(candidate.name),
+            path=folder.user_path(candidate.name),
             listing=listing,
             names=set(manifest.parts),
             step=manifest.step,
@@ -243,53 +246,53 @@ class StepSearch:
         )
 
     def _reject(self, candidate: Candidate) -> None:
-        """Set a damaged step aside, and go on to the next."""
+        """Set a damaged step aside."""
         if self.which not in ("auto", "must"):
             raise CorruptCheckpoint(
-                f"step {self.which} was asked for and is damaged: {candidate.damaged}"
+                f"step {self.which} was asked for and is damaged: {candidate.damage}"
             )
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
-        self.reasons.append(f"{candidate.damaged}")
-        if candidate.held is not None:
-            note = f"skipped: the snapshot of step {candidate.step} in memory: {candidate.damaged}"
+        self.reasons.append(f"{candidate.damage}")
+        if candidate.snapshot is not None:
+            note = f"skipped: the snapshot of step {candidate.step} in memory: {candidate.damage}"
             self.notes.append(note)
             if self.ranks.index == 0:
                 log.warning("%s: LOST: %s", self.folder.path, note)
             return
         self.set_aside.append(
-            self.ranks.from_one(
+            self.ranks.run_on_one(
                 "setting aside", lambda: self.folder.set_aside(candidate.name, DAMAGED)
             )
         )
 
     def _error(self) -> CheckpointError:
-        """What to raise when there is no other step."""
+        """The error if all steps are damaged."""
         path, count = self.folder.path, len(self.reasons)
-        aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
+        set_aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
         return CorruptCheckpoint(
-            f"{path}: all {count} checkpoints are damaged{aside}; the newest: {self.reasons[0]}"
+            f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
 
 
-def _streams_of(manifest: Manifest, path: str) -> SavedStreams:
+def _read_streams(manifest: Manifest, path: str) -> SavedStreams:
     """The random streams of a step.
 
     Raises:
-        CorruptCheckpoint: a save does not write such ones.
+        CorruptCheckpoint: they are not what a save writes.
     """
-    with _readable_records(path, CorruptCheckpoint):
+    with _reading_records(path, CorruptCheckpoint):
         return from_json(manifest.streams)
 
 
 @contextlib.contextmanager
-def _readable_records(path: str, kind: type[CheckpointError]) -> Generator[None]:
-    """Around what reads the manifest's records, which have a checksum and so are as they were
-    written.
+def _reading_records(path: str, kind: type[CheckpointError]) -> Generator[None]:
+    """Turn errors on records of a manifest into one error: as the records have a checksum, such a
+    manifest was not written by a save.
 
     Raises:
-        CheckpointError: of the given kind: they are not what a save writes.
+        CheckpointError: of the given kind.
     """
     try:
         yield
@@ -300,13 +303,13 @@ def _readable_records(path: str, kind: type[CheckpointError]) -> Generator[None]
         ) from error
 
 
-def unreadable(path: str, error: Exception) -> CheckpointError:
-    """The error of a step whose bytes a disk or the network does not return: no proof of damage."""
+def unreadable_error(path: str, error: Exception) -> CheckpointError:
+    """The error if a disk or the network fails: no proof that the step is damaged."""
     return CheckpointError(
-        f"{error}\n  {path} may be sound, and stays: try again, or move it out of the run's folder "
-        "to go on from the step before"
+        f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
+        "run's folder to go on from the step before"
     )
 
 
-def _set_aside_before(folder: RunFolder) -> list[str]:
+def _find_damaged(folder: RunFolder) -> list[str]:
     return [name for name in folder.names() if name.startswith(f"{ASIDE}{DAMAGED}-")]

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: noted when they come, acted on at the next step boundary."""
+"""SIGTERM and SIGUSR1: recorded when they arrive, handled at the next step boundary."""
 
 from __future__ import annotations
 
@@ -9,79 +9,79 @@ from collections.abc import Set
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-WATCHED = (signal.SIGTERM, signal.SIGUSR1)  # the first goes before the second
-GRACE_SEC = 10.0  # launcher and scheduler each send a SIGTERM, moments apart: they mean one end
+WATCHED = (signal.SIGTERM, signal.SIGUSR1)  # by priority
+GRACE_SEC = 10.0  # launcher and scheduler may both send a SIGTERM for one end, moments apart
 
 
 class PendingSignals:
-    """What schedulers ask a run for by signal, until it is done. A SIGTERM later than GRACE_SEC
-    after the first ends the process at once: the last save may be what hangs.
+    """The signals that a run has received and not handled. A SIGTERM later than GRACE_SEC after the
+    first ends the process at once, as the last save may hang.
 
-    Each open run of a process notes them; the first one at a step boundary acts.
+    Each open run of a process records them; the first one at a step boundary handles them.
     """
 
-    # Signals belong to the process. A run that is dropped without being closed notes none.
-    watching: ClassVar[WeakSet[PendingSignals]] = WeakSet()
-    before: ClassVar[dict[int, Any]] = {}
+    # Signals belong to the process. A run that is dropped without being closed records none.
+    open_runs: ClassVar[WeakSet[PendingSignals]] = WeakSet()
+    previous_handlers: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
-        self.noted = set[int]()
-        self.first_term: float | None = None  # when, on the monotonic clock
-        self.has_ended = False  # whether the last save has followed on a SIGTERM
+        self.received = set[int]()
+        self.first_term_sec: float | None = None  # when, on the monotonic clock
+        self.saved_for_term = False  # whether the last save after a SIGTERM is done
 
     def watch(self) -> None:
-        """Note the signals from now on, until `restore`. Only the main thread can, and gets them.
+        """Record the signals until `restore`. Only the main thread can, and gets them.
 
-        A second call changes nothing, so call it wherever a signal is to be survived. A handler
-        from outside Python could not be given back: that signal is left alone.
+        Further calls change nothing. A signal whose handler is not Python's is left alone, as that
+        handler could not be restored.
         """
-        if self in self.watching or threading.current_thread() is not threading.main_thread():
+        if self in self.open_runs or threading.current_thread() is not threading.main_thread():
             return
-        self.first_term, self.has_ended = None, False
-        self.watching.add(self)
-        for number in WATCHED if not self.before else ():
+        self.first_term_sec, self.saved_for_term = None, False
+        self.open_runs.add(self)
+        for number in WATCHED if not self.previous_handlers else ():
             if signal.getsignal(number) is not None:
-                self.before[number] = signal.signal(number, _note_in_all)
+                self.previous_handlers[number] = signal.signal(number, _record_in_all)
 
-    def note(self, number: int) -> None:
-        """A signal came."""
+    def record(self, number: int) -> None:
+        """Record a signal that arrived."""
         if number == signal.SIGTERM:
             now = time.monotonic()
-            if self.first_term is None:
-                self.first_term = now
-            elif now - self.first_term > GRACE_SEC:
-                for run in [*self.watching]:
+            if self.first_term_sec is None:
+                self.first_term_sec = now
+            elif now - self.first_term_sec > GRACE_SEC:
+                for run in [*self.open_runs]:
                     run.restore()
                 signal.raise_signal(signal.SIGTERM)
                 return
-        self.noted.add(number)
+        self.received.add(number)
 
-    def pending(self) -> int | None:
-        """What was asked for and is not done, if anything; SIGTERM before SIGUSR1."""
-        return next((number for number in WATCHED if number in self.noted), None)
+    def find_pending(self) -> int | None:
+        """A signal that is not handled yet, or None; SIGTERM before SIGUSR1."""
+        return next((number for number in WATCHED if number in self.received), None)
 
-    def done(self, numbers: Set[int | None]) -> None:
-        """A save has followed on these signals of any rank, and so on every SIGUSR1."""
-        self.noted.difference_update(numbers, {signal.SIGUSR1})
-        self.has_ended = self.has_ended or signal.SIGTERM in numbers
+    def mark_done(self, numbers: Set[int | None]) -> None:
+        """Mark signals that any rank got as handled by a save; every SIGUSR1 is handled by one."""
+        self.received.difference_update(numbers, {signal.SIGUSR1})
+        self.saved_for_term = self.saved_for_term or signal.SIGTERM in numbers
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them, once no run of the process notes them."""
-        self.watching.discard(self)
-        while self.before and not self.watching:
-            signal.signal(*self.before.popitem())
+        """Stop recording; restores the former handlers when no other run of the process records."""
+        self.open_runs.discard(self)
+        while self.previous_handlers and not self.open_runs:
+            signal.signal(*self.previous_handlers.popitem())
 
-    def pass_on(self) -> None:
-        """Send the process a SIGTERM again that came after the last step boundary."""
-        if signal.SIGTERM in self.noted and not self.has_ended and not self.watching:
-            self.noted.clear()
+    def resend(self) -> None:
+        """Raise a SIGTERM again that arrived after the last step boundary."""
+        if signal.SIGTERM in self.received and not self.saved_for_term and not self.open_runs:
+            self.received.clear()
             signal.raise_signal(signal.SIGTERM)
 
 
-def _note_in_all(number: int, frame: Any) -> None:
-    watching = [*PendingSignals.watching]
-    for run in watching:
-        run.note(number)
-    if not watching:
+def _record_in_all(number: int, frame: Any) -> None:
+    open_runs = [*PendingSignals.open_runs]
+    for run in open_runs:
+        run.record(number)
+    if not open_runs:
         PendingSignals().restore()
         signal.raise_signal(number)

@@ -1,4 +1,4 @@
-"""What a state is restored from, whatever wrote it: the interface between a resume and a step."""
+"""The interface between a resume and what it restores: a step of a run or another tool's files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class ResumeSource(ABC):
     """A step of a run, or what another tool saved.
 
     Attributes:
-        path: as errors and the report name it.
+        path: for errors and the report.
         listing: its tensors.
         names: of its parts.
-        step, epoch, samples: how far it is.
-        saved_on: how many ranks wrote it, and how the tensors lay on them.
+        step, epoch, samples: how far the run was.
+        saved_on: how many ranks wrote it, and in which layout.
         run: id of the run that goes on from it; None for one that begins with it.
         lineage: the run's resumes before this one.
         streams: the random streams; None to derive new ones, for the reason in `no_streams`.
-        differed: names of tensors that were not alike on the ranks that saved it.
-        verify: whether what is read is compared with its checksums.
-        verified: what is compared, in words, for the report.
-        lost_steps, lost_samples: of damaged steps that are newer.
-        set_aside: the new names of those.
+        differed: names of tensors that differed between the ranks that saved it.
+        verify: whether the bytes that are read are compared with their checksums.
+        verified: a text for the report that says what was compared.
+        lost_steps, lost_samples: of newer steps that are damaged.
+        set_aside: the new names of those steps.
     """
 
     path: str
@@ -58,9 +58,9 @@ class ResumeSource(ABC):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        """What fills each part of a state that `arguments` does not skip. Any rank, by itself.
+        """Match each part of a state that is not skipped with its source. Any rank, by itself.
 
-        Nothing is changed. What does not fit is in the parts' problems.
+        Changes nothing. What does not fit is among the problems of the parts.
 
         Raises:
             CheckpointError: the source itself is damaged, or has nothing for this state.
@@ -68,16 +68,16 @@ class ResumeSource(ABC):
 
     @abstractmethod
     def notes(self) -> list[str]:
-        """What else the report says of it, once it is restored."""
+        """Further notes for the report."""
 
     def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
-        """Let this rank have these files of its listing; the listing with their places. All ranks,
-        once the state is matched.
+        """Make files readable on this rank; returns the listing with their paths. All ranks, after
+        the match.
         """
         return listing
 
 
-def misfit(path: str, unusable: str | None, problems: Sequence[str]) -> str:
-    """All that does not fit a state, which is usable or not, in one text."""
+def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:
+    """An error's text: all problems, and whether the state has changed."""
     now = "as it was" if unusable is None else "half restored from a damaged step"
     return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])

@@ -1,4 +1,4 @@
-"""A save during the training: a copy of the share at the step's end, and the files behind it."""
+"""A save beside the training: each rank copies its share, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ log = logging.getLogger("anyrank.saving")
 Write = Callable[[Snapshot, Ranks], SaveRecord]
 
 
-class Background:
-    """At most one save in flight. Its memory, one share, is reused from save to save."""
+class BackgroundSave:
+    """At most one save in flight. The memory of the copy is reused by the next save."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._result: SaveRecord | AnyrankError | None = None
-        self._stall = 0.0
+        self._stall_sec = 0.0
 
     def start(self, snapshot: Snapshot, ranks: Ranks, writers: Ranks, start: float) -> None:
         """Copy this rank's share, and write it in a thread. All ranks.
 
         Args:
             snapshot: what to save.
-            ranks: for this thread.
-            writers: the same ranks, for the other thread.
-            start: when the training began to wait, on the performance counter.
+            ranks: the ranks, for the calling thread.
+            writers: the same ranks, for the writing thread.
+            start: when the training stopped, on the performance counter.
 
         Raises:
             AnyrankError: a rank had no memory for the copy; nothing was started.
         """
 
-        def copy() -> list[Item]:
+        def stage() -> list[Item]:
             faults.point("save.stage")
-            return self._staging.take(snapshot.items, ranks)
+            return self._staging.copy(snapshot.items, ranks)
 
-        copied = replace(snapshot, items=ranks.own("copying the state", copy))
+        staged = replace(snapshot, items=ranks.run("copying the state", stage))
         self._result = None
         self._thread = threading.Thread(
-            target=self._run, args=(copied, writers), name="anyrank-save"
+            target=self._run, args=(staged, writers), name="anyrank-save"
         )
         self._thread.start()
-        self._stall = time.perf_counter() - start
+        self._stall_sec = time.perf_counter() - start
 
     def _run(self, snapshot: Snapshot, ranks: Ranks) -> None:
         try:
@@ -61,27 +61,27 @@ class Background:
             return
         except AnyrankError as error:
             self._result = error
-        except Exception as error:  # a thread must hand on whatever happens in it
+        except Exception as error:  # `wait` raises it in the main thread
             self._result = RankError(f"{type(error).__name__}: {error}")
-        # Raised at the next step as well, but there may be none.
+        # The next step raises it as well, but there may be none.
         log.error("step %d was not saved: %s", snapshot.manifest.step, self._result)
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether there is a save to be waited for."""
+        """Whether a save was started that `wait` has not returned yet."""
         return self._thread is not None and self._thread.ident is not None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a save has ended without a checkpoint."""
         return isinstance(self._result, AnyrankError)
 
     def wait(self, timeout: float | None = None) -> SaveRecord:
-        """The save that was started, once it is finished.
+        """Wait for the save in flight, and return its record.
 
         Raises:
-            AnyrankError: it failed, on all ranks alike; or takes longer than `timeout` seconds,
-                and is in flight still.
+            AnyrankError: it failed, on all ranks; or it takes longer than `timeout` seconds, and
+                is still in flight.
         """
         assert self._thread is not None
         self._thread.join(timeout)
@@ -92,4 +92,4 @@ class Background:
         if isinstance(result, AnyrankError):
             raise result
         assert result is not None
-        return replace(result, stall_seconds=self._stall)
+        return replace(result, stall_seconds=self._stall_sec)

@@ -1,5 +1,5 @@
-"""The first half of a save: what each rank would write, compared with the others'. Nothing is
-written.
+"""The first half of a save: each rank collects what it would write, and the ranks compare it.
+Nothing is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anyrank.random_state.saved_streams import (
     digests_of,
     undrawn,
 )
-from anyrank.saving.rank_file import Item, items_of
+from anyrank.saving.rank_file import Item, make_items
 from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved, differences
 from anyrank.state.replicas import compare_replicas
@@ -42,15 +42,15 @@ log = logging.getLogger("anyrank.saving")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes, and what the first says in the manifest.
+    """What one rank writes, and what the first rank puts into the manifest.
 
     Attributes:
         items: this rank's boxes.
-        manifest: of the step, without its files and its streams, which are not written yet.
-        aliases: of tied tensors.
-        streams: random streams of all ranks; of their states, those that no earlier rank has.
-        loader_state: for the step's receipt; None for a run that keeps none.
-        receipt_skips: names of tensors that differ between the ranks, and are in no receipt.
+        manifest: of the step; files and streams are added when they are written.
+        aliases: names of tied tensors -> the name that is saved.
+        streams: random streams of all ranks, with the states that no earlier rank saves.
+        loader_state: for the step's receipt; None for a run without receipts.
+        receipt_skips: names of tensors that differ between the ranks; the receipt leaves them out.
     """
 
     items: list[Item]
@@ -63,18 +63,18 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank shows the others of its state.
+    """What a rank sends to the others about its state.
 
     Attributes:
-        shared: part -> digest of what has to be equal on all ranks.
-        records: part -> digest of what may differ between ranks and is then kept for each.
+        shared: part -> digest of what must be equal on all ranks.
+        records: part -> digest of what may differ between ranks, and is then saved for each.
         mesh_coordinates: of the rank on the meshes of its tensors.
-        rank: which one it is.
+        rank: the rank's position, also among the data-parallel ones.
         streams: random stream -> digest of its state.
         unused: streams that the rank has neither drawn from nor seeded.
         step, run: of the state.
-        new_run: the id of a run that has none; the first rank's counts.
-        saves: of the state in the process.
+        new_run: an id for a run that has none; the first rank's is used.
+        saves: number of saves of the state in this process.
     """
 
     shared: dict[str, str]
@@ -112,7 +112,7 @@ def check_boundary(state: TrainState) -> None:
 
 
 def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
-    """Say after the first step, when optimizers have their state, that no save can hold it.
+    """Warn after the first step, when optimizers have their state, if no save can hold it.
     All ranks.
     """
     problem: str | None = None
@@ -129,31 +129,31 @@ def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
 
 
 def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda: None) -> Snapshot:
-    """What every rank would write now. All ranks; nothing is written.
+    """Collect what each rank would write now. All ranks; nothing is written.
 
     Args:
-        state: to be saved.
+        state: the state to save.
         ranks: all that hold it.
-        check: raises what else is against a save, on this rank.
+        check: raises an error if this rank must not save for another reason.
 
     Raises:
-        CheckpointError: something cannot be saved, or ranks differ where they must not.
+        CheckpointError: something cannot be saved, or ranks differ that must be equal.
     """
     if isinstance(state.data, ElasticData):
         state.data.position.check_receipt(ranks)
 
-    def look() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
+    def collect_own() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
         check()
         inner = state.parts
         inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
-        for held in _tensors_of(parts):
-            check_memory(held.name, held.local())
+        for tensor in _shared_tensors(parts):
+            check_memory(tensor.name, tensor.local())
         return (parts, streams), _summarize(state, parts, rank_coords(state, ranks), streams)
 
-    (parts, states), summaries = ranks.own_and_all("collecting the state", look)
+    (parts, states), summaries = ranks.run_and_gather("collecting the state", collect_own)
     _compare(parts, summaries, ranks)
-    records = _records_of(parts, summaries, ranks)
+    records = _build_records(parts, summaries, ranks)
     meshes = [summary.mesh_coordinates for summary in summaries]
     coordinates = dict(zip(ranks.ranks, meshes, strict=True))
     differed = compare_replicas(parts, coordinates, summaries[0].saves, ranks)
@@ -163,7 +163,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         step=state.step,
         epoch=state.epoch,
         samples=state.data.samples if isinstance(state.data, ElasticData) else state.samples,
-        saved_on={"ranks": ranks.size, "layout": _layout_in_words(_tensors_of(parts))},
+        saved_on={"ranks": ranks.size, "layout": _describe_layout(_shared_tensors(parts))},
         lineage=state.lineage,
         written="",
         versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
@@ -174,61 +174,61 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     has_receipt = isinstance(state.data, ElasticLoader) and state.data.position.exact
     by_rank = [name for name, record in records.items() if "by_rank" in record]
     return Snapshot(
-        items=_items(parts, records, coordinates, ranks),
+        items=_plan_items(parts, records, coordinates, ranks),
         manifest=manifest,
         aliases={k: name for saved in parts.values() for k, name in saved.aliases.items()},
-        streams=_streams(summaries, states, ranks),
+        streams=_select_streams(summaries, states, ranks),
         loader_state=state.data.state_dict() if has_receipt else None,
-        receipt_skips={held.name for name in by_rank for held in parts[name].own},
+        receipt_skips={tensor.name for name in by_rank for tensor in parts[name].own},
     )
 
 
 def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
-    """Where this rank is, also among the data-parallel coordinates where the loader knows them."""
+    """This rank's position, also among the data-parallel ranks if the loader knows them."""
     data = (ranks.index, ranks.size)
     if isinstance(state.data, ElasticData):
         data = state.data.position.data_rank()
     return RankCoords(ranks.index, ranks.size, *data)
 
 
-def _items(
+def _plan_items(
     parts: Mapping[str, Saved],
     records: Mapping[str, Any],
     coordinates: Mapping[int, Coordinates],
     ranks: Ranks,
 ) -> list[Item]:
-    """What this rank writes: its part of what all hold, and its own."""
-    tensors = _tensors_of(parts)
-    first = {name for saved in parts.values() for name in saved.may_differ}
-    writes = plan_writes(tensors, coordinates, by_first=first)
-    own = [
-        held
+    """The boxes that this rank writes: its part of the shared tensors, and tensors of its own."""
+    tensors = _shared_tensors(parts)
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    writes = plan_writes(tensors, coordinates, by_first=may_differ)
+    own_tensors = [
+        tensor
         for part, saved in parts.items()
-        for held in saved.own
+        for tensor in saved.own
         if saved.agreement == "equal" or "by_rank" in records[part] or ranks.index == 0
     ]
-    return items_of(tensors, own, writes, ranks.rank)
+    return make_items(tensors, own_tensors, writes, ranks.rank)
 
 
-def _streams(
+def _select_streams(
     summaries: Sequence[RankSummary], states: Mapping[str, StreamState], ranks: Ranks
 ) -> SavedStreams:
     """The random streams; each state is saved by the first rank that has it."""
     digests = [summary.streams for summary in summaries]
     earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
-    own = {s.digest: s for s in states.values() if s.digest not in earlier}
+    to_save = {s.digest: s for s in states.values() if s.digest not in earlier}
     unused = set(summaries[0].unused).intersection(*(summary.unused for summary in summaries))
-    return SavedStreams([summary.rank for summary in summaries], digests, own, sorted(unused))
+    return SavedStreams([summary.rank for summary in summaries], digests, to_save, sorted(unused))
 
 
-def _layout_in_words(tensors: Sequence[ShardedTensor]) -> str:
-    """How most bytes lie on the ranks."""
-    count: dict[str, int] = {}
-    for held in tensors:
-        words = "replicated" if held.layout is None else str(held.layout)
-        nbytes = torch.Size(held.shape).numel() * held.dtype.itemsize
-        count[words] = count.get(words, 0) + nbytes
-    return max(count, key=count.__getitem__, default="nothing")
+def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
+    """The layout of most bytes on the ranks, as text."""
+    bytes_by_layout: dict[str, int] = {}
+    for tensor in tensors:
+        layout = "replicated" if tensor.layout is None else str(tensor.layout)
+        nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+        bytes_by_layout[layout] = bytes_by_layout.get(layout, 0) + nbytes
+    return max(bytes_by_layout, key=bytes_by_layout.__getitem__, default="nothing")
 
 
 # -- compare ---------------------------------------------------------------------------------------
@@ -249,14 +249,14 @@ def _summarize(
     shared = {
         part: _digest(
             [
-                [held.describe() for held in saved.tensors],
+                [tensor.describe() for tensor in saved.tensors],
                 saved.record if saved.agreement == "equal" else None,
             ]
         )
         for part, saved in parts.items()
     }
     records = {
-        part: _digest([saved.record, [content_hash(held.local()) for held in saved.own]])
+        part: _digest([saved.record, [content_hash(tensor.local()) for tensor in saved.own]])
         for part, saved in parts.items()
         if saved.agreement == "per rank"
     }
@@ -264,7 +264,7 @@ def _summarize(
     return RankSummary(
         shared=shared,
         records=records,
-        mesh_coordinates=coordinates_of(_tensors_of(parts)),
+        mesh_coordinates=coordinates_of(_shared_tensors(parts)),
         rank=rank,
         streams=digests,
         unused=undrawn(state.parts.streams_before, digests),
@@ -275,30 +275,30 @@ def _summarize(
     )
 
 
-def _tensors_of(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
-    """What the ranks hold together: the same list on all of them."""
-    return [held for saved in parts.values() for held in saved.tensors]
+def _shared_tensors(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
+    """The tensors that the ranks hold together: the same list on all of them."""
+    return [tensor for saved in parts.values() for tensor in saved.tensors]
 
 
 def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
-    """Two values under one name would be one tensor in the checkpoint.
+    """Refuse two values under one name, as a checkpoint has one tensor for each.
 
     Raises:
         CheckpointError: names the first.
     """
     seen: set[str] = set()
     for part, saved in parts.items():
-        for name in [*(held.name for held in (*saved.tensors, *saved.own)), *saved.aliases]:
+        for name in [*(tensor.name for tensor in (*saved.tensors, *saved.own)), *saved.aliases]:
             if name in seen:
                 raise CheckpointError(
                     f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
-                    "'.' in it reads like a table within a table, 1 like '1')"
+                    "key with a '.' is like a table within a table, the key 1 like '1')"
                 )
             seen.add(name)
 
 
 def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks) -> None:
-    """Raise, on all ranks, what differs between them. All ranks."""
+    """Raise an error for what differs between the ranks. All ranks."""
     first = answers[0]
     for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
         if other.shared.keys() != first.shared.keys():
@@ -312,28 +312,28 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: 
                 f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
                 f"{rank} at {other.step}: call step_done on all ranks after each step"
             )
-    wrong = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
-    if not wrong:
+    differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
+    if not differing:
         return
-    part = wrong[0]
-    mine = parts[part]
-    tables = [[str(line) for line in held.describe()] for held in mine.tensors]
-    every = ranks.gather(
-        {"tensors": tables, "record": mine.record if mine.agreement == "equal" else None}
+    part = differing[0]
+    saved = parts[part]
+    tables = [[str(line) for line in tensor.describe()] for tensor in saved.tensors]
+    descriptions = ranks.gather(
+        {"tensors": tables, "record": saved.record if saved.agreement == "equal" else None}
     )
-    for rank, other in zip(ranks.ranks[1:], every[1:], strict=True):
-        if other != every[0]:
+    for rank, other in zip(ranks.ranks[1:], descriptions[1:], strict=True):
+        if other != descriptions[0]:
             raise CheckpointError(
                 f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
-                f"{differences(every[0], other)}: make it alike on all ranks"
+                f"{differences(descriptions[0], other)}: make it alike on all ranks"
             )
     raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
 
 
-def _records_of(
+def _build_records(
     parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks
 ) -> dict[str, Any]:
-    """The parts' records; those that differ between ranks hold every rank's tree. All ranks."""
+    """The parts' records; a record that differs between ranks has the tree of each. All ranks."""
     records = {part: saved.record for part, saved in parts.items()}
     for part in answers[0].records:
         if len({answer.records[part] for answer in answers}) > 1:

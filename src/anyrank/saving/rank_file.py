@@ -1,4 +1,4 @@
-"""What one rank writes at a save: its boxes, staged or straight from memory, into one data file."""
+"""Writes one rank's share of a save into one data file, from a copy or straight from memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from anyrank.tensors.writes import PIECE_BYTES, Write
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Ranks
 
-MAX_PARTS = 512  # of one call; the kernel's limit is 1024
-CACHED_BYTES = 1 << 20  # fits in a processor's cache
+MAX_PARTS = 512  # of one write; the kernel's limit is 1024
+CACHED_BYTES = 1 << 20  # fits into a processor's cache
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Item:
 
     Attributes:
         name, shape, dtype: of the whole tensor.
-        box: the part of it.
+        box: the part of it to write.
         source: the box's elements, in memory of any device and stride.
     """
 
@@ -57,66 +57,66 @@ class Item:
         return self.box.numel * self.dtype.itemsize
 
 
-def items_of(
+def make_items(
     tensors: Sequence[ShardedTensor],
-    own: Sequence[ShardedTensor],
+    own_tensors: Sequence[ShardedTensor],
     writes: Sequence[Write],
     rank: int,
 ) -> list[Item]:
-    """What this rank writes: its part of the plan, then what it alone holds."""
+    """The boxes that this rank writes: its part of the plan, then `own_tensors` whole."""
     items: list[Item] = []
     for write in writes:
         if write.writer == rank:
-            held, piece = tensors[write.index], write.piece
-            inside = Box(piece.local, piece.box.sizes).slices()
-            source = held.local()[inside] if piece.box.numel else held.local().new_empty(held.shape)
-            items.append(Item(held.name, held.shape, held.dtype, piece.box, source))
-    for held in own:
-        box = Box.whole(held.shape)  # one empty piece, where there is no element
-        for whole in local_pieces(held.shape, None, None) or (Piece(box, box.offsets),):
-            for part in whole.box.cut(PIECE_BYTES // held.dtype.itemsize):
-                source = held.local()[part.slices()]
-                items.append(Item(held.name, held.shape, held.dtype, part, source))
+            tensor, piece = tensors[write.index], write.piece
+            local, slices = tensor.local(), Box(piece.local, piece.box.sizes).slices()
+            source = local[slices] if piece.box.numel else local.new_empty(tensor.shape)
+            items.append(Item(tensor.name, tensor.shape, tensor.dtype, piece.box, source))
+    for tensor in own_tensors:
+        whole = Box.whole(tensor.shape)  # a tensor without elements has one empty piece
+        for piece in local_pieces(tensor.shape, None, None) or (Piece(whole, whole.offsets),):
+            for box in piece.box.cut(PIECE_BYTES // tensor.dtype.itemsize):
+                source = tensor.local()[box.slices()]
+                items.append(Item(tensor.name, tensor.shape, tensor.dtype, box, source))
     return items
 
 
 class Staging:
-    """Memory of the size of a rank's share, pinned where the share is on an accelerator; reused."""
+    """Memory for a copy of a rank's share, page-locked for shares on an accelerator; reused."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def take(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
-        """Copy every item; the copies, in the same order. The next call overwrites them.
+    def copy(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
+        """Copy every item; returns the copies in the same order. The next call overwrites them.
 
         Raises:
             CheckpointError: a tensor's memory was released.
-            AnyrankError: there is no memory to lock.
+            AnyrankError: there is no memory to page-lock.
         """
         devices = {item.source.device for item in items if not item.source.is_cpu}
-        self._reserve(sum(_room(item) for item in items), devices, ranks)
+        self._reserve(sum(_padded_bytes(item) for item in items), devices, ranks)
         for device in devices:
             stream = self._streams.setdefault(device, torch.Stream(device))
-            with torch.accelerator.device_index(device.index):  # no context on the current one
+            with torch.accelerator.device_index(device.index):  # makes no context on others
                 stream.wait_event(torch.accelerator.current_stream(device).record_event())
         copies: list[Item] = []
         position = 0
         for item in items:
             ranks.check()
-            part = self._memory[position : position + item.nbytes]
-            copy = part.view(item.dtype).view(item.box.sizes)
+            copy_bytes = self._memory[position : position + item.nbytes]
+            copy = copy_bytes.view(item.dtype).view(item.box.sizes)
             check_memory(item.name, item.source)
             with self._streams.get(item.source.device, contextlib.nullcontext()):
                 copy_into(copy, item.source, non_blocking=True)
             copies.append(replace(item, source=copy))
-            position += _room(item)
+            position += _padded_bytes(item)
         for device in devices:
             self._streams[device].synchronize()
         return copies
 
     def _reserve(self, nbytes: int, devices: set[torch.device], ranks: Ranks) -> None:
-        """Have this much memory, and never twice."""
+        """Allocate memory if there is too little, after the old one is freed."""
         if self._memory.numel() >= nbytes:
             return
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -127,13 +127,13 @@ class Staging:
             use_large_pages([self._memory], ranks.ranks_on_node)
 
 
-def _room(item: Item) -> int:
-    """Bytes that a copy of an item takes."""
+def _padded_bytes(item: Item) -> int:
+    """Bytes that a copy of an item takes, its alignment included."""
     return -(-item.nbytes // ALIGN) * ALIGN
 
 
 class WrittenShare(NamedTuple):
-    """What a rank wrote: where its boxes lie, and the manifest's records of its files."""
+    """What a rank wrote: its boxes' positions in files, and the manifest's records of the files."""
 
     boxes: list[SavedBox]
     files: dict[str, FileRecord]
@@ -145,7 +145,7 @@ def write_share(
     """Write the items into one data file, durably, and its checksums into another.
 
     Raises:
-        CheckpointError: the device refuses.
+        CheckpointError: a write failed.
     """
     path = join_path(folder, name)
     boxes: list[SavedBox] = []
@@ -156,8 +156,8 @@ def write_share(
                 check()
                 start = output.size
                 length, offset = output.put(item)
-                what = (item.name, item.shape, item.dtype, item.box)
-                boxes.append(SavedBox(*what, name, start + offset, start, length))
+                tensor = (item.name, item.shape, item.dtype, item.box)
+                boxes.append(SavedBox(*tensor, name, start + offset, start, length))
             output.flush()
         except BaseException:
             output.sink.abandon()
@@ -171,34 +171,34 @@ def write_share(
 
 
 class _Output:
-    """A data file that is written in large calls, however small the items are."""
+    """A data file that is written in large calls, also if the items are small."""
 
     def __init__(self, sink: NewFile) -> None:
         self.sink = sink
         self.digester = BlockDigester()
         self.size = 0
         self.parts: list[bytes | memoryview] = []
-        self.kept: list[torch.Tensor] = []  # the memory that `parts` look at
-        self.waiting = 0
+        self.payloads: list[torch.Tensor] = []  # own the memory of `parts`
+        self.pending_bytes = 0
 
     def put(self, item: Item) -> tuple[int, int]:
-        """Add a zip around an item; its length, and where in it the payload starts."""
+        """Add a zip with an item; returns its length, and the offset of the payload in it."""
         payload = item.source.detach().cpu().contiguous()
         head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
         parts = [head, memory_of(payload), tail]
         length = sum(map(len, parts))
         self.parts += [*parts, bytes(-length % ALIGN)]
-        self.kept.append(payload)
+        self.payloads.append(payload)
         self.size += length + -length % ALIGN
-        self.waiting += length
-        if self.waiting >= PIECE_BYTES or len(self.parts) >= MAX_PARTS:
+        self.pending_bytes += length
+        if self.pending_bytes >= PIECE_BYTES or len(self.parts) >= MAX_PARTS:
             self.flush()
         return length, len(head)
 
     def flush(self) -> None:
-        """Write what waits, so little at a time that its checksum leaves it in the cache."""
+        """Write the pending parts, in groups that stay in the cache after their checksum."""
         for group in split(self.parts, itertools.repeat(CACHED_BYTES)):
             for part in group:
                 self.digester.update(memoryview(part))
             self.sink.write(group)
-        self.parts, self.kept, self.waiting = [], [], 0
+        self.parts, self.payloads, self.pending_bytes = [], [], 0

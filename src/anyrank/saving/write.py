@@ -1,4 +1,4 @@
-"""The second half of a save: write the shares, commit. Nothing exists before the last rename."""
+"""The second half of a save: write the shares, then commit them by the last rename."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from anyrank.formats.run_folder import INDEX, SavedBox, index_of
 from anyrank.random_state.saved_streams import StreamState
 from anyrank.saving.collect import Snapshot
 from anyrank.saving.rank_file import write_share
-from anyrank.saving.run_store import RunFolder
+from anyrank.saving.run_folder import RunFolder
 from anyrank.world.ranks import Ranks
 
 
@@ -32,8 +32,8 @@ class SaveRecord:
         path: of the checkpoint.
         nbytes: written by all ranks.
         seconds: from the call to the commit.
-        stall_seconds: in which this rank's training stood still.
-        removed: steps that retention let go.
+        stall_seconds: during which this rank did not train.
+        removed: names of old steps that were removed.
 
     Example::
 
@@ -68,8 +68,8 @@ def write(
         snapshot: what this rank writes.
         folder: of the run.
         ranks: all that write.
-        keep_newest: how many steps stay.
-        keeps_forever: whether a step stays for good.
+        keep_newest: how many of the newest steps stay.
+        keeps_forever: whether a step of this number is never removed.
         branch: the step that the run went back to, or None.
 
     Raises:
@@ -78,44 +78,44 @@ def write(
     start = time.perf_counter()
     step = snapshot.manifest.step
     run = snapshot.manifest.run
-    temporary = ranks.from_one("making the folder", lambda: folder.begin(step, run, branch))
+    temporary = ranks.run_on_one("making the folder", lambda: folder.begin(step, run, branch))
 
-    def share() -> tuple[RankShare, dict[str, int]]:
+    def write_files() -> tuple[RankShare, dict[str, int]]:
         faults.point("save.write")
         digests = _tensor_digests(snapshot, ranks)
         try:
             return write_own_share(snapshot, folder.store, temporary, ranks), digests
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                raise _not_shared(temporary, ranks) from error
+                raise _unshared_folder_error(temporary, ranks) from error
             raise
 
-    answers = ranks.together("writing the checkpoint", share)
+    answers = ranks.together("writing the checkpoint", write_files)
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
         shares = [share for share, _ in answers]
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        index, manifest = describe(snapshot, shares, now)
+        index, manifest = describe_step(snapshot, shares, now)
         boxes = [box for share in shares for box in share.boxes]
-        small = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
-        for file, data in small.items():
+        small_files = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
+        for file, data in small_files.items():
             manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
         if snapshot.loader_state is not None:
             digests = [digests for _, digests in answers]
             receipt = receipt_of_step(digests, snapshot.loader_state)
             manifest = replace(manifest, receipt=receipt)
-        final = folder.commit(temporary, step, manifest)
-        removed = folder.tidy(final, keep_newest, keeps_forever)
+        name = folder.commit(temporary, step, manifest)
+        removed = folder.tidy(name, keep_newest, keeps_forever)
         nbytes = sum(file.size for file in manifest.files.values())
         seconds = time.perf_counter() - start
-        return SaveRecord(step, folder.shown(final), nbytes, seconds, 0.0, removed)
+        return SaveRecord(step, folder.user_path(name), nbytes, seconds, 0.0, removed)
 
-    return ranks.from_one("committing the checkpoint", commit)
+    return ranks.run_on_one("committing the checkpoint", commit)
 
 
 class RankShare(NamedTuple):
-    """What a rank adds to a step: its boxes, its files' records, its states of random streams."""
+    """What a rank wrote of a step: boxes, records of files, states of random streams."""
 
     boxes: list[SavedBox]
     files: dict[str, FileRecord]
@@ -126,17 +126,17 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
     """Write this rank's file into a step's folder.
 
     Raises:
-        CheckpointError: the device refuses.
+        CheckpointError: a write failed.
     """
     name = f"__{ranks.index}_0.distcp"
     written = write_share(store, folder, name, snapshot.items, ranks.check)
     return RankShare(written.boxes, written.files, snapshot.streams.states)
 
 
-def describe(
+def describe_step(
     snapshot: Snapshot, shares: Sequence[RankShare], written: str
 ) -> tuple[bytes, Manifest]:
-    """The index of what all ranks wrote until this time, and the manifest, without its record.
+    """The index of what all ranks wrote, and the manifest, which lacks the index's record.
 
     Raises:
         CheckpointError: a tensor was not written whole.
@@ -152,7 +152,7 @@ def describe(
 
 
 def _tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
-    """What this rank's boxes add to the digests of the receipt; nothing for a run without one."""
+    """The digests of this rank's boxes for the receipt; none for a run without receipts."""
     digests = Digests()
     if snapshot.loader_state is not None:
         for item in snapshot.items:
@@ -162,11 +162,11 @@ def _tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
     return digests.tensors
 
 
-def _not_shared(folder: str, ranks: Ranks) -> CheckpointError:
-    """The error of a rank that does not see the folder that the first rank has just made."""
-    here, there = ranks.hosts[ranks.node], ranks.hosts[ranks.nodes[0]]
+def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:
+    """The error of a rank that does not see the folder that the first rank made."""
+    own_host, first_host = ranks.hosts[ranks.node], ranks.hosts[ranks.nodes[0]]
     return CheckpointError(
-        f"{folder}: {here} does not see this folder, which rank {ranks.ranks[0]} made on {there}: "
-        "every rank writes its share there, so the run's path must be absolute, and on storage "
-        "that is shared by all machines"
+        f"{folder}: {own_host} does not see this folder, which rank {ranks.ranks[0]} made on "
+        f"{first_host}: all ranks write into it, so the run's path must be absolute, and on "
+        "storage that all machines share"
     )

@@ -17,7 +17,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.receipt import digest_of_box
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import version_of
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 
@@ -57,7 +57,7 @@ class Base:
         Raises:
             CheckpointError: the base is on meta; replicas of it differ; on all ranks.
         """
-        same_arguments(ranks, "TrainState", {"base": self.source}, CheckpointError)
+        compare_arguments(ranks, "TrainState", {"base": self.source}, CheckpointError)
         mine = [target for target in targets if _is_of_base(target, trained)]
 
         def is_known() -> bool:

@@ -50,7 +50,7 @@ class GivenParts:
             return [in_part(part, tensor) for part, held in find().items() for tensor in held]
 
         try:
-            tensors = ranks.own("looking at the state", look)
+            tensors = ranks.run("looking at the state", look)
             meshes = apply_layouts({"the model": tensors}, self.layout, ranks)
         except LoadError as error:
             raise CheckpointError(str(error), causes=error.causes) from error

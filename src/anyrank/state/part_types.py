@@ -15,7 +15,7 @@ from anyrank.files.listing import Fill, Listing
 from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 from anyrank.tensors.spec import StoredTensor
-from anyrank.wording import joined
+from anyrank.wording import join_first
 
 SHOWN = 10
 
@@ -188,7 +188,7 @@ def other_class(part: str, name: str, saved: str) -> str:
 
 def listed(title: str, names: Sequence[str]) -> str:
     """A problem that several names share."""
-    return f"{title}: {joined(names, SHOWN)}"
+    return f"{title}: {join_first(names, SHOWN)}"
 
 
 def differences(record: Any, other: Any, where: str = "") -> str:

@@ -84,7 +84,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
         names = "\n".join(held.name for held in tensors)
         return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
 
-    parts, every = ranks.own_and_all("looking at the replicas", here)
+    parts, every = ranks.run_and_gather("looking at the replicas", here)
     if len({names for names, _ in every}) > 1:
         raise CheckpointError(
             f"step {state.step}: the ranks hold tensors of different names: build the model and "
@@ -105,7 +105,7 @@ def _differing(mine: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[in
         digests = start_digests([(one.name, one.values) for one in mine], ranks.check)()
         return digests, _by_members(mine, digests)
 
-    digests, answers = ranks.own_and_all("comparing the replicas", here)
+    digests, answers = ranks.run_and_gather("comparing the replicas", here)
     by_rank = dict(zip(ranks.ranks, answers, strict=True))
     if all(
         len({by_rank[rank].get(members) for rank in members}) == 1

@@ -27,7 +27,7 @@ from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
@@ -237,7 +237,7 @@ class RunParts:
             "generators": sorted(self.generators),
             "first_rank": sorted(self.first_rank),
         }
-        same_arguments(ranks, "TrainState", own, CheckpointError)
+        compare_arguments(ranks, "TrainState", own, CheckpointError)
         self.given.agree(self.tensors, self.parts.get("data"), ranks)
         if self.base is not None:
             self.base.measure(self.tensors()["model"], self._trained(), ranks)

@@ -42,7 +42,7 @@ from anyrank.steps.norm import clip_gradients
 from anyrank.steps.step_record import StepRecord, check_alike, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 
@@ -236,7 +236,7 @@ class Step:
 
         given = {"max_norm": max_norm, "norm_type": norm_type}
         given |= {"error_if_nonfinite": error_if_nonfinite}
-        same_arguments(self._ranks, "clip_grad_norm_", given, CheckpointError, check)
+        compare_arguments(self._ranks, "clip_grad_norm_", given, CheckpointError, check)
         sync = run.sync
         assert sync is not None
         sync.reshard()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from anyrank.world.failures import different
+from anyrank.world.failures import describe_values
 from anyrank.world.ranks import Ranks
 
 FROZEN, NO_GRADIENT, GRADIENT = range(3)  # states of a parameter
@@ -109,16 +109,14 @@ def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks
     if len(set(map(len, states))) > 1:
         counts = {rank: str(len(there)) for rank, there in zip(ranks.ranks, states, strict=True)}
         title = "the number of parameters without a wrapper differs between ranks"
-        raise ValueError(
-            f"{different(title, counts, ranks.named)}: build the same model on all ranks"
-        )
+        text = describe_values(title, counts, ranks.name_ranks)
+        raise ValueError(f"{text}: build the same model on all ranks")
     for name, *there in zip(names, *states, strict=True):
         trained = {rank: str(s != FROZEN) for rank, s in zip(ranks.ranks, there, strict=True)}
         if len(set(trained.values())) > 1:
             title = f"requires_grad of {name} differs between ranks"
-            raise ValueError(
-                f"{different(title, trained, ranks.named)}: freeze the same parameters on all ranks"
-            )
+            text = describe_values(title, trained, ranks.name_ranks)
+            raise ValueError(f"{text}: freeze the same parameters on all ranks")
 
 
 def check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks: Ranks) -> None:
@@ -139,10 +137,11 @@ def check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks:
         there = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, tables, strict=True)}
         if len(set(there.values())) > 1:
             title = f"{name} differs between ranks, as shape and hash"
+            differing = describe_values(title, there, ranks.name_ranks)
             raise ValueError(
-                f"{different(title, there, ranks.named)}: begin with the same weights on all "
-                "ranks, by torch.manual_seed(0) before the model is made, by anyrank.load(), or "
-                "by DistributedDataParallel, which takes the first rank's"
+                f"{differing}: begin with the same weights on all ranks, by torch.manual_seed(0) "
+                "before the model is made, by anyrank.load(), or by DistributedDataParallel, "
+                "which takes the first rank's"
             )
 
 

@@ -13,7 +13,7 @@ from anyrank.errors import RankError
 from anyrank.watching.facts import Facts, Known, Table, differences, facts_of
 from anyrank.watching.findings import Findings
 from anyrank.watching.rules import run_rules
-from anyrank.world.arguments import same_arguments
+from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import open_ranks
 
 
@@ -84,12 +84,12 @@ def check_now(
 
     with open_ranks(call="check()") as ranks:
         given = {"global_batch": global_batch, "accumulation": accumulation}
-        same_arguments(ranks, "check", given, RankError, check_arguments)
+        compare_arguments(ranks, "check", given, RankError, check_arguments)
 
         def look() -> tuple[dict[str, Table], Facts]:
             return facts_of(model, optimizers, loader, ranks, is_before, is_seeded)
 
-        tables, facts = ranks.own_and_all("looking at the model", look)
+        tables, facts = ranks.run_and_gather("looking at the model", look)
         differing = differences(tables, facts, ranks)
         known = Known(ranks.ranks, facts, differing, global_batch, accumulation)
         return Findings(run_rules(known), ranks.size)

@@ -154,7 +154,7 @@ def _differing(
     table: Table | None, name: str, having: Sequence[int], ranks: Ranks
 ) -> dict[str, Values]:
     """Line -> values, of the lines of one table that differ between the ranks that have it."""
-    first = ranks.from_one(f"comparing {name}", lambda: table or {}, having[0])
+    first = ranks.run_on_one(f"comparing {name}", lambda: table or {}, having[0])
     own = first if table is None else table
     lines = [line for line in {**first, **own} if own.get(line) != first.get(line)][:LINES]
     answers = ranks.gather({line: own.get(line) for line in lines})

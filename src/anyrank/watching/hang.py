@@ -32,8 +32,8 @@ from anyrank.watching.options import EXIT_CODE, Options, read_options
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.stacks import read_faulthandler
 from anyrank.watching.system import descendants
-from anyrank.world.group import default_store, named
-from anyrank.world.processes import own_process
+from anyrank.world.group import default_store, name_ranks
+from anyrank.world.processes import describe_own_process
 from anyrank.world.store import Store
 
 log = logging.getLogger("anyrank.watching")
@@ -217,7 +217,7 @@ class Watcher:
         return not self.stopped.is_set()
 
     def _say_hello(self) -> None:
-        own = {**own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
+        own = {**describe_own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
         own |= {"main": self.eyes.main}
         self.hellos[self.rank] = own
         self.store.set(f"hello/{self.rank}", json.dumps(own))
@@ -256,7 +256,7 @@ class Watcher:
                 log.warning(
                     "%s never called anyrank.watch: call it on every rank; of others no stack can "
                     "be had",
-                    named(missing),
+                    name_ranks(missing),
                 )
 
     def _beats(self) -> list[str]:

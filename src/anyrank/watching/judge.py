@@ -24,8 +24,8 @@ from anyrank.watching.stacks import (
     place_of,
     waits_for_store,
 )
-from anyrank.wording import joined, printable
-from anyrank.world.group import named
+from anyrank.wording import join_first, printable
+from anyrank.world.group import name_ranks
 
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
@@ -301,7 +301,7 @@ def _sentences(
 ) -> list[str]:
     """What is said before the stacks."""
     since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
-    others = named([one.rank for one in waiting])
+    others = name_ranks([one.rank for one in waiting])
     if not culprits:
         place = innermost(waiting[0].stack)
         return [
@@ -309,7 +309,7 @@ def _sentences(
             "is missing: look at the network, and at ranks that are not in this group"
         ]
     first = culprits[0]
-    who = named([one.rank for one in culprits])
+    who = name_ranks([one.rank for one in culprits])
     wait = ""
     if waiting and _waits(waiting[0]):
         verb = "waits" if len(waiting) == 1 else "wait"
@@ -345,7 +345,7 @@ def _what(look: Look, waiting: Sequence[Look], kind: str) -> str:
         return "is at work in one place" if look.is_busy else "is in no collective"
     if kind == "mismatch":
         return f"is in {_collective(look)}, beyond the others"
-    others = joined([one.rank for one in waiting], SHOWN_RANKS)
+    others = join_first([one.rank for one in waiting], SHOWN_RANKS)
     return f"is in {_collective(look)}, which {others} never entered"
 
 
@@ -377,6 +377,6 @@ def _screen_of_stacks(looks: Sequence[Look]) -> list[str]:
     for group in sorted(groups.values(), key=len, reverse=True)[:SHOWN_RANKS]:
         first = group[0]
         state = _collective(first) or first.state.replace("answers", "in no collective")
-        lines.append(f"  {named([one.rank for one in group])}: {state}")
+        lines.append(f"  {name_ranks([one.rank for one in group])}: {state}")
         lines += [f"    {frame}" for frame in own_frames(first.stack)[:SHOWN_FRAMES]]
     return lines

@@ -26,7 +26,7 @@ from anyrank.state.digests import check_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 from anyrank.tensors.spec import dtype_name
 from anyrank.watching.findings import Finding
-from anyrank.wording import count, joined
+from anyrank.wording import count, join_first
 from anyrank.world.device import rank_device
 
 SHOWN = 4
@@ -39,7 +39,7 @@ REENTRANT = re.compile(r"use_reentrant\s*=\s*True")
 
 def some(names: Iterable[str]) -> str:
     """The first few names, each once, and how many more there are."""
-    return joined(list(dict.fromkeys(names)), SHOWN)
+    return join_first(list(dict.fromkeys(names)), SHOWN)
 
 
 @dataclass(frozen=True)

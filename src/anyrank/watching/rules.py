@@ -13,7 +13,7 @@ from anyrank.watching.facts import Facts, Known, Values
 from anyrank.watching.findings import Finding
 from anyrank.watching.model_rules import some
 from anyrank.wording import count
-from anyrank.world.group import named
+from anyrank.world.group import name_ranks
 
 V = TypeVar("V", bound=Hashable)
 
@@ -38,7 +38,7 @@ def _own(known: Known) -> Iterator[Finding]:
         for finding in facts.found:
             groups.setdefault(finding, []).append(rank)
     for finding, ranks in groups.items():
-        yield replace(finding, where=f"{finding.where}, {named(ranks)}")
+        yield replace(finding, where=f"{finding.where}, {name_ranks(ranks)}")
 
 
 def _replicas(known: Known) -> Iterator[Finding]:
@@ -58,7 +58,8 @@ def _trainable(known: Known) -> Iterator[Finding]:
     if lines:
         first, values = next(iter(lines.items()))
         told = [
-            f"{value or 'absent'} on {named(ranks)}" for value, ranks in _by_text(values).items()
+            f"{value or 'absent'} on {name_ranks(ranks)}"
+            for value, ranks in _by_text(values).items()
         ]
         yield Finding(
             "trainable",
@@ -85,11 +86,13 @@ def _streams(known: Known) -> Iterator[Finding]:
         if facts.loader is not None and facts.loader.seed is not None
     }
     if len({*seeds.values()}) > 1:
-        told = ", ".join(f"{seed} on {named(ranks)}" for seed, ranks in _by_text(seeds).items())
+        told = ", ".join(
+            f"{seed} on {name_ranks(ranks)}" for seed, ranks in _by_text(seeds).items()
+        )
         yield Finding(
             "streams",
             f"the DistributedSampler's seed differs: {told}",
-            f"loader.sampler, {named([*seeds])}",
+            f"loader.sampler, {name_ranks([*seeds])}",
             "each rank takes its share of another order: samples come twice, others never",
             "DistributedSampler(dataset, seed=0)  # the same on all ranks",
         )
@@ -109,7 +112,7 @@ def _streams(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "streams",
                 "torch's random numbers are the same on several ranks",
-                f"{users}, {named(ranks)}",
+                f"{users}, {name_ranks(ranks)}",
                 "every rank drops and augments alike: fewer different samples than it seems",
                 "torch.manual_seed(seed + dist.get_rank())  # after the model is built",
             )
@@ -123,7 +126,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
             "sampler",
             "the samples are sharded twice: each rank has its own part, and DistributedSampler "
             "shares it out",
-            f"loader.dataset, {named([*shared])}",
+            f"loader.dataset, {name_ranks([*shared])}",
             "most samples are never seen",
             "DataLoader(part, shuffle=True)  # without a sampler; or give all ranks the whole",
         )
@@ -133,7 +136,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
         yield Finding(
             "sampler",
             f"every rank takes the share of rank {rank} of {size}",
-            f"loader.sampler, {named([*shared])}",
+            f"loader.sampler, {name_ranks([*shared])}",
             "the ranks see the same samples, and the others are never seen",
             "DistributedSampler(dataset)  # takes rank and num_replicas from the process group",
         )
@@ -143,7 +146,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
         yield Finding(
             "sampler",
             f"{count(repeated, 'sample')} of {samples} are repeated, so that ranks have as many",
-            f"loader.sampler, {named([*shared])}",
+            f"loader.sampler, {name_ranks([*shared])}",
             "they count twice in an epoch, and in the mean of an evaluation",
             "DistributedSampler(dataset, drop_last=True)  # or ElasticLoader: each exactly once",
         )
@@ -156,11 +159,13 @@ def _batch(known: Known) -> Iterator[Finding]:
         if facts.loader is not None and facts.loader.batch is not None
     }
     if len({*sizes.values()}) > 1:
-        told = ", ".join(f"{size} on {named(ranks)}" for size, ranks in _by_text(sizes).items())
+        told = ", ".join(
+            f"{size} on {name_ranks(ranks)}" for size, ranks in _by_text(sizes).items()
+        )
         yield Finding(
             "batch",
             f"the batch sizes differ: {told}",
-            f"loader.batch_size, {named([*sizes])}",
+            f"loader.batch_size, {name_ranks([*sizes])}",
             "gradients are averaged over ranks, so samples of small batches weigh more",
             "DataLoader(..., batch_size=8)  # the same on all ranks",
         )
@@ -174,7 +179,7 @@ def _batch(known: Known) -> Iterator[Finding]:
                 "batch",
                 f"a step has {found} samples ({size} x {known.accumulation} accumulated x "
                 f"{replicas} ranks), and not {known.global_batch}",
-                f"loader.batch_size, {named([*sizes])}",
+                f"loader.batch_size, {name_ranks([*sizes])}",
                 "the learning rate belongs to another batch",
                 f"DataLoader(..., batch_size={wanted})"
                 if wanted and not rest
@@ -210,4 +215,4 @@ def _differing(known: Known, tables: str) -> dict[str, Values]:
 def _where(lines: Mapping[str, Values]) -> str:
     """The first lines, and the ranks that are alike on the first."""
     groups = _by_text(next(iter(lines.values())))
-    return f"{some(lines)}, " + " unlike ".join(named(ranks) for ranks in groups.values())
+    return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in groups.values())

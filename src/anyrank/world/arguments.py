@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anyrank.errors import AnyrankError, RankError
-from anyrank.world.failures import different, same_error, shown
+from anyrank.world.failures import argument_text, common_error, describe_values
 from anyrank.world.ranks import Ranks
 
 
-def same_arguments(
+def compare_arguments(
     ranks: Ranks,
     call: str,
     arguments: Mapping[str, object],
@@ -21,22 +21,22 @@ def same_arguments(
     """Check a call's arguments, and compare them over the ranks. All ranks.
 
     Args:
-        ranks: that make the call.
-        call: its name, "load".
+        ranks: the ranks that make the call.
+        call: the name of the call, "load".
         arguments: by name; compared by their repr, functions by their name.
         error: the class for arguments that differ.
-        check: raises for arguments that are wrong in themselves.
-        tell: called after it; gives what the other ranks get, so that they need not meet twice.
+        check: raises an error if this rank's arguments are wrong.
+        tell: called after `check`; what it returns goes to all ranks in the same exchange.
 
     Returns:
-        What `tell` gave on each rank.
+        What `tell` returned on each rank.
 
     Raises:
         AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
-            `check` or `tell` raised it on some rank.
-        ValueError, TypeError: `check` raised it on some rank.
-        RankError: other ranks called something else; or `check` or `tell` failed in an unforeseen
-            way on some rank.
+            `check` or `tell` raised it on a rank.
+        ValueError, TypeError: `check` raised it on a rank.
+        RankError: other ranks called something else; or `check` or `tell` raised an error of
+            another class on a rank.
     """
     problem: Exception | None = None
     value: object = None
@@ -49,19 +49,20 @@ def same_arguments(
         if ranks.size == 1:
             raise
         problem = raised
-    mine = {name: shown(value) for name, value in arguments.items()}
-    bad: tuple[type[Exception], str] | None = None
+    texts = {name: argument_text(value) for name, value in arguments.items()}
+    failure: tuple[type[Exception], str] | None = None
     if isinstance(problem, (AnyrankError, TypeError, ValueError)):
-        bad = type(problem), str(problem)
+        failure = type(problem), str(problem)
     elif problem is not None:
-        bad = RankError, f"{type(problem).__name__}: {problem}"
-    every = ranks.gather((mine, bad, value), f"{call}()")
-    failed = {r: found for r, (_, found, _) in zip(ranks.ranks, every, strict=True) if found}
-    if failed:
-        raise same_error(call, failed, ranks.size, ranks.named) from problem
-    for name in mine:
-        values = {r: given[name] for r, (given, *_) in zip(ranks.ranks, every, strict=True)}
+        failure = RankError, f"{type(problem).__name__}: {problem}"
+    answers = ranks.gather((texts, failure, value), f"{call}()")
+    failures = {r: error for r, (_, error, _) in zip(ranks.ranks, answers, strict=True) if error}
+    if failures:
+        raise common_error(call, failures, ranks.size, ranks.name_ranks) from problem
+    for name in texts:
+        values = {r: answer[0][name] for r, answer in zip(ranks.ranks, answers, strict=True)}
         if len(set(values.values())) > 1:
-            text = different(f"{call}(): {name}= differs between ranks", values, ranks.named)
+            title = f"{call}(): {name}= differs between ranks"
+            text = describe_values(title, values, ranks.name_ranks)
             raise error(f"{text}: give all ranks the same")
-    return [theirs for *_, theirs in every]
+    return [value for *_, value in answers]

@@ -1,7 +1,7 @@
-"""gloo's connections between some ranks, which are kept from call to call.
+"""gloo's connections between some ranks, kept from call to call.
 
-Of these connections `torch.distributed` knows nothing, so that they do not mix with the user's
-groups. Ranks that fail on them close them: who waits there, or comes later, raises the same error.
+`torch.distributed` does not know these connections, so they do not mix with the user's groups. A
+rank that fails closes its connections: all that wait on them, or come later, raise the same error.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import torch.distributed as dist
 
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.background import Helper
-from anyrank.world.waits import Notes, Wait
+from anyrank.world.helper_thread import HelperThread
+from anyrank.world.waits import GroupState, Wait
 
-GLOO_SEC = 60  # that gloo waits for longer than we do, so that it is us who name the missing
-DIRECT_BYTES = 4096  # up to which each rank sends to each: an all-gather passes on around a ring
-MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # of messages; what is sent with the others is nothing
+GLOO_SEC = 60  # gloo's timeout is longer than ours by this, so that our error names the missing
+DIRECT_BYTES = 4096  # up to this size an all-to-all, with fewer hops than gloo's ring all-gather
+MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # nothing is ever sent with the last two
 
 
 class Connections:
     """The connections of one set of ranks.
 
     Args:
-        notes: what the ranks note for each other.
-        group: gloo's, which counts ranks by their position.
+        state: the state that the ranks share.
+        group: gloo's group; its ranks are positions in `state.ranks`.
 
     Attributes:
-        rounds: of agreement, so far.
+        rounds: agreements so far.
     """
 
-    def __init__(self, notes: Notes, group: Any) -> None:
-        self.notes = notes
-        self.index, self.size = notes.ranks.index(notes.rank), len(notes.ranks)
+    def __init__(self, state: GroupState, group: Any) -> None:
+        self.state = state
+        self.index, self.size = state.ranks.index(state.rank), len(state.ranks)
         self.calls = self.rounds = self.waits = 0
-        self.passed = ""  # what messages are about
-        self.helper: Helper | None = None  # waits for them
+        self.what = ""  # what the messages are for, in errors
+        self.helper_thread: HelperThread | None = None  # waits for messages
         self._group = group
-        # At exit too: a group with works under way would wait for them.
+        # Also at exit, where a group would wait for its works under way.
         self._close = weakref.finalize(self, _close, group, self.index, self.size)
 
-    def open_call(self) -> int:
-        """A new call begins on the connections; its number, the same on all ranks. All ranks."""
+    def start_call(self) -> int:
+        """Start a call on the connections; returns its number, equal on all ranks. All ranks."""
         self.group.set_timeout(timedelta(seconds=TIMEOUT_SEC.get() + GLOO_SEC))
         self.calls += 1
         return self.calls
@@ -61,7 +61,7 @@ class Connections:
             RankError: the ranks have failed on it.
         """
         if self._group is None:
-            raise self.notes.as_error()
+            raise self.state.as_error()
         return self._group
 
     @property
@@ -69,36 +69,36 @@ class Connections:
         return self._group is None
 
     def fail(self, error: RankError) -> RankError:
-        """Close the connections, as the ranks cannot go on together; returns the error."""
+        """Close the connections; returns the error."""
         if self._group is not None:
             self._close()
-            last, self._group = [self._group], None
-            # A group waits for the rest of a message even if its sender is dead.
-            Helper().leave(last.clear)
+            to_free, self._group = [self._group], None
+            # Freeing a group waits for messages under way, also for those of dead ranks.
+            HelperThread().leave(to_free.clear)
         return error
 
     def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
-        """Start to send up to `length` bytes to all ranks; what waits for theirs. All ranks."""
-        every, mine = as_tensor(b"", length * self.size), as_tensor(data, length)
+        """Start to send up to `length` bytes; returns a function that waits for all. All ranks."""
+        gathered, payload = as_tensor(b"", length * self.size), as_tensor(data, length)
         if length <= DIRECT_BYTES:
-            work = self.group.alltoall_base(every, mine.repeat(self.size), [], [])
+            work = self.group.alltoall_base(gathered, payload.repeat(self.size), [], [])
         else:
-            work = self.group.allgather([*every.split(length)], mine)
+            work = self.group.allgather([*gathered.split(length)], payload)
         wait = self._collective(work, what)
 
         def received() -> list[bytes]:
             wait()
-            return [_as_bytes(tensor) for tensor in every.split(length)]
+            return [_as_bytes(tensor) for tensor in gathered.split(length)]
 
         return received
 
     def broadcast(self, data: bytes, length: int, index: int, what: str) -> bytes:
-        """The bytes of one rank on every rank. All ranks.
+        """Send the bytes of one rank to every rank, and return them. All ranks.
 
         Args:
-            data: of that rank.
-            length: of its bytes.
-            index: of the rank.
+            data: the bytes, on that rank.
+            length: their number, on all ranks.
+            index: the rank's position.
             what: for messages.
         """
         payload = as_tensor(data, length)
@@ -108,90 +108,90 @@ class Connections:
         return data if index == self.index else _as_bytes(payload)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to send a contiguous CPU tensor; what waits for its end. Within `passing`."""
-        return self._message(lambda to: self.group.send([tensor], to, MESSAGE_TAG), rank)
+        """Start to send a contiguous CPU tensor; returns its wait. Within `streaming`."""
+        return self._message(lambda index: self.group.send([tensor], index, MESSAGE_TAG), rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to fill a contiguous CPU tensor; what waits for its end. Within `passing`."""
-        return self._message(lambda at: self.group.recv([tensor], at, MESSAGE_TAG), rank)
+        """Start to fill a contiguous CPU tensor; returns its wait. Within `streaming`."""
+        return self._message(lambda index: self.group.recv([tensor], index, MESSAGE_TAG), rank)
 
     @contextlib.contextmanager
-    def passing(self, what: str) -> Generator[None, None, None]:
-        """Around messages, until all of them are waited for."""
-        self.passed = what
+    def streaming(self, what: str) -> Generator[None, None, None]:
+        """Send and receive messages; the caller waits for all of them before this ends."""
+        self.what = what
         try:
             yield
         finally:
-            if self.helper is not None:
-                self.helper.close()
-                self.helper = None
+            if self.helper_thread is not None:
+                self.helper_thread.close()
+                self.helper_thread = None
 
-    def closed(self) -> list[int]:
-        """Ranks whose connections with this one are closed."""
-        found: list[int] = []
-        for rank in self.notes.ranks:
+    def find_closed(self) -> list[int]:
+        """Ranks whose connections to this one are closed."""
+        closed: list[int] = []
+        for rank in self.state.ranks:
             try:
-                if rank != self.notes.rank:
-                    # Raises at once if it is closed; nothing is ever sent to the others.
-                    self.group.recv([as_tensor(b"", 1)], self.notes.ranks.index(rank), PROBE_TAG)
+                if rank != self.state.rank:
+                    # Raises at once if the connection is closed; else waits for nothing.
+                    self.group.recv([as_tensor(b"", 1)], self.state.ranks.index(rank), PROBE_TAG)
             except RuntimeError:
-                found.append(rank)
-        return found
+                closed.append(rank)
+        return closed
 
     def _collective(self, work: Any, what: str) -> Callable[[], None]:
         self.waits += 1
         number = self.waits
 
         def wait() -> None:
-            # gloo's collectives can be waited for in slices, and its messages cannot.
-            with self._failing(Wait(self.notes, what, self.closed, number)) as waiting:
-                while not _ends_within(work, waiting.look_sec):
-                    waiting.look()
+            # A wait for gloo's collectives can be cut into slices, one for its messages cannot.
+            with self._fail_on_error(Wait(self.state, what, self.find_closed, number)) as waiting:
+                while not _ends_within(work, waiting.poll_sec):
+                    waiting.poll()
                 work.wait()
 
         return wait
 
-    def _message(self, start: Callable[[int], Any], rank: int) -> Callable[[], None]:
-        def waiting() -> contextlib.AbstractContextManager[Wait]:
-            return self._failing(Wait(self.notes, self.passed, self.closed, None, [rank]))
+    def _message(self, start_message: Callable[[int], Any], rank: int) -> Callable[[], None]:
+        def wait_for_rank() -> contextlib.AbstractContextManager[Wait]:
+            return self._fail_on_error(Wait(self.state, self.what, self.find_closed, None, [rank]))
 
-        with waiting():
-            work = start(self.notes.ranks.index(rank))
+        with wait_for_rank():
+            work = start_message(self.state.ranks.index(rank))
 
         def wait() -> None:
-            with waiting() as looking:
-                if self.helper is None:
-                    self.helper = Helper()
-                self.helper.call(work.wait, looking.look, looking.look_sec)
+            with wait_for_rank() as waiting:
+                if self.helper_thread is None:
+                    self.helper_thread = HelperThread()
+                self.helper_thread.call(work.wait, waiting.poll, waiting.poll_sec)
 
         return wait
 
     @contextlib.contextmanager
-    def _failing(self, wait: Wait) -> Generator[Wait, None, None]:
-        """Around a wait: what ends it before it is over ends the connections."""
+    def _fail_on_error(self, wait: Wait) -> Generator[Wait, None, None]:
+        """Close the connections if a wait fails, and make gloo's error a RankError."""
         try:
             yield wait
         except RankError as error:
             self.fail(error)
             raise
-        except RuntimeError as error:  # gloo's own, which differs from rank to rank
-            raise self.fail(self.notes.end_by_death(self.closed())) from error
+        except RuntimeError as error:  # of gloo; its text differs between ranks
+            raise self.fail(self.state.end_for_death(self.find_closed())) from error
         finally:
-            wait.over()
+            wait.finish()
 
 
-def _ends_within(work: Any, seconds: float) -> bool:
-    """Whether one of gloo's collectives is over, well or not."""
-    with contextlib.suppress(RuntimeError):  # it goes on, or it failed: a wait raises that again
-        work.wait(timedelta(seconds=seconds))
+def _ends_within(work: Any, limit_sec: float) -> bool:
+    """Wait for a collective of gloo; returns whether it succeeded or failed meanwhile."""
+    with contextlib.suppress(RuntimeError):  # it goes on, or failed: then the next wait raises
+        work.wait(timedelta(seconds=limit_sec))
     return work.is_completed()
 
 
 def _close(group: Any, index: int, size: int) -> None:
-    """Close all connections of a group: gloo does when a wait for a message runs out."""
-    for other in set(range(size)) - {index}:
+    """Close all connections of a group: gloo closes one when a wait for its message times out."""
+    for peer in set(range(size)) - {index}:
         with contextlib.suppress(RuntimeError):
-            work = group.recv([as_tensor(b"", 1)], other, CLOSE_TAG)
+            work = group.recv([as_tensor(b"", 1)], peer, CLOSE_TAG)
             work.wait(timedelta(milliseconds=1))
 
 

@@ -19,7 +19,7 @@ def rank_device() -> torch.device:
     hides the others, owns that device.
 
     Raises:
-        RankError: the local rank is beyond the number of devices, and these are several.
+        RankError: there are several devices, but fewer than local ranks.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -32,7 +32,7 @@ def rank_device() -> torch.device:
         raise RankError(
             f"local rank {index} has no device of its own: this machine has {count} of type "
             f"{accelerator.type}: start at most {count} ranks on it, give each process one device "
-            "(CUDA_VISIBLE_DEVICES), or build the model on the device that it is to have"
+            "(CUDA_VISIBLE_DEVICES), or build the model on the device that it shall use"
         )
     return torch.device(accelerator.type, index if count > 1 else 0)
 
@@ -46,15 +46,15 @@ def _local_rank() -> int | None:
 
 
 def read_threads(ranks_on_node: int) -> int:
-    """How many threads one rank reads with: its part of the machine's cores, within the knob."""
+    """How many threads one rank reads with: its part of the cores, at most ANYRANK_READ_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(READ_THREADS.get(), (cores or 1) // ranks_on_node))
 
 
 def boot_id() -> str:
-    """What distinguishes one boot of this machine from the next, as process numbers begin anew.
+    """The id of this boot of the machine: process ids count anew after each boot.
 
-    Empty where the system has no such thing.
+    Empty where the system has none.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""Errors and values that travel between ranks, and one error for those of all ranks."""
+"""Errors that are sent between ranks, and the one error that all ranks raise."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SHOWN_CHARACTERS = 100  # of an argument in a message
 
 
 class Interrupted(Exception):
-    """Another rank has failed; this one stops what it is doing and joins the agreement."""
+    """Another rank has failed: this one stops its work and goes to the agreement."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """One rank's exception, as it travels.
+    """One rank's exception, as it is sent.
 
     Attributes:
-        kind: its class; None if it stopped because of others.
+        kind: its class; None if the rank stopped because another failed.
         text: its message.
         is_foreign: whether it is not anyrank's own, so that its text does not say what was done.
     """
@@ -39,40 +39,42 @@ class Answer:
     failure: _Failure | None
 
 
-def shown(value: object) -> str:
-    """An argument as it is compared: without addresses, which differ from process to process."""
+def argument_text(value: object) -> str:
+    """An argument as text without addresses, as these differ between processes."""
     name = getattr(value, "__qualname__", None)
     return str(name) if callable(value) and name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def different(title: str, values: Mapping[int, str], name: Callable[[Sequence[int]], str]) -> str:
-    """Values by rank, in words."""
+def describe_values(
+    title: str, values: Mapping[int, str], name_ranks: Callable[[Sequence[int]], str]
+) -> str:
+    """A title and each value with its ranks: "title: 1 on rank 0, 2 on ranks 1, 2"."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
-    each = (f"{v[:SHOWN_CHARACTERS]} on {name(ranks)}" for v, ranks in by_value.items())
-    return f"{title}: {', '.join(each)}"
+    parts = (f"{v[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for v, ranks in by_value.items())
+    return f"{title}: {', '.join(parts)}"
 
 
-def same_error(
+def common_error(
     call: str,
     failed: Mapping[int, tuple[type[Exception], str]],
     size: int,
-    name: Callable[[Sequence[int]], str],
+    name_ranks: Callable[[Sequence[int]], str],
 ) -> Exception:
-    """What some ranks' checks raised, equal on all ranks."""
+    """One error for what checks raised on some ranks, equal on all ranks."""
     kind, text = next(iter(failed.values()))
     if issubclass(kind, AnyrankError):
         failures = {
             r: _Failure(k, t) for r, (k, t) in failed.items() if issubclass(k, AnyrankError)
         }
-        return joined(f"{call}()", failures, size)
+        return join_failures(f"{call}()", failures, size)
     if len(failed) < size:
-        text = f"{text} (on {name(list(failed))})"
+        text = f"{text} (on {name_ranks(list(failed))})"
     return kind(text)
 
 
-def failure_of(error: Exception) -> _Failure:
+def as_failure(error: Exception) -> _Failure:
     if isinstance(error, Interrupted):
         return _Failure(None, "stopped, because another rank failed")
     if isinstance(error, RankError):
@@ -82,15 +84,15 @@ def failure_of(error: Exception) -> _Failure:
     return _Failure(RankError, f"{type(error).__name__}: {error}", is_foreign=True)
 
 
-def joined(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
+def join_failures(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
     """One error for all ranks, equal on all of them."""
-    own = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
-    first = next(iter(own.values()), _Failure(RankError, "all ranks stopped for one another"))
-    causes = {rank: failure.text for rank, failure in own.items()}
+    raised = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
+    first = next(iter(raised.values()), _Failure(RankError, "all ranks stopped for one another"))
+    causes = {rank: failure.text for rank, failure in raised.items()}
     texts = set(causes.values())
-    if len(own) == size and len(texts) == 1:
+    if len(raised) == size and len(texts) == 1:
         message = f"{what} failed on all ranks: {first.text}" if first.is_foreign else first.text
     else:
         message = "\n".join(f"[rank {rank}] {text}" for rank, text in causes.items())
-        message = f"{what} failed on {len(own)} of {size} ranks, so on all:\n{message}"
+        message = f"{what} failed on {len(raised)} of {size} ranks, so on all:\n{message}"
     return (first.kind or RankError)(message, causes=causes)

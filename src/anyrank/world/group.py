@@ -1,4 +1,4 @@
-"""Which processes take part in a call, as its `process_group=` says. No collectives."""
+"""Which processes take part in a call, from its `process_group=`. No collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch.distributed as dist
 
 from anyrank.errors import RankError
-from anyrank.wording import joined
+from anyrank.wording import join_first
 
 SHOWN = 8  # ranks that a message names
 
@@ -31,12 +31,12 @@ Group: TypeAlias = "dist.ProcessGroup | Alone | None"
 """What `process_group=` takes: a group, this process alone, or None for all ranks."""
 
 
-def members(process_group: Group) -> tuple[list[int], int]:
-    """The global ranks that take part, in the group's order, and this process's own.
+def find_members(process_group: Group) -> tuple[list[int], int]:
+    """The global ranks of a group, in its order, and this process's global rank.
 
     Raises:
         RankError: this process is not in the group.
-        TypeError: it is not a group, or one that was destroyed.
+        TypeError: `process_group` is no group, or was destroyed.
     """
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None and process_group is not ALONE:
@@ -58,10 +58,10 @@ def members(process_group: Group) -> tuple[list[int], int]:
 
 
 def check_group(process_group: object) -> None:
-    """Refuse what names no processes. A group that lacks this one is still a group.
+    """Refuse what is no group. A group without this process is still a group.
 
     Raises:
-        TypeError: it is no group.
+        TypeError: `process_group` is no group.
     """
     if process_group is None or process_group is ALONE:
         return
@@ -72,24 +72,24 @@ def check_group(process_group: object) -> None:
         raise _no_group(process_group)
 
 
-def _no_group(given: object) -> TypeError:
+def _no_group(value: object) -> TypeError:
     return TypeError(
         "process_group= takes a group of torch.distributed that has not been destroyed, "
-        f"anyrank.ALONE or None, not {given!r}"
+        f"anyrank.ALONE or None, not {value!r}"
     )
 
 
 def default_store() -> Any:
-    """The store through which the processes found each other."""
+    """The store of the default group, through which its processes met (torch's TCPStore)."""
     # No public name; the same private one has been there in every release since 1.8.
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
-def key_of(ranks: Sequence[int]) -> str:
-    """A short name of these ranks, the same on each of them."""
+def hash_ranks(ranks: Sequence[int]) -> str:
+    """A digest of the ranks for keys of the store, the same on each of them."""
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()
 
 
-def named(ranks: Collection[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {joined([*ranks], SHOWN)}"
+def name_ranks(ranks: Collection[int]) -> str:
+    """Ranks as text: "rank 1", "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_first([*ranks], SHOWN)}"

@@ -17,19 +17,18 @@ PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8[nbytes] on the CPU, page-locked for copies from and to `device`.
 
-    Freed with its last view, once the copies that are under way have ended. pin_memory=True, which
-    remains for devices without CUDA's runtime calls, rounds up to a power of two and keeps what it
-    has allocated.
+    Freed with its last view, after the copies under way. pin_memory=True rounds up to a power of
+    two and never frees its memory; it is used for devices without CUDA's runtime calls alone.
 
     Raises:
-        AnyrankError: the system has not that much memory, or may not lock it.
+        AnyrankError: the system has too little memory, or too little that may be locked.
     """
     module = torch.get_device_module(device)
     with torch.inference_mode(False):  # inference tensors could not be used outside of it
         if nbytes == 0 or not hasattr(module, "cudart"):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
-        memory = pages(nbytes)
-        address = ctypes.addressof(memory)
+        locked = _map_pages(nbytes)
+        address = ctypes.addressof(locked)
         with torch.accelerator.device_index(device.index):
             code = int(module.cudart().cudaHostRegister(address, nbytes, PORTABLE))
         if code:
@@ -37,13 +36,13 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
                 f"CUDA error {code} while page-locking {nbytes} bytes of host memory: raise the "
                 "limit of locked memory (ulimit -l)"
             )
-        # Of what holds the pages, `memory` is the first to go: they are unlocked, then unmapped.
-        weakref.finalize(memory, _unlock, module, address, device).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        # `memory` is freed before the mapping that it views: so pages are unlocked, then unmapped.
+        weakref.finalize(locked, _unlock, module, address, device).atexit = False
+        return torch.frombuffer(locked, dtype=torch.uint8)
 
 
-def pages(nbytes: int) -> Any:
-    """Fresh memory that shares no page with any other, as a page can be locked once only."""
+def _map_pages(nbytes: int) -> Any:
+    """New memory with pages of its own, as a page can be locked only once."""
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

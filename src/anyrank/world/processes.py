@@ -1,4 +1,4 @@
-"""This process, and whether one of this machine runs, for the lock of a run folder."""
+"""Identifies this process, and says whether another process of this machine runs."""
 
 from __future__ import annotations
 
@@ -7,62 +7,59 @@ from typing import Any
 
 from anyrank.world.device import boot_id
 
-ENDED = ("Z", "X")  # a process that ended, and that its parent has not asked for yet
+ENDED = ("Z", "X")  # states of a process that ended, before its parent has waited for it
 
 
-def own_process() -> dict[str, Any]:
-    """What distinguishes this process from all others, for a process that looks for it later."""
+def describe_own_process() -> dict[str, Any]:
+    """Identifies this process for good: process ids are used again, also after a boot."""
     pid = os.getpid()
-    place = {"boot": boot_id(), "pid_namespace": pid_namespace()}
-    return {"pid": pid, "started": started(pid), **place}
+    namespace = {"boot": boot_id(), "pid_namespace": pid_namespace()}
+    return {"pid": pid, "started": start_time(pid), **namespace}
 
 
 def has_ended(process: dict[str, Any]) -> bool:
-    """Whether a process that `own_process` described has ended; False where nothing shows it."""
+    """Whether a process that `describe_own_process` described has ended; False if unknown."""
     return _is_seen(process) and not is_running(int(process["pid"]), str(process["started"]))
 
 
 def is_alive(process: dict[str, Any]) -> bool:
-    """Whether a process that `own_process` described runs; False where nothing shows it."""
+    """Whether a process that `describe_own_process` described runs; False if unknown."""
     return _is_seen(process) and is_running(int(process["pid"]), str(process["started"]))
 
 
 def _is_seen(process: dict[str, Any]) -> bool:
-    """Whether it is, or was, one of those that this process sees."""
-    here = own_process()
-    return bool(here["boot"]) and all(process.get(k) == here[k] for k in ("boot", "pid_namespace"))
+    """Whether it is of this boot and process namespace; else its id says nothing."""
+    boot, namespace = boot_id(), pid_namespace()
+    return bool(boot) and (process.get("boot"), process.get("pid_namespace")) == (boot, namespace)
 
 
 def is_running(pid: int, start: str) -> bool:
-    """Whether the process of this number runs, and is the one that started then.
+    """Whether a process runs with this id and start time.
 
     Args:
         pid: within this process's namespace.
-        start: as `started` gave it, or "" for any.
+        start: as `start_time` returned it, or "" for any.
     """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # it runs as another user
     stat = stat_fields(pid)
     if not stat:
-        return True  # no /proc: the number is all there is
+        return True  # no /proc: only the id is known
     return stat[0] not in ENDED and (not start or stat[19] == start)
 
 
-def started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" where the system does not say.
-
-    Numbers are used again, also by other users' processes.
-    """
+def start_time(pid: int) -> str:
+    """When a process started, in clock ticks since boot; "" where the system does not say."""
     stat = stat_fields(pid)
     return stat[19] if stat else ""
 
 
 def pid_namespace() -> str:
-    """Within which process ids mean something; "" where the system has no such thing."""
+    """The namespace of this process's ids; "" where the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -70,9 +67,9 @@ def pid_namespace() -> str:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()  # the name before may hold anything
+            return file.read().rpartition(")")[2].split()  # the name may have brackets of its own
     except OSError:
         return []

@@ -1,9 +1,9 @@
 """The processes of a call: the same code without a process group, on one rank and on many.
 
-All traffic runs on connections of our own, of which `torch.distributed` knows nothing: it neither
-mixes with the user's groups nor needs an accelerator. A flag in the store lets a rank learn of
-another's failure while it is busy reading. A function whose docstring says "All ranks" meets the
-others here: each rank has to call it, in the same order.
+All messages go over connections that `torch.distributed` does not know: they neither mix with the
+user's groups nor need an accelerator. A flag in the store tells a busy rank that another failed. A
+function whose docstring says "All ranks" exchanges values here: each rank calls it, in the same
+order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from anyrank.world.connections import Connections
-from anyrank.world.failures import Answer, Interrupted, different, failure_of, joined
-from anyrank.world.group import Group, members, named
-from anyrank.world.rendezvous import channels_of, connections_of, taken
+from anyrank.world.failures import Answer, Interrupted, as_failure, describe_values, join_failures
+from anyrank.world.group import Group, find_members, name_ranks
+from anyrank.world.rendezvous import get_connections, use_channel, used_channels
 from anyrank.world.store import StoreLost
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
@@ -29,23 +29,23 @@ __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-HEAD_BYTES = 1024  # what each rank sends at first: most values fit
-PADDED_BYTES = 64 << 10  # up to which a gathered value is padded to the longest
-NAME_CHARACTERS = 100  # of what is done, as the ranks compare it
-CHECK_SEC = 0.5  # how often a busy rank looks whether another has failed
+HEAD_BYTES = 1024  # of the first message of a gather: most values fit into it
+PADDED_BYTES = 64 << 10  # up to this size gathered values are padded to the longest
+NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
+CHECK_SEC = 0.5  # how often a busy rank checks whether another has failed
 
 
 class Ranks:
-    """The ranks that take part in a call. Every method with "all ranks" must be called by each.
+    """The ranks that take part in a call. All of them call the methods that say "All ranks".
 
     Args:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
         call: what they call, for messages.
-        channel: which of the connections between them they use.
+        channel: 0, or the number of a thread's own connections (`open_channel`).
 
     Attributes:
-        nodes: for each of `ranks`, which machine it is on; machines count from 0.
+        nodes: for each of `ranks`, the index of its machine.
         hosts: for each machine, its name.
 
     Raises:
@@ -63,16 +63,16 @@ class Ranks:
         self.last_check = time.monotonic()
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
-        self._flag = ""  # the key that says that this agreement fails; "" outside of agreements
+        self._flag = ""  # a key of the store, set if the agreement under way fails; else ""
         if call is not None and len(ranks) > 1:
             self._connect()
 
     def _connect(self) -> Connections:
-        made = connections_of(self.ranks, self.rank, self.call, self.channel)
-        self.number = made.open_call()
-        self.connections = made
-        self.nodes, self.hosts = made.notes.nodes, made.notes.hosts
-        return made
+        connections = get_connections(self.ranks, self.rank, self.call, self.channel)
+        self.number = connections.start_call()
+        self.connections = connections
+        self.nodes, self.hosts = connections.state.nodes, connections.state.hosts
+        return connections
 
     @property
     def size(self) -> int:
@@ -85,7 +85,7 @@ class Ranks:
 
     @property
     def node(self) -> int:
-        """Which machine this rank is on."""
+        """The index of this rank's machine."""
         return self.nodes[self.index]
 
     @property
@@ -93,103 +93,104 @@ class Ranks:
         """How many of the ranks share this machine."""
         return self.nodes.count(self.node)
 
-    def named(self, ranks: Sequence[int]) -> str:
-        """Some of the ranks in words; with their machines, where there are several."""
-        return named(ranks) if self.connections is None else self.connections.notes.named(ranks)
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """Ranks as text; with their machines if there are several."""
+        connections = self.connections
+        return connections.state.name_ranks(ranks) if connections else name_ranks(ranks)
 
     # -- agreement --------------------------------------------------------------------------------
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
 
-        `work` must not wait for other ranks, unless it keeps serving them after its own failure.
+        `work` must not wait for other ranks, unless it still answers them after its own failure.
 
         Raises:
             AnyrankError: of the class that the first failing rank raised, with every cause;
                 RankError for an exception that is not anyrank's own, and for a rank that died.
         """
-        return self.own_and_all(what, lambda: (None, work()))[1]
+        return self.run_and_gather(what, lambda: (None, work()))[1]
 
-    def own(self, what: str, work: Callable[[], T]) -> T:
+    def run(self, what: str, work: Callable[[], T]) -> T:
         """As `together`; each rank keeps its result, the very object, and sends nothing."""
-        return self.own_and_all(what, lambda: (work(), None))[0]
+        return self.run_and_gather(what, lambda: (work(), None))[0]
 
-    def from_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
-        """Run `work` on one rank, the first by default; its result on every rank. All ranks.
+    def run_on_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
+        """Run `work` on one rank, by default the first; returns its result everywhere. All ranks.
 
         Raises:
             AnyrankError: as `together`.
         """
         index = 0 if rank is None else self.ranks.index(rank)
-        is_mine = index == self.index
+        is_chosen = index == self.index
 
-        def work_here() -> tuple[T | None, T | None]:
-            value = work() if is_mine else None
+        def run_if_chosen() -> tuple[T | None, T | None]:
+            value = work() if is_chosen else None
             return value, value
 
-        own, every = self.own_and_all(what, work_here)
-        return cast("T", own if is_mine else every[index])
+        result, values = self.run_and_gather(what, run_if_chosen)
+        return cast("T", result if is_chosen else values[index])
 
-    def own_and_all(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
-        """As `together`; each rank keeps a result of its own, and sends another. All ranks.
+    def run_and_gather(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
+        """As `together`; each rank keeps one result, and sends another. All ranks.
 
         Args:
             what: as for `together`.
-            work: returns (anything at all, what the other ranks get, which pickles).
+            work: returns a pair: what this rank keeps, and what it sends, which must pickle.
 
         Returns:
-            This rank's own first result, the very object, and every rank's second.
+            What this rank keeps, the very object, and what each rank has sent.
 
         Raises:
             AnyrankError: as `together`.
         """
         if self.connections is None:
-            own, value = work()
-            return own, [value]
+            result, value = work()
+            return result, [value]
         connections = self._ready()
         connections.rounds += 1
-        own, packed, cause = None, b"", None
+        result, packed, cause = None, b"", None
         outer, self._flag = self._flag, f"failed/{connections.rounds}"
         try:
             try:
-                own, value = work()
+                result, value = work()
                 packed = pickle.dumps(value)
             except Exception as error:
-                if connections.has_failed:  # within the work, and so the others raise too
-                    raise connections.notes.as_error() from error
+                if connections.has_failed:  # the other ranks raise its error as well
+                    raise connections.state.as_error() from error
                 cause = error
                 self._set_flag(connections)
-            answers = self.gather(Answer(packed, cause and failure_of(cause)), what)
+            answers = self.gather(Answer(packed, cause and as_failure(cause)), what)
         finally:
             if cause is not None:
                 self._delete_flag(connections)
             self._flag = outer
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
-            raise joined(what, failures, self.size) from cause
+            raise join_failures(what, failures, self.size) from cause
         values = [pickle.loads(answer.value) for answer in answers]  # noqa: S301 - from our own ranks
-        return cast("S", own), values
+        return cast("S", result), values
 
     def check(self) -> None:
         """Stop early when another rank has failed; cheap enough for inner loops.
 
         Raises:
-            Interrupted: to be passed through to `together`.
+            Interrupted: the caller lets it pass; `together` handles it.
         """
         if not self._flag or time.monotonic() - self.last_check < CHECK_SEC:
             return
         self.last_check = time.monotonic()
         assert self.connections is not None
-        if self.connections.notes.store.has([self._flag]):
+        if self.connections.state.store.has([self._flag]):
             raise Interrupted
 
     def _set_flag(self, connections: Connections) -> None:
         with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
-            connections.notes.store.set(self._flag, "")
+            connections.state.store.set(self._flag, "")
 
     def _delete_flag(self, connections: Connections) -> None:
         with contextlib.suppress(StoreLost):
-            connections.notes.store.delete(self._flag)
+            connections.state.store.delete(self._flag)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -197,17 +198,16 @@ class Ranks:
         """Every rank's value, in the group's order. All ranks.
 
         Args:
-            value: anything that pickles. Over 64 KiB of one rank alone goes faster by `from_one`.
-            what: what is done here, the same on all ranks.
+            value: anything that pickles. Over 64 KiB of one rank alone goes faster by `run_on_one`.
+            what: what the ranks do, the same on all of them.
 
         Raises:
-            RankError: a rank has died or did not come, named where that is known; or ranks do
-                something else here.
+            RankError: a rank has died or did not come, named if known; or does something else.
         """
         return self.start_gather(value, what)()
 
     def start_gather(self, value: T, what: str) -> Callable[[], list[T]]:
-        """As `gather`, in two halves: sends the value, and returns what waits for the others'."""
+        """As `gather`, in two halves: sends the value, and returns a function that waits."""
         if self.connections is None:
             return lambda: [value]
         return self._gather(self._ready(), value, what)
@@ -221,16 +221,17 @@ class Ranks:
         return self.start_any(flag, what)()
 
     def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
-        """As `any`, in two halves: starts the exchange, and returns what waits for its result."""
+        """As `any`, in two halves: sends the flag, and returns a function that waits."""
         gathered = self.start_gather(flag, what)
         return lambda: any(gathered())
 
     def _ready(self) -> Connections:
-        """The connections; where the ranks have failed on them and live, new ones."""
-        assert self.connections is not None
-        if self.connections.has_failed and not self._flag and not self.connections.notes.is_death:
+        """The connections; new ones if the ranks have failed on them and all of them live."""
+        connections = self.connections
+        assert connections is not None
+        if connections.has_failed and not self._flag and not connections.state.has_dead_rank:
             return self._connect()
-        return self.connections
+        return connections
 
     def _gather(self, connections: Connections, value: T, what: str) -> Callable[[], list[T]]:
         data = pickle.dumps(value)
@@ -241,24 +242,25 @@ class Ranks:
         wait_for_heads = connections.allgather(head, HEAD_BYTES, what)
 
         def wait() -> list[T]:
-            heads = [pickle.loads(each) for each in wait_for_heads()]  # noqa: S301 - as above
-            names = {r: theirs for r, (theirs, _) in zip(self.ranks, heads, strict=True)}
+            heads = [pickle.loads(data) for data in wait_for_heads()]  # noqa: S301 - as above
+            names = {r: name for r, (name, _) in zip(self.ranks, heads, strict=True)}
             if len({*names.values()}) > 1:
-                raise connections.fail(connections.notes.end(_crossed(names, self.named)))
-            every: list[Any] = [inline for _, inline in heads]
-            sizes = {index: each for index, each in enumerate(every) if isinstance(each, int)}
-            most = max(2 * sum(sizes.values()), PADDED_BYTES * self.size)
-            if len(sizes) > 1 and max(sizes.values()) * self.size <= most:
-                mine = data if self.index in sizes else b""
+                text = _describe_crossing(names, self.name_ranks)
+                raise connections.fail(connections.state.end(text))
+            values: list[Any] = [inline for _, inline in heads]
+            sizes = {index: size for index, size in enumerate(values) if isinstance(size, int)}
+            limit_bytes = max(2 * sum(sizes.values()), PADDED_BYTES * self.size)
+            if len(sizes) > 1 and max(sizes.values()) * self.size <= limit_bytes:
+                payload = data if self.index in sizes else b""
                 for index, tail in enumerate(
-                    connections.allgather(mine, max(sizes.values()), what)()
+                    connections.allgather(payload, max(sizes.values()), what)()
                 ):
                     if index in sizes:
-                        every[index] = tail
+                        values[index] = tail
             else:
                 for index, size in sizes.items():
-                    every[index] = connections.broadcast(data, size, index, what)
-            return [pickle.loads(each) for each in every]  # noqa: S301 - as above
+                    values[index] = connections.broadcast(data, size, index, what)
+            return [pickle.loads(data) for data in values]  # noqa: S301 - as above
 
         return wait
 
@@ -272,11 +274,11 @@ class Ranks:
     ) -> None:
         """Send tensors to ranks, and receive others in place.
 
-        Two ranks that exchange with each other list what passes between them in the same order.
+        Two ranks must list the tensors that they exchange in the same order.
 
         Args:
-            sent: contiguous CPU tensors, and the global rank that each goes to.
-            received: contiguous CPU tensors that are filled, and where each comes from.
+            sent: contiguous CPU tensors, each with the global rank of its receiver.
+            received: contiguous CPU tensors to fill, each with the global rank of its sender.
             what: for messages.
 
         Raises:
@@ -290,36 +292,36 @@ class Ranks:
 
     @contextlib.contextmanager
     def streaming(self, what: str) -> Generator[None, None, None]:
-        """Around sends and receives side by side, until all are waited for."""
+        """Send and receive at the same time; the caller waits for all before this ends."""
         if self.connections is None:
             yield
             return
-        with self._ready().passing(what):
+        with self._ready().streaming(what):
             yield
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to send a contiguous CPU tensor; what waits for its end. Within `streaming`."""
+        """Start to send a contiguous CPU tensor; returns its wait. Within `streaming`."""
         assert self.connections is not None
         return self.connections.send(tensor, rank)
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to fill a contiguous CPU tensor; what waits for its end. Within `streaming`."""
+        """Start to fill a contiguous CPU tensor; returns its wait. Within `streaming`."""
         assert self.connections is not None
         return self.connections.receive(tensor, rank)
 
     def end(self, why: str) -> None:
-        """Say that this rank goes no further: the waits of the others end by an error that says
-        why. The next call connects the ranks anew. By one rank, without a wait.
+        """End what the ranks do, from one rank and without a wait: the others' waits raise an error
+        with this reason. The next call connects the ranks anew.
         """
         if self.connections is not None and not self.connections.has_failed:
-            self.connections.fail(self.connections.notes.end(why, [self.rank], why))
+            self.connections.fail(self.connections.state.end(why, [self.rank], why))
 
     @contextlib.contextmanager
-    def apart(self, call: str) -> Generator[Ranks, None, None]:
+    def open_channel(self, call: str) -> Generator[Ranks, None, None]:
         """The same ranks, with connections for a thread of their own. All ranks."""
-        every = self.gather(channels_of(self.ranks), f"opening a channel for {call}")
-        channel = next(n for n in itertools.count(1) if not any(n in used for used in every))
-        with taken(self.ranks, channel):
+        used_by_rank = self.gather(used_channels(self.ranks), f"opening a channel for {call}")
+        channel = next(n for n in itertools.count(1) if not any(n in used for used in used_by_rank))
+        with use_channel(self.ranks, channel):
             yield Ranks(self.ranks, self.rank, call, channel)
 
 
@@ -334,7 +336,7 @@ def open_ranks(
 ) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
-    What connects them is opened at the first call, and kept.
+    The first call opens their connections, later calls use them again.
 
     Args:
         process_group: see `Group`.
@@ -343,18 +345,18 @@ def open_ranks(
     Raises:
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
     """
-    ranks, rank = members(process_group)
+    ranks, rank = find_members(process_group)
     yield Ranks(ranks, rank, call)
 
 
-def _crossed(
-    names: Mapping[int, tuple[int, str, str]], name: Callable[[Sequence[int]], str]
+def _describe_crossing(
+    names: Mapping[int, tuple[int, str, str]], name_ranks: Callable[[Sequence[int]], str]
 ) -> str:
-    """What ranks do that do not do the same, in words."""
-    done = {rank: what for rank, (_, _, what) in names.items()}
-    if len({*done.values()}) == 1:
-        done = {rank: call for rank, (_, call, _) in names.items()}
-    if len({*done.values()}) == 1:
-        done = {rank: f"{call}, its call {number}" for rank, (number, call, _) in names.items()}
-    text = different("ranks do different things at the same place", done, name)
+    """An error's text for ranks that do different things."""
+    actions = {rank: what for rank, (_, _, what) in names.items()}
+    if len({*actions.values()}) == 1:
+        actions = {rank: call for rank, (_, call, _) in names.items()}
+    if len({*actions.values()}) == 1:
+        actions = {rank: f"{call}, its call {number}" for rank, (number, call, _) in names.items()}
+    text = describe_values("ranks do different things at the same place", actions, name_ranks)
     return f"{text}: make the same calls on all ranks, in the same order"

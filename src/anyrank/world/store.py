@@ -1,8 +1,7 @@
-"""The job's store, with a deadline for every call.
+"""The job's store (torch's TCPStore), with a deadline for every call.
 
-A call on torch's TCP store waits for ever once the network to its host is cut. So a thread makes
-it, and the caller waits as long as it chooses. After a call that was not answered in time, the
-store counts as lost.
+A call on a TCPStore waits for ever once the network to its host is cut. So a thread makes the call,
+and the caller waits for a limited time. After a call without an answer the store counts as lost.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from anyrank.errors import RankError
-from anyrank.world.background import Helper
+from anyrank.world.helper_thread import HelperThread
 
 T = TypeVar("T")
 
-ANSWER_SEC = 10.0  # of a store that is reached: it answers in less than a millisecond
+ANSWER_SEC = 10.0  # a store that can be reached answers in less than a millisecond
 
 
 class StoreLost(RankError):
@@ -41,22 +40,22 @@ class Store:
         self.lost = False
 
     def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
-        """What `work` returns for torch's store, within the given seconds.
+        """Call `work` with torch's store, and return its result.
 
         Raises:
-            StoreLost: it failed, or took longer; then `work` may still be running.
+            StoreLost: `work` failed, or took longer than `seconds`; then it may still be running.
         """
         if self.lost:
             raise StoreLost(f"{self.name} does not answer")
         end = time.monotonic() + seconds
 
-        def look() -> None:
+        def check_deadline() -> None:
             if time.monotonic() > end:
                 raise TimeoutError(f"no answer for {seconds:.0f} s")
 
         try:
-            with Helper() as helper:
-                return helper.call(lambda: work(self.inner), look, min(seconds, 1.0))
+            with HelperThread() as helper:
+                return helper.call(lambda: work(self.inner), check_deadline, min(seconds, 1.0))
         except Exception as error:
             self.lost = True
             text = str(error).partition("\n")[0][:200]
@@ -71,15 +70,15 @@ class Store:
         return self.call(lambda store: store.get(key).decode() if store.check([key]) else "")
 
     def set_first(self, key: str, value: str) -> str:
-        """Write a key that is not there; its value then, which another rank may have written."""
+        """Write a key unless it exists; returns its value, which another rank may have written."""
         return self.call(lambda store: store.compare_set(key, "", value).decode())
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Whether all of the keys are there."""
+        """Whether all of the keys exist."""
         return self.call(lambda store: store.check(list(keys)))
 
     def count(self, key: str) -> int:
-        """Add 1 to a counter; what it is then."""
+        """Add 1 to a counter; returns its new value."""
         return self.call(lambda store: store.add(key, 1))
 
     def delete(self, key: str) -> None:
@@ -87,25 +86,25 @@ class Store:
         self.call(lambda store: store.delete_key(key))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all of the keys are there within the given seconds."""
+        """Wait until all of the keys exist; returns whether they did within `seconds`."""
 
         def wait(store: Any) -> bool:
-            with contextlib.suppress(RuntimeError):  # of a lost store, the next line says so
+            with contextlib.suppress(RuntimeError):  # if the store is lost, the next line raises
                 store.wait(list(keys), timedelta(seconds=seconds))
             return store.check(list(keys))
 
         return self.call(wait, seconds + ANSWER_SEC)
 
-    def absent(self, keys: Sequence[str], most: int) -> list[int]:
-        """Positions of up to `most` keys that are not there; few calls where few are missing."""
+    def find_absent(self, keys: Sequence[str], limit: int) -> list[int]:
+        """Positions of up to `limit` keys that do not exist; few calls where few are missing."""
 
-        def search(low: int, high: int, found: list[int]) -> list[int]:
-            if len(found) >= most or self.has(keys[low:high]):
-                return found
+        def search(low: int, high: int, missing: list[int]) -> list[int]:
+            if len(missing) >= limit or self.has(keys[low:high]):
+                return missing
             if high - low == 1:
-                return [*found, low]
+                return [*missing, low]
             middle = (low + high) // 2
-            return search(middle, high, search(low, middle, found))
+            return search(middle, high, search(low, middle, missing))
 
         return search(0, len(keys), [])
 

@@ -1,4 +1,4 @@
-"""A thread for calls into C++ that may never return: whoever waits for one can leave it there."""
+"""A thread for calls into C++ that may never return: the caller can stop waiting for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 JOIN_SEC = 5.0  # at exit, for a thread that is stuck in a call without a deadline
 
 
-class Helper:
-    """Makes calls one after the other, in a daemon thread that ends before the interpreter does.
+class HelperThread:
+    """Makes calls one after the other, in a daemon thread that is joined at exit.
 
-    A daemon thread that is in C++ while the interpreter ends would abort the process, and any other
-    one would keep it from ending.
+    A daemon thread that runs C++ code while the interpreter ends aborts the process; a thread that
+    is no daemon keeps the process from ending.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Helper:
         atexit.register(self._join)
         self.thread.start()
 
-    def call(self, work: Callable[[], T], look: Callable[[], object], look_sec: float) -> T:
-        """What `work` returns or raises.
+    def call(self, work: Callable[[], T], poll: Callable[[], object], poll_sec: float) -> T:
+        """Run `work` in the thread, and return or raise what it does.
 
         Args:
             work: runs in the thread.
-            look: called every `look_sec` until then. What it raises ends the wait, not the work.
+            poll: called every `poll_sec` meanwhile. An error of `poll` ends the wait, not the work.
         """
         done, results, errors = threading.Event(), list[T](), list[Exception]()
 
@@ -43,8 +43,8 @@ class Helper:
             done.set()
 
         self.calls.put(run)
-        while not done.wait(look_sec):
-            look()
+        while not done.wait(poll_sec):
+            poll()
         if errors:
             raise errors[0]
         return results[0]
@@ -55,10 +55,10 @@ class Helper:
         self.close()
 
     def close(self) -> None:
-        """End the thread after the call that it makes. Does not wait."""
+        """End the thread after its current call. Does not wait."""
         self.calls.put(None)
 
-    def __enter__(self) -> Helper:
+    def __enter__(self) -> HelperThread:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,9 +67,10 @@ class Helper:
     def _serve(self) -> None:
         while (run := self.calls.get()) is not None:
             run()
-            del run  # and what it holds
+            del run  # frees the objects that it refers to
         atexit.unregister(self._join)
 
     def _join(self) -> None:
         self.close()
-        self.thread.join(JOIN_SEC)
+        if self.thread.ident is not None:  # started: another thread may be about to at exit
+            self.thread.join(JOIN_SEC)
