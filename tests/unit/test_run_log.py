@@ -197,3 +197,22 @@ def test_those_that_wait_in_a_later_part_are_not_it() -> None:
     found = slow_rank([spent(0.1, 0.13), spent(0.1, 0.13), spent(0.13, 0.1)])
     assert found is not None
     assert found[:2] == (2, "loader")
+
+
+@pytest.mark.parametrize(
+    ("error", "kills"), [(anyrank.RankError("rank 1 died"), 1), (ValueError("of the script"), 0)]
+)
+def test_the_death_of_another_rank_is_a_kill_and_an_exception_is_none(
+    tmp_path: Path, error: Exception, kills: int
+) -> None:
+    state = anyrank.TrainState(nn.Linear(2, 1))
+    with pytest.raises(type(error)), anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.step_done()
+        ckpts.save()
+        raise error
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.resume()
+        ckpts.step_done()
+    time_of_run = sum_up(read_log(str(tmp_path)))
+    assert time_of_run is not None
+    assert (time_of_run.kills, time_of_run.ranks) == (kills, [1, 1])

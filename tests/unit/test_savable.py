@@ -97,5 +97,8 @@ def saving(path: str) -> list[str]:
 def test_a_save_is_logged_once_by_the_logger_that_the_docs_name(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     first, second = run_ranks(2, saving, path)
-    assert first == [f"anyrank.saving saved step 1: {path}/step-00000001"]
+    saved, summary = first
+    assert saved == f"anyrank.saving saved step 1: {path}/step-00000001"
+    assert summary.startswith(f"anyrank.resume {path}: ")
+    assert "of the time trained" in summary
     assert second == []

@@ -48,6 +48,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     """What each listed name is an attribute of; the names of the same object share a line."""
     module, weight = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps step()
     found: Owners = {}
 
     def have(owner: Any, *names: str) -> None:

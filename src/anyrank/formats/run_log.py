@@ -61,7 +61,7 @@ class RunTime:
 
     Attributes:
         ranks: of each start, in order.
-        kills: starts whose end is missing, but for the last one.
+        kills: starts whose end is missing, but for the last one: a rank of them was killed.
         is_open: whether the last start has no end: the process runs, or was killed.
         steps: that were done, those that were lost included.
         steps_lost: that were done, and done again.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.data.position import ElasticData
-from anyrank.errors import CheckpointError
+from anyrank.errors import CheckpointError, RankError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.log_writer import LogWriter
@@ -458,9 +458,9 @@ class Checkpoints:
             self._release()
         self._signals.resend()
 
-    def _release(self) -> None:
+    def _release(self, error: BaseException | None = None) -> None:
         self._signals.restore()
-        self._log.close()
+        self._log.close(was_killed=isinstance(error, RankError))
         self._lock.release()
         self._ranks = self._writers = None
         self._groups.close()
@@ -482,7 +482,7 @@ class Checkpoints:
                 self.save(unless_saved=True)
             self.wait()
         finally:
-            self._release()
+            self._release(error)
         self._signals.resend()
 
     def _leave_save(self) -> None:

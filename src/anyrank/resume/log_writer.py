@@ -99,12 +99,16 @@ class LogWriter:
             self._pace.pause()
         self._flush()
 
-    def close(self) -> None:
-        """Write the last line, and log a summary."""
+    def close(self, was_killed: bool) -> None:
+        """Write the last line, and log a summary.
+
+        Args:
+            was_killed: another rank died, so that this process has not ended by itself.
+        """
         if self._pace is not None:
             self._pace.close()
         if self._has_begun:
-            self._write(self._state.step, event=END)
+            self._write(self._state.step, event="" if was_killed else END)
             summary = sum_up(read_log(self._folder.absolute_path)) if self._writes else None
             if summary is not None:
                 log.info("%s: %s", self._folder.path, summary)
