@@ -219,6 +219,18 @@ def test_a_rank_at_work_is_waited_for() -> None:
     assert (verdict.culprits, verdict.kind, verdict.line) == ([1], "slow", 30)
 
 
+def test_several_are_spoken_of_as_several() -> None:
+    stopped = [Look(rank, "stopped") for rank in (1, 2)]
+    verdict = conclude([waits(0), *stopped], 61)
+    assert verdict is not None
+    assert "ranks 1, 2 are stopped" in verdict.screen
+    idle = [Look(rank, stack=(main_at(30),)) for rank in (1, 2)]
+    verdict = conclude([waits(0), waits(3), waits(4), *idle], 61)
+    assert verdict is not None
+    assert "ranks 1, 2 are in no collective" in verdict.screen
+    assert "rank 1 is at" in verdict.screen
+
+
 @pytest.mark.parametrize("state", ["stopped", "killed"])
 def test_a_process_that_cannot_answer_is_it_whatever_the_others_do(state: str) -> None:
     verdict = conclude([waits(0), Look(1, state, detail="signal 9"), Look(2, at_work=True)], 61)

@@ -66,10 +66,10 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
     """Have a job that hangs say which rank holds it up, and at which line. All ranks, once.
 
     To be called after `init_process_group`; it returns at once. A step is that of an optimizer, or
-    of `Checkpoints.steps`. When no rank has made one for `after`, or one rank is that far behind,
-    the stacks of all ranks are taken without stopping them. If nobody is at work, as in a long
-    evaluation or a save, one screen on standard error names the rank, its line, and what the others
-    wait in. Then the job goes on, or ends.
+    of `Checkpoints.steps`. When no rank has made one for `after`, the stacks of all ranks are taken
+    without stopping them. If nobody is at work, as in a long evaluation or a save, one screen on
+    standard error names the rank, its line, and what the others wait in. Then the job goes on, or
+    ends.
 
     Example::
 
@@ -197,6 +197,7 @@ class Watcher:
     def _run(self) -> None:
         try:
             self._say_hello()
+            self._beat()  # at once: the GIL may be gone before the first tick
             tick_sec = self.tick_sec
             while self._pauses(tick_sec) and self.has_group == _has_group():
                 self._tick()

@@ -316,14 +316,17 @@ def _sentences(
         wait = f"{others} {verb} in {_collective(waiting[0])} {since}"
     elif waiting and idle_sec is not None:
         wait = f"no step {since}"
-    head = f"anyrank: {who} {_what(first, waiting, kind)}"
+    is_one = len(culprits) == 1
+    what = _what(first, waiting, kind)
+    head = f"anyrank: {who} {what if is_one else _of_several(what)}"
     lines = [f"{head}; {wait}" if wait else f"{head}, {since}"]
     place = innermost(first.stack)
     details = [*first.dead_workers, *([first.detail] if first.detail else [])]
     if place is not None:
         condition = _rank_condition(first)
         under = f', under "if {condition.text}"' if condition else ""
-        lines.append(f"  it is at {place}{under}: {ADVICE[kind]}")
+        subject = "it" if is_one else name_ranks([first.rank])
+        lines.append(f"  {subject} is at {place}{under}: {ADVICE[kind]}")
     else:
         lines.append(f"  no stack can be had of it: {ADVICE[kind]}")
     return [*lines, *(f"  {printable(text)}" for text in details)]
@@ -347,6 +350,20 @@ def _what(look: Look, waiting: Sequence[Look], kind: str) -> str:
         return f"is in {_collective(look)}, beyond the others"
     others = join_first([one.rank for one in waiting], SHOWN_RANKS)
     return f"is in {_collective(look)}, which {others} never entered"
+
+
+def _of_several(what: str) -> str:
+    """What one rank does, said of several ranks."""
+    verb, _, rest = what.partition(" ")
+    verbs = {
+        "is": "are",
+        "has": "have",
+        "was": "were",
+        "waits": "wait",
+        "does": "do",
+        "holds": "hold",
+    }
+    return f"{verbs.get(verb, verb)} {rest}"
 
 
 def _collective(look: Look) -> str:
