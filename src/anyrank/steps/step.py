@@ -16,8 +16,9 @@ What happens between two steps of the optimizer, in this order:
 7. Gradients are scaled by the step's total weight, and averaged where no wrapper has done so; with
    exact=True their ordered sums are exchanged before.
 8. The user clips, and steps the optimizer.
-9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called;
-   in a run when `resume/loop.py` says so.
+9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called.
+   In a run `resume/loop.py` says so, at the end of the body, and `Checkpoints.step_done` does what
+   follows: the ranks agree, signals are heard, replicas are compared, and what is due is saved.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ class Call:
 
         The job begins when all ranks have met and has `timeout` seconds. After the first
         unexpected failure of a rank, the others have `grace` seconds. Ranks that have not answered
-        by then are killed, after their stack traces are recorded. Where a rank has failed or died,
-        all are killed at the end: none of what they hold is in a later call.
+        by then are killed, after their stack traces are recorded.
         """
         for rank, task in zip(self.ranks, tasks, strict=True):
             send(rank, task)
@@ -71,9 +70,7 @@ class Call:
             for rank in self.ranks:
                 send(rank, GO)
             self.follow(self.unanswered, "not finished", timeout, grace)
-        if any(not isinstance(answer, Returned) for answer in self.answers.values()):
-            self.kill(range(len(self.ranks)))
-            return
+        self.kill([i for i, answer in self.answers.items() if isinstance(answer, Died)])
         for rank in self.ranks:
             send(rank, END)
         self.follow(self.living, "not cleaned up", CLEAN_SECONDS, CLEAN_SECONDS)

@@ -29,8 +29,8 @@ class RankPool:
     """Up to `max_ranks` processes, started when first needed and reused by every call.
 
     A world of size W is the first W processes. Every call has a fresh default process group (gloo)
-    and a fresh state; where a rank fails, dies or hangs, all ranks of that call are replaced. Use
-    it as a context manager, or through `run_ranks`, which owns one pool per process.
+    and a fresh state; a rank that dies or hangs is replaced, the others are kept. Use it as a
+    context manager, or through `run_ranks`, which owns one pool per process.
 
     Args:
         max_ranks: the largest world size.

@@ -34,10 +34,11 @@ being_imported: list[str] = []  # files of the caller that this rank runs, to im
 
 
 class ModuleRef(NamedTuple):
-    """A module of the caller: its name, its file, and the package it is in."""
+    """A module of the caller: its name, file, the file's mtime in ns, and the package it is in."""
 
     name: str
     file: str
+    mtime_ns: int
     package: str | None
 
 
@@ -121,7 +122,7 @@ def refer(module: ModuleType) -> ModuleRef | None:
     file = getattr(module, "__file__", None)
     if file is not None and file.endswith(".py"):
         file = os.path.abspath(file)
-        return ModuleRef(module.__name__, file, module.__package__)
+        return ModuleRef(module.__name__, file, os.stat(file).st_mtime_ns, module.__package__)
     if module.__name__ == "__main__":
         raise ValueError(
             "a job from a prompt, notebook or -c has no file that the ranks could import: "
@@ -131,11 +132,12 @@ def refer(module: ModuleType) -> ModuleRef | None:
 
 
 def fetch(ref: ModuleRef) -> None:
-    """Import this module of the caller under its name, once for as long as the rank is used."""
+    """Import this module of the caller under its name, in the caller's version."""
     module = sys.modules.get(ref.name)
-    if loaded.get(ref.name) == ref:
+    known = loaded.get(ref.name)
+    if ref == known:
         return
-    if getattr(module, "__file__", None) != ref.file:
+    if known is not None or getattr(module, "__file__", None) != ref.file:
         sys.modules.pop(ref.name, None)
         being_imported.append(ref.file)
         try:

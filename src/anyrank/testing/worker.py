@@ -32,8 +32,8 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
     """Run calls until the owner closes the pipe.
 
     Each call is: a Task in; MET out; GO in, once all ranks have met; any number of Reached, then
-    Returned or Raised out; END in, once all ranks have returned; READY out. Where one rank of a
-    call fails, the owner ends the others: what a failure leaves is in no later call.
+    Returned or Raised out; END in, once all ranks have answered; READY out. A rank that cannot be
+    set up answers Raised at once, and the others get END instead of GO.
 
     Args:
         conn: the pipe to the owner.
@@ -50,22 +50,26 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
         while True:
             before = threading.enumerate()
             answer = run(conn.recv(), conn)
-            if isinstance(answer, Returned) and (names := _find_left_threads(before)):
-                answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
-            conn.send(answer)
-            if isinstance(answer, Raised):
-                _clean_up()  # the other ranks notice their closed connections
-            # Closing the connections before END could cut off a rank that still receives.
-            ended = conn.recv()
-            assert ended == END
+            if answer is not None:
+                if isinstance(answer, Returned) and (names := _find_left_threads(before)):
+                    answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
+                conn.send(answer)
+                if isinstance(answer, Raised):
+                    _clean_up()  # the other ranks notice their closed connections
+                # Closing the connections before END could cut off a rank that still receives.
+                ended = conn.recv()
+                assert ended == END
             _clean_up()
-            if _has_partial_group() or _has_spinning_group():
+            if _find_left_threads(before) or _has_partial_group() or _has_spinning_group():
                 return  # no other job may run in this process
             conn.send(READY)
 
 
-def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised:
-    """Run one job. Any exception, SystemExit included, is an answer."""
+def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
+    """Run one job. Any exception, SystemExit included, is an answer.
+
+    Returns None when another rank could not be set up, and the job has not run.
+    """
     try:
         with warnings.catch_warnings():
             reset(task)
@@ -74,8 +78,8 @@ def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised:
             job, args, kwargs = pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
             meet(task)
             conn.send(MET)
-            go = conn.recv()
-            assert go == GO
+            if conn.recv() != GO:
+                return None
             fault.arm(task.faults, _reporter(conn))
             value = job(*args, **kwargs)
             fault.disarm()
@@ -167,21 +171,30 @@ def _has_spinning_group() -> bool:
     return False
 
 
+def _find_caches() -> list[Any]:
+    """The function caches of torch.distributed created since the last `gc.freeze`."""
+    kind = type(functools.lru_cache(len))
+    # By type(), because isinstance() asks proxies for their __class__, and some warn or import.
+    found = [item for item in gc.get_objects() if type(item) is kind]
+    return [item for item in found if str(item.__module__).startswith("torch.distributed")]
+
+
 def _forget_meshes() -> None:
-    """Empty the function caches of torch.distributed, DTensor's above all.
+    """Empty DTensor's caches.
 
     Meshes of the same shape are equal, so the caches would return meshes of an earlier call, whose
     process groups are destroyed.
     """
-    kind = type(functools.lru_cache(len))
-    for name, module in list(sys.modules.items()):
-        for value in list(vars(module).values()) if name.startswith("torch.distributed") else ():
-            for each in (value, *(vars(value).values() if type(value) is type else ())):
-                if type(each) is kind:
-                    each.cache_clear()
+    caches.extend(_find_caches())
+    for cache in caches:
+        cache.cache_clear()
     # Not in every version of torch.
     native = getattr(torch, "_C")  # noqa: B009 - private
     getattr(native, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+# Now, because the fork server freezes its objects after it has imported this module, the last.
+caches = _find_caches()
 
 
 def _find_left_threads(before: list[threading.Thread]) -> list[str]:
