@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -392,3 +393,22 @@ def test_a_table_that_does_not_hold_together_is_refused(change: Any, match: str)
         table["ranks"][0]["streams"]["torch"] = "b"
     with pytest.raises(ValueError, match=match):
         from_json(table)
+
+
+def test_a_resume_is_no_draw_from_streams_that_nobody_uses(tmp_path: Path) -> None:
+    """Else each later resume on another number of ranks would call them derived."""
+    for step in range(3):
+        random.seed(step)  # each process begins with a state of its own
+        np.random.seed(step)
+        state = anyrank.TrainState(torch.nn.Linear(2, 1))
+        with anyrank.Checkpoints(tmp_path, state, keep=4) as ckpts:
+            ckpts.resume()
+            if step == 2:
+                random.random()
+            ckpts.step_done()
+            ckpts.save()
+    unused = [
+        json.loads((tmp_path / f"step-{step:08}" / "anyrank.json").read_text())["streams"]["unused"]
+        for step in (1, 2, 3)
+    ]
+    assert unused == [["numpy", "python"], ["numpy", "python"], ["numpy"]]

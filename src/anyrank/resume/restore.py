@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,9 @@ from anyrank.model.initialise import Initialiser
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     StreamOutcome,
+    capture,
     derive_all,
+    digests_of,
     restore,
 )
 from anyrank.resume.options import ResumeArguments
@@ -180,14 +182,23 @@ class _Restorer:
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
         saved = source.streams
         if saved is None:
-            return derive_all(
+            outcomes = derive_all(
                 coords, seed=seed, samples=samples, generators=generators, reason=source.no_streams
             )
+            self._note_undrawn(outcomes)
+            return outcomes
 
         def restore_saved() -> dict[str, StreamOutcome]:
             return restore(saved, coords, seed=seed, samples=samples, generators=generators)
 
-        return self.ranks.together("restoring the random streams", restore_saved)[0]
+        outcomes = self.ranks.together("restoring the random streams", restore_saved)[0]
+        self._note_undrawn(saved.unused)
+        return outcomes
+
+    def _note_undrawn(self, names: Collection[str]) -> None:
+        """Streams that nobody has drawn from are as new: their seeds here are no draws."""
+        digests = digests_of(capture({}))
+        self.inner.streams_before |= {name: digests[name] for name in names if name in digests}
 
     def _notes(self) -> list[str]:
         notes = [
