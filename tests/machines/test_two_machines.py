@@ -101,4 +101,4 @@ def test_a_run_folder_that_one_machine_does_not_see(machines: Machines) -> None:
     for result in machines.finish():
         assert result["error"] == "CheckpointError", result
         assert "machine1 does not see" in result["text"], result
-        assert "shared" in result["text"], result
+        assert "storage that all machines share" in result["text"], result
