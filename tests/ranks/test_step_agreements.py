@@ -74,7 +74,7 @@ FETCH, END = "fetching a batch", "comparing the step"
         ("plain", False, 3.0, [FETCH, END]),
         ("plain", True, None, [FETCH, END]),
         ("ddp", True, 3.0, [FETCH, END]),
-        ("fsdp", True, 3.0, [FETCH, END]),
+        pytest.param("fsdp", True, 3.0, [FETCH, END], marks=pytest.mark.exact_fsdp),
     ],
 )
 def test_the_ranks_agree_once_at_the_end_of_a_step(
