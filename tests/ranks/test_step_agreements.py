@@ -185,3 +185,33 @@ def test_promise_8_models_without_a_wrapper_are_compared_in_the_first_step(
     for found in run_ranks(2, job_unlike, kind, exact):
         assert found.startswith(said)
         assert said == "no error" or "torch.manual_seed(0) before the model is made" in found
+
+
+def job_first_weight_is_nothing() -> tuple[float, int]:
+    """The gradient of a weight w for losses r * w of four rows r, and how often ranks agreed."""
+    model = nn.Linear(1, 1, bias=False).double()
+    rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
+    loader = anyrank.ElasticLoader(rows, global_batch=4, microbatch=1, shuffle=False)
+    agreed: list[str] = []
+    start: Callable[..., Any] = Ranks.start_gather
+
+    def noted(self: Ranks, value: Any, what: str) -> Any:
+        agreed.append(what)
+        return start(self, value, what)
+
+    Ranks.start_gather = noted  # type: ignore[method-assign]
+    try:
+        for step in loader:
+            for batch in step.microbatches(model):
+                step.backward(model(batch).sum(), weight=16 * (batch.item() - 1))
+    finally:
+        Ranks.start_gather = start  # type: ignore[method-assign]
+    assert model.weight.grad is not None
+    return model.weight.grad.item(), agreed.count("comparing weights")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_whose_first_weight_is_0_agrees_once_on_its_divisor(world: int) -> None:
+    for gradient, count in run_ranks(world, job_first_weight_is_nothing):
+        assert gradient == pytest.approx((1 * 2 + 2 * 3 + 3 * 4) / 6, rel=1e-12)
+        assert count == 1

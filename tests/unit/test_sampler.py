@@ -172,9 +172,7 @@ def test_a_commit_needs_all_batches_of_its_step() -> None:
     sampler = make()
     batches = iter(sampler)
     next(batches)
-    with pytest.raises(
-        ValueError, match="no batch 1 in this iteration, of which the sampler has yielded 1"
-    ):
+    with pytest.raises(ValueError, match="batch 1 was not yielded"):
         sampler.share(1)
     with pytest.raises(anyrank.CheckpointError, match="has 4 batches on this rank, and 1 were"):
         sampler.commit()

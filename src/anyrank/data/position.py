@@ -8,6 +8,7 @@ keeps a receipt of the samples that it has run, which `check_receipt` compares w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,6 +40,23 @@ WAYS = {
     "order": f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
     f"{IDENTITY_NAME} is False",
 }
+
+
+@dataclass(frozen=True)
+class RankAccounts:
+    """What a rank has of the epochs since the last check, for comparison.
+
+    Attributes:
+        index: of the rank among the data-parallel ones.
+        step: completed steps.
+        plans: of each epoch, its number, and the receipts of its earlier and planned samples.
+        seen: of each, the receipt of the samples that this rank has run.
+    """
+
+    index: int
+    step: int
+    plans: list[tuple[int, Receipt, Receipt]]
+    seen: list[Receipt]
 
 
 class Position:
@@ -252,23 +270,23 @@ class Position:
             ValueError: `ranks` lacks some data-parallel ranks.
         """
         index, size = self.data_rank()
-        rows = ranks.gather((index, self.step, self.accounts), "comparing the samples")
-        if {row[0] for row in rows} != set(range(size)):
+        plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
+        seen = [account.seen for account in self.accounts]
+        rows = ranks.gather(RankAccounts(index, self.step, plans, seen), "comparing the samples")
+        if {row.index for row in rows} != set(range(size)):
             raise ValueError(
                 f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
                 "call with all of them"
             )
-        plans = [[(one.epoch, one.earlier, one.planned) for one in row[2]] for row in rows]
-        seen = [[one.seen for one in row[2]] for row in rows]
-        by_index = {row[0]: there for row, there in zip(rows, seen, strict=True)}
-        is_alike = all(plan == plans[0] for plan in plans)
-        if not is_alike or seen != [by_index[row[0]] for row in rows]:
+        steps = [row.step for row in rows]
+        by_index = {row.index: row.seen for row in rows}
+        if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):
             raise CheckpointError(
-                "data position: ranks differ in the samples they ran, by rank at steps "
-                f"{[row[1] for row in rows]}: every rank must run all steps, and commit() each"
+                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
+                "every rank must run all steps, and commit() each of them"
             )
         for number, account in enumerate(self.accounts):
-            taken = sum((there[number] for there in by_index.values()), account.earlier)
+            taken = sum((seen[number] for seen in by_index.values()), account.earlier)
             _compare(account, taken, account.planned, "the plan")
         for account in self.accounts[:-1]:
             self._finish_epoch(account, ranks)

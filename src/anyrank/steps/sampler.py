@@ -77,8 +77,8 @@ class SamplerPosition(Position):
 
     Attributes:
         first: the step that the last iteration began with.
-        shares: of the batches that it has yielded.
-        seen: receipt of their samples, by the number of their step.
+        yielded: how many batches of each step it has yielded, by the step's number, and the
+            receipt of their samples.
     """
 
     owner = "ElasticSampler"
@@ -86,8 +86,7 @@ class SamplerPosition(Position):
     def __init__(self, schedule: Schedule, group: Any) -> None:
         super().__init__(schedule, None, group, None)
         self.first: StepPlan | None = None
-        self.shares: list[Share] = []
-        self.seen: dict[int, Receipt] = {}
+        self.yielded: dict[int, tuple[int, Receipt]] = {}
 
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
         """The microbatches of a step that this rank runs."""
@@ -95,23 +94,23 @@ class SamplerPosition(Position):
 
     def batches(self) -> Iterator[list[int]]:
         """The sample ids of this rank's batches in the rest of the epoch, as it is now."""
-        self.first, self.shares, self.seen = self.next_step(), [], {}
-        return self._batches(self.first, self.shares, self.seen)
+        self.first = self.next_step()
+        self.yielded = {}
+        return self._batches(self.first, self.yielded)
 
     def _batches(
-        self, first: StepPlan, shares: list[Share], seen: dict[int, Receipt]
+        self, first: StepPlan, yielded: dict[int, tuple[int, Receipt]]
     ) -> Iterator[list[int]]:
-        _, size = self.data_rank()
-        seed = self.schedule.order.seed
         for plan in self.schedule.rest(first):
-            slots = self.slots(plan)
-            for left, slot in enumerate(slots, 1):
+            for slot in self.slots(plan):
+                num_batches, seen = yielded.get(plan.number, (0, Receipt()))
                 ids = self.schedule.ids(plan, slot.k)
-                weight = 0.0 if slot.is_copy else plan.size(slot.k) * size / plan.samples
-                shares.append(Share(weight, left == len(slots), plan.number, slot.k, seed))
-                receipt = self.receipt(plan, slot, ids)
-                seen[plan.number] = seen.get(plan.number, Receipt()) + receipt
+                yielded[plan.number] = num_batches + 1, seen + self.receipt(plan, slot, ids)
                 yield ids
+
+    def num_yielded(self, plan: StepPlan) -> int:
+        """How many batches of a step were yielded."""
+        return self.yielded.get(plan.number, (0, Receipt()))[0]
 
     def check_complete(self) -> None:
         if self.first is None or self.epoch != self.first.epoch:
@@ -121,8 +120,7 @@ class SamplerPosition(Position):
                 "(dispatch_batches=True of Accelerate) is not supported"
             )
         plan = self.next_step()
-        taken = sum(share.step == plan.number for share in self.shares)
-        needed = len(self.slots(plan))
+        taken, needed = self.num_yielded(plan), len(self.slots(plan))
         if taken < needed:
             raise CheckpointError(
                 f"step {plan.number} has {needed} batches on this rank, and {taken} were "
@@ -133,7 +131,7 @@ class SamplerPosition(Position):
     def commit(self) -> None:
         self.check_complete()
         plan = self.next_step()
-        self.advance(plan, self.seen.pop(plan.number))
+        self.advance(plan, self.yielded.pop(plan.number)[1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -230,13 +228,28 @@ class ElasticSampler(ElasticData):
         """The part of batch `number` (from 0) of the last iteration in its step.
 
         Raises:
-            ValueError: the sampler has not yielded such a batch.
+            ValueError: the epoch has no such batch, or nothing was iterated.
         """
-        shares = self.position.shares
-        if not 0 <= check_int("number", number) < len(shares):
-            raise ValueError(
-                f"there is no batch {number} in this iteration, of which the sampler has yielded "
-                f"{len(shares)}: count the batches from 0 in each, and ask for a share when the "
-                "DataLoader has returned its batch"
-            )
-        return shares[number]
+        check_int("number", number)
+        position = self.position
+        schedule, plan = position.schedule, position.first
+        _, size = position.data_rank()
+        if plan is not None and number >= 0:
+            # Only the last step of an epoch is short.
+            steps, left = divmod(number, -(-schedule.num_microbatches // size))
+            start = plan.start + steps * schedule.global_batch
+            plan = schedule.next_step(plan.epoch, plan.number + steps, start)
+            slots = position.slots(plan) if plan else []
+            if plan and left < len(slots):
+                slot = slots[left]
+                if left >= position.num_yielded(plan):
+                    raise ValueError(
+                        f"batch {number} was not yielded by the sampler yet: ask for its share "
+                        "when the DataLoader has returned it"
+                    )
+                weight = 0.0 if slot.is_copy else plan.size(slot.k) * size / plan.samples
+                is_last = left == len(slots) - 1
+                return Share(weight, is_last, plan.number, slot.k, schedule.order.seed)
+        raise ValueError(
+            f"there is no batch {number} in this iteration: count the batches from 0 in each"
+        )

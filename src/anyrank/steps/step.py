@@ -285,25 +285,26 @@ class Step:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
         return self._run.slot
 
-    def _divisor(self, own: float = 0.0) -> float:
-        """Of weights until the step's total is known: equal on all ranks.
+    def _divisor(self, own: float) -> float:
+        """The divisor of weights until the step's total is known: one for all losses of a step.
 
-        The number of microbatches times a power of two near the weight of a step's first
-        microbatch, as soon as that is not 0, on which the ranks agree when they have it; which
-        power it is does not change a bit of the result, unless gradients underflow.
+        It is the number of microbatches times a power of two near an ordinary weight, that of the
+        first microbatch of the first step in which it is not 0. Which power it is does not change a
+        bit of the result, unless gradients underflow. All data-parallel ranks, in a step's first
+        call, until the power is known.
 
         Args:
             own: weight of the current microbatch.
         """
-        position = self._position
-        if position.exponent is None:
-            slot = self._run.slot
-            is_first = slot is not None and slot.k == 0 and not slot.is_copy
-            weight = max(self._ranks.gather(own if is_first else 0.0, "comparing weights"))
-            if not weight:
-                return float(self._run.plan.num_microbatches)
-            position.exponent = round(math.log2(weight))
-        return math.ldexp(self._run.plan.num_microbatches, position.exponent)
+        run, position = self._run, self._position
+        if run.divisor is None:
+            if position.exponent is None:
+                slot = self._current_slot()
+                is_first = slot.k == 0 and not slot.is_copy
+                weight = max(self._ranks.gather(own if is_first else 0.0, "comparing weights"))
+                position.exponent = round(math.log2(weight)) if weight else None
+            run.divisor = math.ldexp(run.plan.num_microbatches, position.exponent or 0)
+        return run.divisor
 
     def _sync(self, model: nn.Module, own_backward: bool, is_new: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
@@ -353,7 +354,7 @@ class Step:
         factor: float | None = None
         if run.is_weighted:
             total = math.fsum(weights)
-            factor = self._divisor() / total if total else 0.0
+            factor = self._divisor(0.0) / total if total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
             self._position.exact.deliver(sync.named.values())

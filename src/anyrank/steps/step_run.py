@@ -31,6 +31,7 @@ class StepRun:
         seen: receipt of the samples that this rank fetched, without copies and repeats.
         num_passes: calls of `microbatches`.
         is_complete: whether the last pass ran to its end.
+        divisor: of weights until their total is known, once a weight is given.
         sync: the exchange of gradients; this and the following are of the last pass.
         slot: the microbatch of the loop's current body.
         is_weighted: whether weights are given; None before the first backward.
@@ -46,6 +47,7 @@ class StepRun:
     seen: Receipt = field(default_factory=Receipt)
     num_passes: int = 0
     is_complete: bool = False
+    divisor: float | None = None
     sync: GradientSync | None = None
     slot: MicrobatchSlot | None = None
     is_weighted: bool | None = None
