@@ -67,6 +67,6 @@ def test_ddp(tmp_path: Path, world: int) -> None:
             assert steps == [6, 4]
             assert (report.step, report.saved_on.ranks) == (3, world)
             kind = "exact" if layout == "ddp" else "resharded"
-            stepped = "exact" if world == 1 else "fresh"
+            stepped = "exact" if world == 1 else "derived"
             parts = {"model": kind, "optimizer": kind, "scheduler": stepped, "streams": "derived"}
             assert report.components == parts

@@ -149,8 +149,6 @@ def job_adopt(
     with anyrank.Checkpoints(folder, state) as ckpts:
         report = ckpts.resume(source, **options)
         assert report is not None
-        if report.components["scheduler"] == "fresh":
-            move_to(scheduler, optimizer, SAVED)
         losses: list[float] = []
         for step in range(SAVED, STEPS):
             losses += train(net, optimizer, scheduler, step, step + 1)

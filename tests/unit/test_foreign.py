@@ -73,17 +73,25 @@ def test_what_is_not_there_is_fresh_with_a_reason(tmp_path: Path) -> None:
     assert (state.step, state.run) == (5, None)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_scheduler_that_counted_processes_is_left_and_named(tmp_path: Path, kind: Any) -> None:
-    accelerate_folder(tmp_path / "a", ranks=2, kind=kind)
+def test_a_scheduler_that_counted_processes_is_divided(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a", ranks=2)
     net = net_of(1)
-    optimizer = kind(net.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     state = anyrank.TrainState(net, optimizer, scheduler=scheduler)
     report = begin(tmp_path / "run", tmp_path / "a", state)
-    assert report.components["scheduler"] == "fresh"
-    assert "stepped it once for each of 2 processes" in report.components["scheduler"].reason
-    assert scheduler.last_epoch == 0
+    assert report.components["scheduler"].reason.endswith("2 processes: 10 became 5")
+    assert (scheduler.last_epoch, scheduler.step_size) == (5, 1)
+
+
+def test_a_scheduler_that_cannot_be_divided_is_an_error(tmp_path: Path) -> None:
+    accelerate_folder(tmp_path / "a", ranks=2, kind=torch.optim.SGD)
+    net = net_of(1)
+    optimizer = torch.optim.SGD(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = anyrank.TrainState(net, optimizer, scheduler=scheduler)
+    with pytest.raises(anyrank.CheckpointError, match=r"does not count steps: leave .* skip="):
+        begin(tmp_path / "run", tmp_path / "a", state)
 
 
 def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
@@ -180,6 +188,7 @@ def of_half(net: nn.Module) -> Any:
 OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
     "class": (net_of, of_another_class, "is a SGD, whose dampening, momentum, nesterov"),
     "adam": (net_of, lambda n: torch.optim.Adam(n.parameters()), "decays weights the other way"),
+    "adamax": (net_of, lambda n: torch.optim.Adamax(n.parameters()), "has no exp_inf"),
     "number": (net_of, of_half, r"has groups of \[4\] parameters .* has \[2\]"),
     "model": (lambda: net_of(1, 5), lambda n: torch.optim.AdamW(n.parameters()), r"shape \[4, 5\]"),
     "order": (

@@ -48,7 +48,8 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     """What each listed name is an attribute of; the names of the same object share a line."""
     module, weight = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [scheduler], [])
     found: Owners = {}
 
     def have(owner: Any, *names: str) -> None:
@@ -72,6 +73,8 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(optimizer, "_optimizer_load_state_dict_post_hooks")
     have(optimizer.step, "_wrapped_by_lr_sched")
     have(torch.optim.LBFGS(module.parameters()), "_numel_cache")
+    have(scheduler, "_step_count", "_last_lr")
+    have(sequence, "_schedulers")
     have(torch._C._nn, "_parse_to")
     have(torch._C._distributed_c10d, "_dump_fr_trace_json")
     have(nn.MultiheadAttention(2, 1), "_reset_parameters")

@@ -121,14 +121,6 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         for name in names
         if name.startswith(("dl_state_dict", "sampler"))
     }
-    several = ranks > 1 and STATE not in names  # the Trainer's own scheduler counts steps
-    for name in [name for name in states if name.startswith("scheduler") and several]:
-        if step is None or states[name].get("last_epoch") != step:
-            del states[name]
-            not_read[name] = (
-                f"Accelerate stepped it once for each of {ranks} processes: set it to the steps "
-                "that the run has"
-            )
     return ForeignCheckpoint(
         "Accelerate",
         files.listing("trainer" if STATE in names else "accelerate"),
@@ -137,6 +129,7 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         states,
         step=step if isinstance(step, int) and step >= 0 else None,
         ranks=ranks or None,
+        scheduler_steps=1 if STATE in names else max(ranks, 1),  # the Trainer's counts steps
         not_read=not_read,
     )
 

@@ -38,6 +38,8 @@ from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
 
+# What a scheduler keeps besides its count that its steps change; it cannot be divided.
+COUNTERS = {"_schedulers", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
 WAYS = {  # on, where a module's tensors do not fit
     "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
     "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
@@ -233,14 +235,18 @@ class ForeignStep(ResumeSource):
         if part not in self.source.states:
             return self._absent(part)
         self.used.add(part)
-        tree = self.source.states[part]
+        tree, outcome = self.source.states[part], None
         problem = _problem_of(part, thing, tree)
         if problem is not None:
             return Matched(Outcome("exact"), problems=[problem])
+        if part == "scheduler":
+            tree, outcome = _in_optimizer_steps(part, thing, tree, self.source)
         record, tensors = _record_of(part, thing, tree)
         if isinstance(record, str):
             return Matched(Outcome("fresh", record))
-        return match_stateful(part, thing, record, self._stored(tensors), ranks.index)
+        matched = match_stateful(part, thing, record, self._stored(tensors), ranks.index)
+        matched.outcome = outcome or matched.outcome
+        return matched
 
     def notes(self) -> list[str]:
         source = self.source
@@ -314,6 +320,45 @@ def _problem_of(part: str, thing: Any, tree: Any) -> str | None:
     return (
         f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
         f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
+    )
+
+
+def _in_optimizer_steps(
+    part: str, thing: Any, tree: Any, source: ForeignCheckpoint
+) -> tuple[Any, Outcome | None]:
+    """A scheduler's state as it is when it is stepped once in each optimizer step.
+
+    Accelerate steps it once for each process: its count is divided, and its other constants, which
+    that number multiplied, are those that it is made with now.
+
+    Returns:
+        The state, and what became of it if it is not the saved one.
+
+    Raises:
+        CheckpointError: it cannot be divided.
+    """
+    often, step = source.scheduler_steps, source.step
+    if often == 1 or not isinstance(tree, dict):
+        return tree, None
+    table = cast("dict[str, Any]", tree)
+    count = table.get("last_epoch")
+    if step is not None and count == step:
+        return tree, None
+    strange = sorted(table.keys() & COUNTERS)
+    if step is None or count != step * often or strange:
+        why = f"it counts {count}" + (f", and has {', '.join(strange)}" if strange else "")
+        why += ", and the optimizer's state does not count steps" if step is None else ""
+        raise CheckpointError(
+            f"{part}: {source.tool} steps it once for each process, {often} times in a step, which "
+            f"cannot be undone here: {why}: leave it with skip=[{part!r}], and set it to the "
+            "steps that the run has"
+        )
+    made: dict[str, Any] = {**table, **thing.state_dict()}
+    made |= {key: table[key] for key in ("base_lrs", "_last_lr") if key in table}
+    made |= {"last_epoch": step}
+    made |= {"_step_count": step + 1} if "_step_count" in made else {}
+    return made, Outcome(
+        "derived", f"it was stepped once for each of {often} processes: {count} became {step}"
     )
 
 

@@ -38,7 +38,7 @@ class ForeignOptimizer:
     """The state of an optimizer.
 
     Attributes:
-        groups: in the tool's order; empty where it did not save them.
+        groups: in the tool's order.
         state: parameter, by name or number -> key -> stored tensor or plain value.
     """
 
@@ -62,6 +62,7 @@ class ForeignCheckpoint:
         batches: of the current epoch, where its part is unknown.
         samples: of completed steps; None as for `step`.
         ranks: how many processes saved it, or None.
+        scheduler_steps: how often the scheduler was stepped in each optimizer step.
         not_read: what else is there -> why it does not come over.
     """
 
@@ -76,6 +77,7 @@ class ForeignCheckpoint:
     batches: int = 0
     samples: int | None = None
     ranks: int | None = None
+    scheduler_steps: int = 1
     not_read: dict[str, str] = field(default_factory=dict[str, str])
 
     def model(self, name: str) -> Listing:

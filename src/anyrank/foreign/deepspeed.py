@@ -1,26 +1,29 @@
 """DeepSpeed's folders: ZeRO 1 to 3, of any number of ranks.
 
-ZeRO keeps the float32 weights flat. In stages 1 and 2 the parameters of a group lie one after
-another, and the ranks have equal parts of that; in stage 3 each parameter is cut into equal parts.
-Their order is in the model's file. Nothing is merged: each rank reads the ranges of its share. The
-optimizer's moments are not read.
+ZeRO keeps the float32 weights flat, and the optimizer's moments as these. In stages 1 and 2 the
+parameters of a group lie one after another, and the ranks have equal parts of that; in stage 3 each
+parameter is cut into equal parts. Their order is in the model's file. Nothing is merged: each rank
+reads the ranges of its share.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.foreign.checkpoint import (
-    MOMENTS_STAY,
     Collector,
     ForeignCheckpoint,
+    ForeignGroup,
+    ForeignOptimizer,
     count_of,
     flat,
+    optimizer_of,
 )
 from anyrank.tensors.flat import assembled
 from anyrank.tensors.spec import StoredTensor
@@ -63,7 +66,11 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     if UNIVERSAL in names:
         raise _not_read(folder, "is universal, as ds_to_universal wrote it")
     try:
-        weights = _zero(files, model, optimizers) if optimizers else flat(model["module"])
+        if optimizers:
+            weights, optimizer = _zero(files, model, optimizers)
+        else:
+            weights, saved = flat(model["module"]), model.get("optimizer")
+            optimizer = optimizer_of(saved, files.named(models[0])) if saved else None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise LoadError(f"{folder}: not in a layout of DeepSpeed's ({error!r})") from error
     except ValueError as error:
@@ -73,11 +80,12 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         "DeepSpeed",
         files.listing("deepspeed"),
         {"model": Listing("deepspeed", (), weights)},
+        {} if optimizer is None else {"optimizer": optimizer},
         states={"scheduler": scheduler} if isinstance(scheduler, dict) and scheduler else {},
         step=count_of(model, "global_steps"),
         samples=count_of(model, "global_samples"),
         ranks=len(optimizers) or count_of(model, "dp_world_size"),
-        not_read={"optimizer": MOMENTS_STAY, "loss scaler": "it is an object of DeepSpeed's"},
+        not_read={"loss scaler": "it is an object of DeepSpeed's"},
     )
 
 
@@ -144,8 +152,8 @@ def _with_ties(weights: dict[str, StoredTensor], model: dict[str, Any]) -> dict[
 
 def _zero(
     files: Collector, model: dict[str, Any], optimizers: list[str]
-) -> dict[str, StoredTensor]:
-    """The weights, from each rank's partitions."""
+) -> tuple[dict[str, StoredTensor], ForeignOptimizer]:
+    """The weights and the optimizer, from each rank's partitions."""
     saved: list[Any] = [files.tree(files.named(name)) for name in optimizers]
     states: list[Any] = [state["optimizer_state_dict"] for state in saved]
     count = states[0].get("partition_count")
@@ -163,16 +171,61 @@ def _zero(
     if is_stage_3 and model.get("frozen_param_shapes"):
         raise _not_read(files.folder, "keeps frozen parameters in fragments (ZeRO 3)")
     if is_stage_3:
-        parts = _parts_of_stage_3([state["fp32_flat_groups"] for state in states], shapes)
+        keys, parts_of = ("fp32_flat_groups", "optimizer_state_dict"), _parts_of_stage_3
     else:
-        key = "single_partition_of_fp32_groups"
-        parts = _parts_of_stage_1_or_2([state[key] for state in states], shapes)
-    weights = {
+        keys = "single_partition_of_fp32_groups", "base_optimizer_state"
+        parts_of = _parts_of_stage_1_or_2
+    masters: list[list[StoredTensor]] = [state[keys[0]] for state in states]
+    weights = _assembled(parts_of(masters, shapes), shapes)
+    moments = [state[keys[1]]["state"] for state in states]
+    optimizer = _optimizer(moments, states[0][keys[1]]["param_groups"], shapes, parts_of)
+    weights |= _others(model, shapes, whole=not is_stage_3)
+    return _with_ties(weights, model), optimizer
+
+
+def _optimizer(
+    moments: list[Any],
+    groups: list[dict[str, Any]],
+    shapes: Shapes,
+    parts_of: Callable[[list[list[StoredTensor]], Shapes], Parts],
+) -> ForeignOptimizer:
+    """The optimizer, whose moments are flat as the weights are.
+
+    Args:
+        moments: for each rank: number of a flat tensor -> the state that is kept of it.
+        groups: the optimizer's, of which stage 3 may have split some.
+        shapes: of the parameters, group by group.
+        parts_of: where each parameter lies in the flat tensors of all ranks.
+    """
+    state: dict[str | int, dict[str, Any]] = {name: {} for group in shapes for name in group}
+    options = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in groups]
+    made = [ForeignGroup([], own) for own in options]
+    for number, group in enumerate(shapes):
+        inside = (n for n, own in enumerate(groups) if number in own.get("params", ()))
+        of = next(inside, min(number, len(groups) - 1))
+        made[of].params.extend(group)
+        counts = {"step": groups[of]["step"]} if "step" in groups[of] else {}
+        counts |= {k: v for k, v in moments[0][number].items() if not _is_flat(v)}
+        for name in group:
+            state[name] |= counts
+    for key in [key for key, value in moments[0][0].items() if _is_flat(value)]:
+        flats = [[own[number][key] for number in range(len(own))] for own in moments]
+        for name, value in _assembled(parts_of(flats, shapes), shapes).items():
+            state[name][key] = value.renamed(f"{name}.{key}")
+    return ForeignOptimizer([group for group in made if group.params], state)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, StoredTensor) and value.numel > 1
+
+
+def _assembled(parts: Parts, shapes: Shapes) -> dict[str, StoredTensor]:
+    """The tensors of all parameters, of their parts."""
+    return {
         name: assembled(name, shape, parts[name])
         for group in shapes
         for name, shape in group.items()
     }
-    return _with_ties(weights | _others(model, shapes, whole=not is_stage_3), model)
 
 
 def _not_read(folder: str, what: str) -> LoadError:

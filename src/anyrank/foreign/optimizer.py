@@ -7,7 +7,7 @@ parameters, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,6 +24,17 @@ from anyrank.tensors.spec import StoredTensor
 
 # Options that torch added over the years, with defaults that keep what older versions did.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
+# What torch's optimizers keep of each parameter that was stepped, in its shape.
+KEPT = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
+    **dict.fromkeys(("SGD", "Muon"), ("momentum_buffer",)),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "Adagrad": ("sum",),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "RMSprop": ("square_avg",),
+    "Rprop": ("prev", "step_size"),
+    "ASGD": ("ax",),
+}
 SHOWN = 10  # problems of one optimizer
 
 
@@ -54,11 +65,13 @@ def record_of(
         tensors[where] = value.renamed(where)
         return {"~whole": [where, ""]}
 
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    kept = KEPT.get(type(optimizer).__name__, ()) if is_torchs else ()
     state: dict[str, Any] = {}
     for key, entries in source.state.items():
         name = found[key]
         if name in held:
-            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape)
+            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape, kept)
         state[name] = _json(entries, f"{part}.state.{name}", put)
     groups = [
         {
@@ -163,15 +176,20 @@ def _our_names(
     return found, []
 
 
-def _misfits(where: str, entries: Mapping[str, Any], shape: Sequence[int]) -> list[str]:
-    """What of a parameter's saved state cannot be that parameter's: neither a number, nor of its
-    shape, nor rows or columns of it.
-    """
-    return [
-        f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, and its parameter "
-        f"{list(shape)}"
-        for key, value in entries.items()
-        if isinstance(value, StoredTensor)
-        and value.numel != 1
-        and not (len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape))
-    ]
+def _misfits(
+    where: str, entries: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
+) -> list[str]:
+    """What of a parameter's saved state cannot be that parameter's."""
+    lost = [key for key in kept if key not in entries] if entries else []
+    problems = [f"{where}: the checkpoint has no {', '.join(lost)}"] if lost else []
+    for key, value in entries.items():
+        if not isinstance(value, StoredTensor):
+            continue
+        whole = value.shape == tuple(shape)
+        part = len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape)
+        if not whole and (key in kept or not (part or value.numel == 1)):
+            problems.append(
+                f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, and its "
+                f"parameter {list(shape)}"
+            )
+    return problems
