@@ -309,7 +309,20 @@ def right_elastic_loader() -> Arguments:
     return {"model": model, "loader": loader, "global_batch": 8}
 
 
-RIGHT = [right_ddp, right_fsdp2, right_tp_and_fsdp2, right_ties, right_freeze, right_lora]
+def right_static_graph() -> Arguments:
+    """Under a static graph, reentrant checkpoints are borne."""
+    return {"model": DistributedDataParallel(nn.Sequential(Reentrant()), static_graph=True)}
+
+
+RIGHT = [
+    right_static_graph,
+    right_ddp,
+    right_fsdp2,
+    right_tp_and_fsdp2,
+    right_ties,
+    right_freeze,
+    right_lora,
+]
 RIGHT += [right_gpt2_with_checkpointing, right_elastic_loader]
 
 

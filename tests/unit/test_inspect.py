@@ -65,9 +65,9 @@ def test_100_gb_open_under_a_second(tmp_path: Path) -> None:
     assert str(inspection) == (
         f"{tmp_path}: safetensors, 8 files, 96 tensors, 52,613,808,128 parameters, 98.0 GiB\n"
         "  bf16: 96 tensors, 98.0 GiB\n"
-        "  model.layers.{0..31}.mlp.down_proj.weight [14336, 57344] bf16 x32\n"
-        "  model.layers.{0..31}.mlp.up_proj.weight [57344, 14336] bf16 x32\n"
-        "  model.layers.{0..31}.norm.weight [14336] bf16 x32"
+        "  model.layers.{0..31}.mlp.down_proj.weight [14336, 57344] bf16 x32, 49.0 GiB\n"
+        "  model.layers.{0..31}.mlp.up_proj.weight [57344, 14336] bf16 x32, 49.0 GiB\n"
+        "  model.layers.{0..31}.norm.weight [14336] bf16 x32, 896.0 KiB"
     )
 
 
@@ -238,8 +238,8 @@ def test_a_layer_of_another_shape_stands_alone() -> None:
     shapes = {f"layers.{n}.w": (4,) if n != 1 else (8,) for n in range(12)}
     found = group((name, shape, "float32", 4 * shape[0]) for name, shape in shapes.items())
     assert [str(one) for one in found] == [
-        "layers.{0,2..11}.w [4] fp32 x11",
-        "layers.1.w [8] fp32",
+        "layers.{0,2..11}.w [4] fp32 x11, 176 B",
+        "layers.1.w [8] fp32, 32 B",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,27 @@ def test_a_save_is_logged_once_by_the_logger_that_the_docs_name(tmp_path: Path) 
     assert summary.startswith(f"anyrank.resume {path}: ")
     assert "of the time trained" in summary
     assert second == []
+
+
+class Lookahead:
+    """An object that keeps its state as optimizers around optimizers do."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = defaultdict(dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["slow"]
+
+
+def test_a_defaultdict_comes_back_as_one(tmp_path: Path) -> None:
+    saved, restored = Lookahead(), Lookahead()
+    saved.state["w"]["count"] = 3
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.Linear(1, 1), part=saved)) as ckpts:
+        ckpts.save()
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.Linear(1, 1), part=restored)) as ckpts:
+        ckpts.resume()
+    assert restored.state == {"w": {"count": 3}}
+    assert restored.state["other"] == {}

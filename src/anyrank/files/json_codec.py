@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ TABLES: dict[type, str] = {
     dict: "~table",
     OrderedDict: "~ordered",
     Counter: "~counter",
+    defaultdict: "~defaultdict",
 }
 SEQUENCES: dict[type, str] = {
     list: "",
@@ -35,6 +36,12 @@ SEQUENCES: dict[type, str] = {
     frozenset: "~frozenset",
     torch.Size: "~size",
 }
+FACTORIES: dict[str | None, Any] = {
+    None: None,
+    **{kind.__name__: kind for kind in (int, float, str, list, dict, set)},
+}
+
+
 WRONG = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StopIteration)
 
 
@@ -96,6 +103,11 @@ def _table(value: Mapping[Any, Any], where: str, put: Put, depth: int) -> Any:
         ]
         for key, item in value.items()
     ]
+    if isinstance(value, defaultdict):
+        factory = cast("Any", value.default_factory)
+        if factory not in FACTORIES.values():
+            raise CheckpointError(f"{where}: a defaultdict of {factory}: make it a plain dict")
+        pairs = [next(name for name, known in FACTORIES.items() if known is factory), pairs]
     return {kind: pairs}
 
 
@@ -142,8 +154,10 @@ def _from_json(value: Any, take: Take) -> Any:
         return {key: _from_json(item, take) for key, item in table.items()}
     inner = table[mark]
     if mark in TABLES.values():
-        made = {_from_json(key, take): _from_json(item, take) for key, item in inner}
-        return next(kind for kind, name in TABLES.items() if name == mark)(made)
+        factory, pairs = inner if mark == "~defaultdict" else (None, inner)
+        made = {_from_json(key, take): _from_json(item, take) for key, item in pairs}
+        kind = next(kind for kind, name in TABLES.items() if name == mark)
+        return defaultdict(FACTORIES[factory], made) if kind is defaultdict else kind(made)
     if mark in SEQUENCES.values():
         kind = next(kind for kind, name in SEQUENCES.items() if name == mark)
         return kind([_from_json(item, take) for item in inner])

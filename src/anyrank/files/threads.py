@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+END: Any = object()
 
 
 def spread(items: Iterable[T], workers: Sequence[Callable[[T], object]]) -> None:
@@ -23,10 +23,10 @@ def spread(items: Iterable[T], workers: Sequence[Callable[[T], object]]) -> None
         try:
             while not stop.is_set():
                 with lock:
-                    found = [*islice(left, 1)]
-                if not found:
+                    item = next(left, END)
+                if item is END:
                     return
-                work(*found)
+                work(item)
         except BaseException:
             stop.set()
             raise

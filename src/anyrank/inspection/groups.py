@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from anyrank.wording import printable, short_dtype
+from anyrank.wording import in_units, printable, short_dtype
 
 SHOWN_RUNS = 6
 # A part of a name that is a number; not 007, which the number would not give back.
@@ -32,7 +32,8 @@ class TensorGroup:
 
     def __str__(self) -> str:
         times = f" x{self.count}" if self.count > 1 else ""
-        return f"{self.name} {list(self.shape)} {short_dtype(self.dtype)}{times}"
+        shape, dtype = list(self.shape), short_dtype(self.dtype)
+        return f"{self.name} {shape} {dtype}{times}, {in_units(self.nbytes)}"
 
 
 def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[TensorGroup]:

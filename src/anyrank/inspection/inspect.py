@@ -126,7 +126,7 @@ def summary(found: Inspection) -> list[str]:
 
 
 def tensor_rows(found: Inspection, shown: int | None = None, *, every: bool = False) -> list[str]:
-    """Name, shape and dtype of each tensor, or of each group of layers, a line each.
+    """Name, shape, dtype and bytes of each tensor, or of each group of layers, a line each.
 
     Args:
         found: what was inspected.

@@ -28,10 +28,10 @@ from anyrank.model.tensors import (
     tensors_of,
 )
 from anyrank.tensors.names import (
+    Near,
     inner_prefix,
     is_other_part,
     match_keys,
-    near,
     renamer,
     wrong_prefix,
 )
@@ -338,7 +338,7 @@ def _problems(
     lines: list[str] = []
     if options.missing == "error" and unfilled:
         lines.append(
-            listed("missing in the source", unfilled, unexpected)
+            listed("missing in the source", unfilled, Near(unexpected))
             + f"\n  to go on: {options.ways['missing']}"
         )
     elif options.missing == "keep" and on_meta:
@@ -348,7 +348,7 @@ def _problems(
         )
     if options.unexpected == "error" and unexpected:
         lines.append(
-            listed("unexpected in the source", unexpected, unfilled or _names(targets))
+            listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)))
             + _renaming(unexpected, unfilled)
             + f"\n  to go on: {options.ways['unexpected']}"
         )
@@ -403,9 +403,9 @@ def _of_adapters(
     return lines
 
 
-def listed(title: str, items: list[str], others: Sequence[str] = ()) -> str:
-    """The first few of many names, with hints at which of the others they may be meant for."""
-    shown = [f"{item}{near(item, others)}" for item in items[:SHOWN]]
+def listed(title: str, items: list[str], hints: Near | None = None) -> str:
+    """The first few of many names, with hints at what they may be meant for."""
+    shown = [f"{item}{hints.hint(item) if hints else ''}" for item in items[:SHOWN]]
     lines = [*shown, *first_few(items, SHOWN)[SHOWN:]]
     return f"{title} ({len(items)}):\n  " + "\n  ".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,10 +258,33 @@ def _key_of_twin(
     return next((direct[other] for other in sorted(twins) if other in direct), None)
 
 
+NEIGHBOURS = 10  # on each side, forwards and backwards, that are compared letter by letter
+
+
+class Near:
+    """Hints at the most similar of many names; built once for all that is asked."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.forwards = sorted(names)
+        self.backwards = sorted(name[::-1] for name in self.forwards)
+
+    def hint(self, name: str) -> str:
+        """A hint at the most similar name, or nothing."""
+        likely = _neighbours(self.forwards, name)
+        likely += [other[::-1] for other in _neighbours(self.backwards, name[::-1])]
+        close = difflib.get_close_matches(name, likely, n=1, cutoff=0.75)
+        return f" (near: {close[0]})" if close else ""
+
+
 def near(name: str, others: Sequence[str]) -> str:
-    """A hint at the most similar of some names, or nothing."""
-    close = difflib.get_close_matches(name, others, n=1, cutoff=0.75)
-    return f" (near: {close[0]})" if close else ""
+    """A hint at the most similar of a few names, or nothing."""
+    return Near(others).hint(name)
+
+
+def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
+    """Those of some names that begin most like another one."""
+    place = bisect_left(ordered, name)
+    return list(ordered[max(0, place - NEIGHBOURS) : place + NEIGHBOURS])
 
 
 def wrong_prefix(keys: Sequence[str], names: Iterable[str]) -> tuple[str, str, int] | None:

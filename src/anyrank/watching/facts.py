@@ -106,8 +106,8 @@ def facts_of(
             {name: _digest(table.items()) for name, table in tables.items()},
             model.tensor_parallel(),
             streams[drawn].digest,
-            is_seeded
-            or isinstance(loader, ElasticLoader),  # each microbatch has a stream of its own
+            # Each microbatch of an ElasticLoader has a stream of its own.
+            is_seeded or isinstance(loader, ElasticLoader),
             model_rules.active_dropout(model),
             data_facts.look_at(loader),
             [*model_rules.own_findings(model, optimizers, by_id, ranks.size)][:FOUND],
