@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ def results_of_runs(
         "losses": list(losses),
         "reference": [loss * (1 + drift) for loss in losses],
         "loaded": {"peak_host_bytes": [3 * MIB, MIB]},
+        "load_file_bytes": 8 * MIB,
         "legs": [
             {"ranks": 2, "from_step": 0, "killed_in_save_of": 3},
             {"ranks": 1, "from_step": 2, "killed_in_save_of": None},
@@ -95,6 +97,12 @@ def test_a_model_is_loaded_and_a_killed_run_ends_as_one_rank(
 def test_the_model_of_the_tour_is_a_real_one() -> None:
     found = inspect(demo.find_weights())
     assert found.parameters == 22_713_728
+    # In a process of its own: memory that an earlier test freed would hide what this takes.
+    script = f"from anyrank.cli import demo; print(demo.load_file_peak({demo.find_weights()!r}))"
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=True, text=True
+    )
+    assert 0.95 * found.nbytes < int(said.stdout) < 2.5 * found.nbytes
 
 
 def losses_in(text: str) -> list[float]:
@@ -129,7 +137,8 @@ def test_the_summary_fits_a_screen() -> None:
     lines = demo.summary(results_of_runs())
     assert lines == [
         "all-MiniLM-L6-v2: 1,234 parameters, 5.0 MiB; torch 2.13.0",
-        "  load      3.0 MiB at the peak of a rank of 2",
+        "  load      3.0 MiB at the peak of a rank of 2; a built model and load_file take 8.0 MiB "
+        "on every rank",
         "  train     4 steps, loss 9.00 at first, 6.00 at last",
         "    2 ranks  from step 0, SIGKILL while step 3 was saved",
         "    1 rank  from step 2, to the end",

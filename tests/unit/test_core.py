@@ -17,7 +17,7 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
 # Lines of each room, with comments and empty ones.
 BUDGETS = {
-    "cli": 1280,
+    "cli": 1290,
     "conversion": 1860,
     "data": 1330,
     "exact": 1720,

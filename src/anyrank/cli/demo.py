@@ -128,6 +128,7 @@ def run(weights: str) -> dict[str, Any]:
     results |= {
         "parameters": inspection.parameters,
         "weights_bytes": inspection.nbytes,
+        "load_file_bytes": load_file_peak(weights),
         "torch": torch.__version__,
         "seconds": time.perf_counter() - start,
     }
@@ -210,6 +211,20 @@ def committed(folder: str) -> list[int]:
 # -- what they are compared by --------------------------------------------------------------------
 
 
+def load_file_peak(weights: str) -> int:
+    """Bytes of host memory of a built model and `load_file`, as on every rank of a plain job."""
+    from safetensors.torch import load_file
+    from transformers import BertConfig, BertModel
+
+    from anyrank.model.memory_meter import PeakMemory
+
+    config = BertConfig.from_pretrained(weights)
+    with PeakMemory() as memory:
+        model = BertModel(config)
+        model.load_state_dict(load_file(os.path.join(weights, "model.safetensors")), strict=False)
+    return memory.peak_bytes
+
+
 def sha256_of(folder: str) -> str:
     """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
     from anyrank.files.manifest import read_manifest, step_name
@@ -251,13 +266,14 @@ def summary(results: dict[str, Any]) -> list[str]:
     """The results of `run` as lines, the title first."""
     losses, loaded = results["losses"], results["loaded"]
     size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
-    peaks = loaded["peak_host_bytes"]
+    naive, peaks = results["load_file_bytes"], loaded["peak_host_bytes"]
     seen = ", ".join(f"epoch {epoch}: {n} {how}" for epoch, n, how in results["receipts"])
     way = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
     same = "the same" if results["sha256"] == results["reference_sha256"] else "another"
     lines = [
         f"all-MiniLM-L6-v2: {size}; torch {results['torch']}",
-        f"  load      {in_units(max(peaks))} at the peak of a rank of {len(peaks)}",
+        f"  load      {in_units(max(peaks))} at the peak of a rank of {len(peaks)}; a built model "
+        f"and load_file take {in_units(naive)} on every rank",
         f"  train     {len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last",
     ]
     for leg in results["legs"]:
