@@ -18,10 +18,11 @@ from anyrank.watching.system import state_of, variable_of
 
 LAUNCHER = """
 import os, subprocess, sys, time
+code = "import time; print(1, flush=True); time.sleep(600)"
 for rank in range(3):
-    line = [sys.executable, "-c", "import time; time.sleep(600)"]
+    line = [sys.executable, "-c", code]
     if rank == 2:  # a wrapper, which has RANK too
-        line = ["bash", "-c", f"{sys.executable} -c 'import time; time.sleep(600)'; true"]
+        line = ["bash", "-c", f"{sys.executable} -c '{code}'; true"]
     subprocess.Popen(line, env={**os.environ, "RANK": str(rank)})
 time.sleep(600)
 """
@@ -42,14 +43,14 @@ print(open(path).read())
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A process that has started three ranks."""
     monkeypatch.delenv("RANK", raising=False)
-    process = subprocess.Popen([sys.executable, "-c", LAUNCHER], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(ranks_of(process.pid)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    line = [sys.executable, "-c", LAUNCHER]
+    process = subprocess.Popen(line, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(3)] == [b"1\n"] * 3  # each of them runs
     yield process.pid
     os.killpg(process.pid, signal.SIGCONT)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def ranks_of(launcher: int) -> dict[int, str]:

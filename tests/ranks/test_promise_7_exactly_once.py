@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.data.order import Order
-from anyrank.data.position import Position
+from anyrank.data.position import Position, RankAccounts
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
 from anyrank.tensors.hashing import derive
@@ -60,10 +60,10 @@ class Together(Ranks):
         alone = one_process()
         self.rows: list[Any] = []  # none while the ranks meet
         super().__init__(alone.ranks, alone.rank)
-        self.rows = [(rank.at[0], rank.step, [*rank.accounts]) for rank in ranks]
+        self.rows = [rank.rank_accounts() for rank in ranks]
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        return self.rows if self.rows and isinstance(value, tuple) else [value]
+        return self.rows if self.rows and isinstance(value, RankAccounts) else [value]
 
 
 RUNS = st.lists(

@@ -269,10 +269,8 @@ class Position:
                 steps.
             ValueError: `ranks` lacks some data-parallel ranks.
         """
-        index, size = self.data_rank()
-        plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
-        seen = [account.seen for account in self.accounts]
-        rows = ranks.gather(RankAccounts(index, self.step, plans, seen), "comparing the samples")
+        _, size = self.data_rank()
+        rows = ranks.gather(self.rank_accounts(), "comparing the samples")
         if {row.index for row in rows} != set(range(size)):
             raise ValueError(
                 f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
@@ -291,6 +289,12 @@ class Position:
         for account in self.accounts[:-1]:
             self._finish_epoch(account, ranks)
         del self.accounts[:-1]
+
+    def rank_accounts(self) -> RankAccounts:
+        """What this rank has to say for `check_receipt`."""
+        index, _ = self.data_rank()
+        plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
+        return RankAccounts(index, self.step, plans, [account.seen for account in self.accounts])
 
     def _finish_epoch(self, account: EpochAccount, ranks: Ranks) -> None:
         """Compare a finished epoch with the dataset. All ranks."""
