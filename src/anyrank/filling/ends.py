@@ -139,8 +139,8 @@ class Look:
         LoadError: tensors that cannot be read or written, named with their type.
     """
 
-    def __init__(self, given: Module, *, merge: bool = False) -> None:
-        self.module, self.merge = _as_module(given), merge
+    def __init__(self, model: Module, *, merge: bool = False) -> None:
+        self.module, self.merge = _as_module(model), merge
         self.tensors = find_tensors(self.module)
 
     def end(self) -> End:
@@ -157,13 +157,13 @@ class Look:
         return End(self.module, self.tensors, described)
 
 
-def look(given: Module, *, merge: bool = False) -> End:
+def look(model: Module, *, merge: bool = False) -> End:
     """One end as this rank has it, without `layout=`.
 
     Raises:
         LoadError: as `Look`.
     """
-    return Look(given, merge=merge).end()
+    return Look(model, merge=merge).end()
 
 
 def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End]:
@@ -181,7 +181,7 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
     """The rows of an end."""
     rows: list[TensorInfo] = []
     for tensor in tensors:
-        keys = tuple(dict.fromkeys(place.unwrapped for place in tensor.registrations))
+        keys = tuple(dict.fromkeys(registration.unwrapped for registration in tensor.registrations))
         rows.append(
             TensorInfo(
                 keys=keys,
@@ -206,7 +206,7 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
         LoadError: as `find_lora`.
     """
     lora = find_lora(tensors)
-    factors = {n for found in lora.added.values() for each in found for n in (each.a, each.b)}
+    factors = {n for pairs in lora.added.values() for pair in pairs for n in (pair.a, pair.b)}
     merged: list[TensorInfo] = []
     for index, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
         if index in factors:
@@ -214,17 +214,19 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
         elif index in lora.dropped:
             merged.append(replace(row, kind="dropped"))
         else:
-            keys = tuple(dict.fromkeys(merged_name(place) for place in tensor.registrations))
+            keys = tuple(
+                dict.fromkeys(merged_name(registration) for registration in tensor.registrations)
+            )
             added = tuple(
                 Added(
-                    adapter=each.adapter,
-                    a=rows[each.a].keys[0],
-                    b=rows[each.b].keys[0],
-                    scaling=each.scaling,
-                    transposed=each.transposed,
-                    narrows=each.narrows,
+                    adapter=pair.adapter,
+                    a=rows[pair.a].keys[0],
+                    b=rows[pair.b].keys[0],
+                    scaling=pair.scaling,
+                    transposed=pair.transposed,
+                    narrows=pair.narrows,
                 )
-                for each in lora.added.get(index, ())
+                for pair in lora.added.get(index, ())
             )
             merged.append(replace(row, keys=keys, added=added, is_adapter=False))
     return merged
@@ -246,11 +248,11 @@ def check_values(end: End) -> None:
         )
 
 
-def _as_module(given: Module) -> nn.Module:
+def _as_module(model: Module) -> nn.Module:
     """A module whose tensors are those given; names of a dict are kept as they are."""
-    if isinstance(given, nn.Module):
-        return given
+    if isinstance(model, nn.Module):
+        return model
     module = nn.Module()
     # Not by register_parameter, which refuses dots, and tensors that are no Parameter.
-    module.__dict__["_parameters"].update(given or {})
+    module.__dict__["_parameters"].update(model or {})
     return module

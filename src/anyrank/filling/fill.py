@@ -102,7 +102,7 @@ class Filled:
     @property
     def moved(self) -> list[Moved]:
         """Bytes of every rank."""
-        return [each.moved for each in self.measured]
+        return [measured.moved for measured in self.measured]
 
     def fields(self) -> dict[str, Any]:
         """Those of a report that every fill knows."""
@@ -111,9 +111,9 @@ class Filled:
             "rebuilt": self.rebuilt,
             "renewed": self.renewed,
             "bytes_sent": [moved.sent for moved in self.moved],
-            "peak_host_bytes": [each.host_peak_bytes for each in self.measured],
-            "peak_device_bytes": [each.device_peak_bytes for each in self.measured],
-            "seconds": max(each.seconds for each in self.measured),
+            "peak_host_bytes": [measured.host_peak_bytes for measured in self.measured],
+            "peak_device_bytes": [measured.device_peak_bytes for measured in self.measured],
+            "seconds": max(measured.seconds for measured in self.measured),
         }
 
 

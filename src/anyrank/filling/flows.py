@@ -33,7 +33,7 @@ class Flow:
         index: among what this rank fills; -1 on a rank that fills another model, or none.
         strips: where its elements are in the source.
         transfers: this rank's, in the order of all ranks.
-        stored, wire, held: dtypes in the source, between the ranks, and in the model.
+        stored_dtype, wire_dtype, target_dtype: in the source, between the ranks, in the model.
         nbytes: that all ranks receive of it, at most.
         is_compared: whether it is to be equal already, and not written.
         twin: number of the source tensor that takes the place of `dst` where two of src are
@@ -45,9 +45,9 @@ class Flow:
     index: int
     strips: tuple[Strip, ...]
     transfers: tuple[Transfer, ...]
-    stored: torch.dtype
-    wire: torch.dtype
-    held: torch.dtype
+    stored_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    target_dtype: torch.dtype
     nbytes: int
     is_compared: bool
     twin: int = -1
@@ -60,12 +60,12 @@ class Wanted:
 
     Attributes:
         index: position in the list that the ranks' `Coordinates` count.
-        held: the tensor, as this rank holds it.
+        tensor: as this rank holds it.
         stored: where its bytes are.
     """
 
     index: int
-    held: ShardedTensor
+    tensor: ShardedTensor
     stored: StoredTensor
 
 
@@ -99,15 +99,17 @@ class FileFlows:
         staged: Counter[int] = Counter()
         flows: list[Flow] = []
         for number, wanted in enumerate(self.wanted):
-            groups = replicas(wanted.index, wanted.held, self.coordinates)
+            groups = replicas(wanted.index, wanted.tensor, self.coordinates)
             blocks = list(self._blocks(wanted, groups, turns))
             transfers = self._transfers(rank, wanted, groups, blocks)
             first = 0
-            for place, (read, reader) in enumerate(blocks):
+            for number_of_block, (read, reader) in enumerate(blocks):
                 if staged[reader] and staged[reader] + read.nbytes > self.stage_bytes:
-                    flows.append(_flow(rank, number, wanted, blocks, transfers, (first, place)))
+                    flows.append(
+                        _flow(rank, number, wanted, blocks, transfers, (first, number_of_block))
+                    )
                     yield flows
-                    flows, first = [], place
+                    flows, first = [], number_of_block
                     staged.clear()
                 staged[reader] += read.nbytes
             flows.append(_flow(rank, number, wanted, blocks, transfers, (first, len(blocks))))
@@ -140,8 +142,8 @@ class FileFlows:
         start = strip.start
         places = [HeldBox(read.box, {reader: start}, self.nodes) for read, reader in blocks]
         pieces = {taker: pieces for pieces, takers in groups.items() for taker in takers}
-        found = transfers_of(rank, [strip], [places], pieces)
-        return sorted(found, key=lambda transfer: transfer.place)
+        transfers = transfers_of(rank, [strip], [places], pieces)
+        return sorted(transfers, key=lambda transfer: transfer.place)
 
 
 def _flow(
@@ -150,34 +152,34 @@ def _flow(
     wanted: Wanted,
     blocks: Sequence[tuple[Read, int]],
     transfers: Sequence[Transfer],
-    places: tuple[int, int],
+    span: tuple[int, int],
 ) -> Flow:
-    """A tensor's flow in one round, of the blocks from one place to another."""
-    first, stop = places
-    stored, held = wanted.stored, wanted.held
-    mine = {n: blocks[n][0] for n in range(first, stop) if blocks[n][1] == rank}
+    """A tensor's flow in one round, of the blocks from one number to another."""
+    first, stop = span
+    stored, tensor = wanted.stored, wanted.tensor
+    own_reads = {n: blocks[n][0] for n in range(first, stop) if blocks[n][1] == rank}
     return Flow(
-        name=held.name,
+        name=tensor.name,
         index=number,
         strips=(Strip.whole(0, stored.shape),),
-        transfers=tuple(transfers[_at(transfers, first) : _at(transfers, stop)]),
-        stored=stored.dtype,
-        wire=wire_dtype(stored.dtype, held.dtype),
-        held=held.dtype,
+        transfers=tuple(transfers[_start(transfers, first) : _start(transfers, stop)]),
+        stored_dtype=stored.dtype,
+        wire_dtype=wire_dtype(stored.dtype, tensor.dtype),
+        target_dtype=tensor.dtype,
         nbytes=sum(read.nbytes for read, _ in blocks[first:stop]),
         is_compared=False,
-        reads=mine,
+        reads=own_reads,
     )
 
 
-def _at(transfers: Sequence[Transfer], place: int) -> int:
-    """Where the transfers of a place begin."""
-    return bisect_left(transfers, place, key=lambda transfer: transfer.place)
+def _start(transfers: Sequence[Transfer], block: int) -> int:
+    """Where the transfers of a block begin."""
+    return bisect_left(transfers, block, key=lambda transfer: transfer.place)
 
 
-def wire_dtype(stored: torch.dtype, held: torch.dtype) -> torch.dtype:
+def wire_dtype(stored: torch.dtype, target: torch.dtype) -> torch.dtype:
     """The dtype in which values pass between ranks: the smaller of the two."""
-    return min((stored, held), key=lambda dtype: dtype.itemsize)
+    return min((stored, target), key=lambda dtype: dtype.itemsize)
 
 
 def gap_bytes(stored: StoredTensor, listing: Listing) -> int:
@@ -190,12 +192,12 @@ def own_numel(stored: StoredTensor, pieces: Sequence[Piece], listing: Listing) -
     """Elements that a rank reads for its own pieces, with those between them that it reads too."""
     gap = gap_bytes(stored, listing)
     boxes = {
-        (each.chunk.file, each.chunk.offset, box)
-        for each in plan_reads(stored, pieces)
+        (read.chunk.file, read.chunk.offset, box)
+        for read in plan_reads(stored, pieces)
         for box in [
-            each.box
-            if listing.files[each.chunk.file].is_cached and runs_of(each)
-            else with_gaps(each, gap)
+            read.box
+            if listing.files[read.chunk.file].is_cached and runs_of(read)
+            else with_gaps(read, gap)
         ]
     }
     return sum(box.numel for *_, box in boxes)

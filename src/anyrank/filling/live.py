@@ -84,7 +84,9 @@ class LiveSide(Side):
             sources = self._memory
             self.factors = {
                 flow.index: torch.empty(
-                    flow.strips[0].box.sizes, dtype=flow.held, device=sources[flow.index].device
+                    flow.strips[0].box.sizes,
+                    dtype=flow.target_dtype,
+                    device=sources[flow.index].device,
                 )
                 for flow in self.plan.factors
                 if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
@@ -138,8 +140,11 @@ class LiveSide(Side):
 
     def moved(self) -> Moved:
         """Bytes so far."""
-        movers = [each for each in (self.mover, self.for_factors) if each is not None]
-        sent, received = (sum(each.sent for each in movers), sum(each.received for each in movers))
+        movers = [mover for mover in (self.mover, self.for_factors) if mover is not None]
+        sent, received = (
+            sum(mover.sent for mover in movers),
+            sum(mover.received for mover in movers),
+        )
         return Moved(sent=sent, received=received, copied=self.mover.copied)
 
     def left(self, *, at_the_end: bool) -> str:
@@ -172,8 +177,8 @@ class LiveSide(Side):
         tensors, plan = self.agreed.src.tensors, self.plan
         sources: dict[int, SourceMemory] = {}
         for number, index in plan.locals.items():
-            held = tensors[index]
-            memory = held.local()
-            strides = () if number in plan.added else row_major(held.shape)
-            sources[number] = SourceMemory(held, memory, strides)
+            tensor = tensors[index]
+            memory = tensor.local()
+            strides = () if number in plan.added else row_major(tensor.shape)
+            sources[number] = SourceMemory(tensor, memory, strides)
         return sources

@@ -143,12 +143,12 @@ class Planner:
         ends = [
             self.ranks.run_on_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
-        at = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
-        check_all_shards(ends, at, len(self.summaries))
+        coordinates = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
+        check_all_shards(ends, coordinates, len(self.summaries))
         flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))
-        numbers = {keys: i for i, row in enumerate(src.rows) for keys in [row.keys]}
+        numbers = {row.keys: index for index, row in enumerate(src.rows)}
         added = _added(sources)
         return SyncPlan(
             match=match,
@@ -183,7 +183,7 @@ class Planner:
             renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
             return (match, matched, renamed), matched.digest if dst.digest else ""
 
-        mine, digests = self.ranks.run_and_gather("matching dst with src", match_here)
+        own_match, digests = self.ranks.run_and_gather("matching dst with src", match_here)
         by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
         for group in to_ranks:
             if len({by_rank[rank] for rank in group}) > 1:
@@ -191,7 +191,7 @@ class Planner:
                     "the ranks' renaming functions give different names for one dst: give all "
                     "ranks the same rename="
                 )
-        return mine
+        return own_match
 
     def _alike(self, digests: Mapping[int, str]) -> list[list[int]]:
         """The ranks by what they hold; those that hold nothing are left out."""
@@ -217,16 +217,16 @@ class Planner:
         Raises:
             LoadError: an element that this rank wants and nobody holds.
         """
-        every = [
+        entries = [
             (filling.index, number, filling)
             for number, end in enumerate(ends)
             for filling in end.fillings
         ]
         # By position first: ranks that hold different parts of a model receive side by side.
-        every.sort(key=lambda entry: entry[:2])
+        entries.sort(key=lambda entry: entry[:2])
         return tuple(
             self._flow(filling, ends[number].rows[index], to_ranks[number], number, sources)
-            for index, number, filling in every
+            for index, number, filling in entries
         )
 
     def _flow(
@@ -237,34 +237,33 @@ class Planner:
         group: int,
         sources: Sequence[SourceTensor],
     ) -> Flow:
-        at = {rank: self.summaries[rank].dst_at.of(filling.index) for rank in to_ranks}
-        wanted_key = (row.shape, row.layout, tuple(at.values()), group)
-        found = self.wanted.get(wanted_key)
-        if found is None:
-            pieces = {c: local_pieces(row.shape, row.layout, c) for c in {*at.values()}}
-            wanted = {rank: pieces[coordinate] for rank, coordinate in at.items()}
-            found = self.wanted[wanted_key] = wanted, _numel(wanted)
-        wanted, numel = found
+        coordinates = {rank: self.summaries[rank].dst_at.of(filling.index) for rank in to_ranks}
+        wanted_key = (row.shape, row.layout, tuple(coordinates.values()), group)
+        if wanted_key not in self.wanted:
+            pieces = {c: local_pieces(row.shape, row.layout, c) for c in {*coordinates.values()}}
+            wanted = {rank: pieces[coordinate] for rank, coordinate in coordinates.items()}
+            self.wanted[wanted_key] = wanted, _numel(wanted)
+        wanted, numel = self.wanted[wanted_key]
         known = [self._places(sources[strip.source]) for strip in filling.strips]
         shape = tuple((s.box, s.start, s.dims) for s in filling.strips)
         key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
         transfers = self.transfers.get(key)
         if transfers is None:
-            places = [each for _, each in known]
+            places = [boxes for _, boxes in known]
             try:
-                found = transfers_of(self.ranks.rank, filling.strips, places, wanted)
+                planned = transfers_of(self.ranks.rank, filling.strips, places, wanted)
             except LoadError as error:
                 raise LoadError(f"{row.keys[0]}: {error}") from error
-            transfers = self.transfers[key] = tuple(found)
+            transfers = self.transfers[key] = tuple(planned)
         wire = wire_dtype(filling.stored, row.dtype)
         return Flow(
             name=row.keys[0],
             index=filling.index if self.ranks.rank in to_ranks else -1,
             strips=filling.strips,
             transfers=transfers,
-            stored=filling.stored,
-            wire=wire,
-            held=row.dtype,
+            stored_dtype=filling.stored,
+            wire_dtype=wire,
+            target_dtype=row.dtype,
             nbytes=numel * wire.itemsize,
             is_compared=filling.is_compared,
         )
@@ -279,14 +278,14 @@ class Planner:
         """
         numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
         for key, loaded in duplicates.items():
-            one, other = sources[numbers[key]], sources[numbers[loaded]]
-            if (one.shape, one.row.dtype) != (other.shape, other.row.dtype):
+            tied, other = sources[numbers[key]], sources[numbers[loaded]]
+            if (tied.shape, tied.row.dtype) != (other.shape, other.row.dtype):
                 raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
             wanted = {
                 rank: local_pieces(other.shape, other.layout, coordinate)
                 for rank, coordinate in other.coordinates.items()
             }
-            whole = self._whole(one, numbers[key], wanted)
+            whole = self._whole(tied, numbers[key], wanted)
             name, twin = f"{key} and {loaded}", numbers[loaded]
             yield replace(whole, name=name, index=-1, is_compared=True, twin=twin)
 
@@ -297,14 +296,14 @@ class Planner:
     ) -> Iterator[Flow]:
         """The factors of adapters, to all ranks that have a part of what they are added to."""
         to_ranks: dict[int, set[int]] = {}
-        for number, each in added.items():
+        for number, adapters in added.items():
             weight = sources[number]
             holders = [
                 rank
-                for rank, at in weight.coordinates.items()
-                if local_pieces(weight.shape, weight.layout, at)
+                for rank, coordinate in weight.coordinates.items()
+                if local_pieces(weight.shape, weight.layout, coordinate)
             ]
-            for factor in {factor for _, *factors in each for factor in factors}:
+            for factor in {factor for _, *factors in adapters for factor in factors}:
                 to_ranks.setdefault(factor, set()).update(holders)
         for factor, ranks in sorted(to_ranks.items()):
             pieces = local_pieces(sources[factor].shape, None, None)
@@ -321,9 +320,9 @@ class Planner:
             index=number,
             strips=(strip,),
             transfers=tuple(transfers),
-            stored=source.row.dtype,
-            wire=source.row.dtype,
-            held=source.row.dtype,
+            stored_dtype=source.row.dtype,
+            wire_dtype=source.row.dtype,
+            target_dtype=source.row.dtype,
             nbytes=_numel(wanted) * source.row.dtype.itemsize,
             is_compared=False,
         )

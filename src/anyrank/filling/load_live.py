@@ -30,10 +30,10 @@ def load_live(
     Raises:
         LoadError: as `anyrank.load`.
     """
-    given: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    entries: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
     tensors = {
         key: value
-        for key, value in given.items()
+        for key, value in entries.items()
         if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
     }
     if options.layout is not None:  # it is of the model; sharded tensors know theirs
@@ -41,8 +41,8 @@ def load_live(
     call = SyncCall(model, tensors, options, atomic=False)
     done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
     own_code = OwnCode(find_places(model), Listing(LIVE, (), {}), renamer(options.rename))
-    skipped = [f"{key}: not a tensor of the model" for key in given if key not in tensors]
-    shared: dict[str, Any] = {each.name: getattr(done, each.name) for each in fields(FillReport)}
+    skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]
+    shared: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(FillReport)}
     return LoadReport(
         **shared,
         own_code_not_run=dict.fromkeys(own_code.modules, NOT_RUN),

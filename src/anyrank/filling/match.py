@@ -104,18 +104,16 @@ def sources_of(
         for index, row in enumerate(rows):
             if row.kind in ("derived", "dropped"):
                 continue
-            found = known.get(row.keys)
-            if found is None:
-                found = known[row.keys] = SourceTensor(row, {})
-            ours, theirs = _held(found.row), _held(row)
-            if (ours, found.row.added) != (theirs, row.added):
-                first, other = next(iter(found.coordinates)), next(iter(ranks))
+            tensor = known.setdefault(row.keys, SourceTensor(row, {}))
+            words, other_words = _describe(tensor.row), _describe(row)
+            if (words, tensor.row.added) != (other_words, row.added):
+                first, other = next(iter(tensor.coordinates)), next(iter(ranks))
                 raise LoadError(
                     f"{row.keys[0]}: ranks hold it in different ways in src: rank {first} as "
-                    f"{ours}, rank {other} as {theirs}: give src on the ranks of one layout, with "
-                    "the same adapters merged, and None on the others"
+                    f"{words}, rank {other} as {other_words}: give src on the ranks of one layout, "
+                    "with the same adapters merged, and None on the others"
                 )
-            found.coordinates.update({rank: known.of(index) for rank, known in ranks.items()})
+            tensor.coordinates.update({rank: known.of(index) for rank, known in ranks.items()})
     for tensor in known.values():
         if tensor.row.kind == "buffer" and tensor.layout is None:
             # Plain buffers may differ between ranks: those of the first one count, as in a save.
@@ -124,7 +122,7 @@ def sources_of(
     return list(known.values())
 
 
-def _held(row: TensorInfo) -> str:
+def _describe(row: TensorInfo) -> str:
     layout = "whole" if row.layout is None else str(row.layout)
     adapters = _merged([row]) and f", to be merged with {_merged([row])}"
     adapters = ", with its adapter merged into it" if row.is_merged else adapters
@@ -181,11 +179,11 @@ def match_ends(
                 f"{both[0]}, and not of {both[1]}: call merge_adapter() or unmerge_adapter() on "
                 "one of them"
             )
-        own, theirs = dst.rows[index].scaling, rows[0].scaling
-        if own is not None and theirs is not None and own != theirs:
+        scaling, src_scaling = dst.rows[index].scaling, rows[0].scaling
+        if scaling is not None and src_scaling is not None and scaling != src_scaling:
             raise LoadError(
-                f"{dst.tensors[index].name}: its adapter is scaled by {theirs:g} in src, and by "
-                f"{own:g} in dst, which would be another model: give both the same LoraConfig"
+                f"{dst.tensors[index].name}: its adapter is scaled by {src_scaling:g} in src, and "
+                f"by {scaling:g} in dst, another model: give both the same LoraConfig"
             )
     shapes = [source.shape for source in sources]
     fillings = tuple(
@@ -205,11 +203,11 @@ def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
     """
     if not any(source.row.added or source.row.is_merged for source in sources):
         raise LoadError("merge=True, and src has no active adapter (PEFT): leave it out")
-    own = [row.keys[0] for row in dst.rows if row.is_adapter]
-    if own:
+    adapters = [row.keys[0] for row in dst.rows if row.is_adapter]
+    if adapters:
         raise LoadError(
-            f"merge=True, and dst has an adapter as well, as {own[0]}: leave out merge=True to "
-            "give it the values of the adapter of src, or give a dst without"
+            f"merge=True, and dst has an adapter as well, as {adapters[0]}: leave out merge=True "
+            "to give it the values of the adapter of src, or give a dst without"
         )
 
 
@@ -265,25 +263,25 @@ def check_all_shards(
     """
     if sum(map(len, coordinates)) == called or called < dist.get_world_size():
         return
-    held: dict[Layout, tuple[str, set[Any]]] = {}
+    holders: dict[Layout, tuple[str, set[Any]]] = {}
     for end, known in zip(ends, coordinates, strict=True):
         for index, row in enumerate(end.rows):
             if row.layout is not None:
-                at = held.setdefault(row.layout, (row.keys[0], set()))[1]
-                at.update(own.of(index) for own in known.values())
-    for layout, (name, at) in held.items():
-        count, given = math.prod(layout.mesh_shape), len(at - {None})
-        if given < count:
+                present = holders.setdefault(row.layout, (row.keys[0], set()))[1]
+                present.update(own_coordinates.of(index) for own_coordinates in known.values())
+    for layout, (name, present) in holders.items():
+        count, num_present = math.prod(layout.mesh_shape), len(present - {None})
+        if num_present < count:
             raise LoadError(
-                f"{name}: dst lies on {count} ranks, and {given} of them passed it, so the others "
-                "would keep old values: give dst on all ranks of its mesh"
+                f"{name}: dst lies on {count} ranks, and {num_present} of them passed it, so the "
+                "others would keep old values: give dst on all ranks of its mesh"
             )
 
 
 def _merged(rows: Iterable[TensorInfo]) -> str:
     """The adapters that are merged into a tensor, in words."""
-    each = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
-    return ", ".join(dict.fromkeys(each))
+    words = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
+    return ", ".join(dict.fromkeys(words))
 
 
 def joined(ends: Sequence[MatchedEnd], unexpected: str) -> SyncReport:

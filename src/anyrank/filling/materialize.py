@@ -72,9 +72,9 @@ def materialize(
             _device_of(device)
 
     with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
-        given = {"init": init}
+        arguments = {"init": init}
         seed, *_ = compare_arguments(
-            ranks, "materialize", given, LoadError, check, torch.initial_seed
+            ranks, "materialize", arguments, LoadError, check, torch.initial_seed
         )
 
         def look() -> ModelShare:
@@ -122,9 +122,9 @@ def _check_no_source(tensor: ModelTensor) -> None:
 
 
 def _device_of(device: torch.device | str) -> torch.device:
-    given: Any = device  # whatever it is
-    if isinstance(given, bool) or not isinstance(given, (torch.device, str, int)):
-        raise TypeError(f"device= takes a torch.device or its name, not {type(given).__name__}")
+    value: Any = device  # whatever it is
+    if isinstance(value, bool) or not isinstance(value, (torch.device, str, int)):
+        raise TypeError(f"device= takes a torch.device or its name, not {type(value).__name__}")
     try:
         return torch.device(device)
     except RuntimeError as error:

@@ -57,6 +57,8 @@ def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     kind = type(parameter)
     # isinstance would say yes to any tensor subclass that serves as a parameter, a DTensor say.
     subclassed = kind is not nn.Parameter and nn.Parameter in kind.__mro__
-    made: Any = empty.as_subclass(kind) if subclassed else nn.Parameter(empty, requires_grad=False)
-    made.__dict__.update(parameter.__dict__)
-    return made.requires_grad_(parameter.requires_grad)
+    on_meta: Any = (
+        empty.as_subclass(kind) if subclassed else nn.Parameter(empty, requires_grad=False)
+    )
+    on_meta.__dict__.update(parameter.__dict__)
+    return on_meta.requires_grad_(parameter.requires_grad)

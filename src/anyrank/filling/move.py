@@ -58,28 +58,28 @@ class LocalMemory:
 
     def devices(self) -> set[torch.device]:
         """The devices of both, without the CPU."""
-        every = (*self.sources.values(), *self.targets.values())
-        return {tensor.device for tensor in every if not tensor.is_cpu}
+        tensors = (*self.sources.values(), *self.targets.values())
+        return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
-    def given(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
+    def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """The elements of a box as this rank's source holds them, in the order of `dst`."""
         strip = flow.strips[transfer.strip]
-        held = self.sources[strip.source]
+        memory = self.sources[strip.source]
         is_plain = strip.source not in self.adapters.added
-        if is_plain and held.shape == box.sizes and strip.dims == DIMS[: held.dim()]:
-            return held  # all of it
+        if is_plain and memory.shape == box.sizes and strip.dims == DIMS[: memory.dim()]:
+            return memory  # all of it
         inside = strip.to_source(box)
         moved = inside.relative_to(strip.to_source(transfer.box).offsets)
-        view = held[moved.shifted(transfer.source).slices()]
+        view = memory[moved.shifted(transfer.source).slices()]
         if not is_plain:
             view = self.adapters.add_to(view, strip.source, inside)
         return _turned(view, strip, box.sizes)
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `given` makes the values, so that nothing holds them."""
+        """Whether `source_view` makes the values, so that nothing holds them."""
         return flow.strips[transfer.strip].source in self.adapters.added
 
-    def taken(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
+    def target_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
         into = self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
         if into.shape == box.sizes:
@@ -106,7 +106,7 @@ class _Block:
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.flow.wire.itemsize
+        return self.box.numel * self.flow.wire_dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -132,23 +132,23 @@ class _Message:
 
 def _messages(flows: Sequence[Flow], most_bytes: int) -> list[_Message]:
     """A rank's messages in their order, of at most so many bytes each; the same at both ends."""
-    found: list[_Message] = []
+    messages: list[_Message] = []
     opened: dict[tuple[int, int], _Message] = {}
     for flow in flows:
-        most = most_bytes // flow.wire.itemsize
+        most = most_bytes // flow.wire_dtype.itemsize
         for transfer in flow.transfers:
             pair = (transfer.sender, transfer.receiver)
             for box in transfer.box.cut(most):
-                nbytes = box.numel * flow.wire.itemsize
+                nbytes = box.numel * flow.wire_dtype.itemsize
                 message = opened.get(pair)
                 offset = 0 if message is None else _aligned(message.nbytes)
                 if message is None or offset + nbytes > most_bytes:
                     message, offset = _Message(*pair, []), 0
-                    found.append(message)
+                    messages.append(message)
                     opened[pair] = message
                 message.blocks.append(_Block(flow, transfer, box, offset))
                 message.nbytes = offset + nbytes
-    return found
+    return messages
 
 
 def window_for(buffer_bytes: int) -> int:
@@ -237,15 +237,15 @@ class Mover:
 
     def _copy(self, message: _Message) -> None:
         for block in message.blocks:
-            target = self.places.taken(block.flow, block.transfer, block.box)
-            copy_into(target, self.places.given(block.flow, block.transfer, block.box))
+            target = self.places.target_view(block.flow, block.transfer, block.box)
+            copy_into(target, self.places.source_view(block.flow, block.transfer, block.box))
             _settle(target)
-            self.copied += block.box.numel * block.flow.held.itemsize
+            self.copied += block.box.numel * block.flow.target_dtype.itemsize
 
     def _send(self, message: _Message) -> None:
         self._make_room(message.nbytes)  # a lost connection is no error of this rank's own
         self._try(lambda: faults.point("sync.send"))
-        memory = self._try(lambda: self._direct(message, self.places.given))
+        memory = self._try(lambda: self._direct(message, self.places.source_view))
         if memory is None:
             memory = self._stage(message)
             self._try(lambda: self._fill(message, memory))
@@ -256,7 +256,7 @@ class Mover:
     def _receive(self, message: _Message) -> None:
         self._make_room(message.nbytes)
         self._try(lambda: faults.point("sync.receive"))
-        memory = self._try(lambda: self._direct(message, self.places.taken))
+        memory = self._try(lambda: self._direct(message, self.places.target_view))
         if memory is None:
             memory = self._stage(message)
         message.work = self.ranks.start_receive(memory, message.sender)
@@ -267,25 +267,25 @@ class Mover:
         """The very memory of the tensor that a message goes from or to, where it can."""
         first, *others = message.blocks
         if others or (
-            side == self.places.given and self.places.is_computed(first.flow, first.transfer)
+            side == self.places.source_view and self.places.is_computed(first.flow, first.transfer)
         ):
             return None
         view = side(first.flow, first.transfer, first.box)
-        if not view.is_cpu or view.dtype != first.flow.wire or not view.is_contiguous():
+        if not view.is_cpu or view.dtype != first.flow.wire_dtype or not view.is_contiguous():
             return None
         return view.view(-1).view(torch.uint8)
 
     def _fill(self, message: _Message, memory: torch.Tensor) -> None:
         """Read what is sent into the window."""
         for block, staged in _staged(message, memory):
-            view = self.places.given(block.flow, block.transfer, block.box)
-            copy_into(staged, view.to(block.flow.wire))
+            view = self.places.source_view(block.flow, block.transfer, block.box)
+            copy_into(staged, view.to(block.flow.wire_dtype))
             _settle(view)
 
     def _empty(self, message: _Message, memory: torch.Tensor) -> None:
         """Put what was received in place."""
         for block, staged in _staged(message, memory):
-            target = self.places.taken(block.flow, block.transfer, block.box)
+            target = self.places.target_view(block.flow, block.transfer, block.box)
             copy_into(target, staged)
             _settle(target)
 
@@ -317,7 +317,7 @@ class Mover:
 
     def _free_at(self, need: int) -> int:
         """Where the ring has room after its newest part; -1 if nowhere."""
-        staged = [each for each in self.pending if each.start >= 0]
+        staged = [message for message in self.pending if message.start >= 0]
         if not staged:
             return 0
         oldest, newest = staged[0], staged[-1]
@@ -338,7 +338,7 @@ def _staged(message: _Message, memory: torch.Tensor) -> Iterator[tuple[_Block, t
     """The blocks of a message, each with its part of the window's memory."""
     for block in message.blocks:
         part = memory[block.offset : block.offset + block.nbytes]
-        yield block, part.view(block.flow.wire).view(block.box.sizes)
+        yield block, part.view(block.flow.wire_dtype).view(block.box.sizes)
 
 
 def _settle(tensor: torch.Tensor) -> None:

@@ -54,7 +54,7 @@ class _Tensor:
     name: str
     shape: tuple[int, ...]
     stored_bytes: int
-    held: torch.dtype
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def plan(
             tell = partial(look_at_source, source, ranks, headers)
             sources: list[SourceInfo] = options.agree(ranks, "plan", model, source, tell)
             agreed = plan_load(model, source, ranks, options, sources, headers)
-            made = _plan_of(agreed, ranks)
+            forecast = _plan_of(agreed, ranks)
     else:
         sizes = _mesh_sizes(world_size, mesh, ranks_per_node)
         check_group(process_group)
@@ -145,10 +145,12 @@ def plan(
         sources = [look_at_source(source, alone, headers)]
         agreed = plan_load(model, source, alone, options, sources, headers)
         listing, tensors = agreed.match.listing, _dtypes(agreed.match)
-        made = _closed_form(tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing)
+        forecast = _closed_form(
+            tensors, sizes, ranks_per_node, strategy, agreed.buffer_bytes, listing
+        )
     match = agreed.match
-    made = replace(made, missing=match.missing, unexpected=match.unexpected)
-    return _with_check(made, match.listing) if verify else made
+    forecast = replace(forecast, missing=match.missing, unexpected=match.unexpected)
+    return _with_check(forecast, match.listing) if verify else forecast
 
 
 def _dtypes(match: ModelMatch) -> list[_Tensor]:
@@ -166,15 +168,15 @@ def _dtypes(match: ModelMatch) -> list[_Tensor]:
     ]
 
 
-def _with_check(made: LoadPlan, listing: Listing) -> LoadPlan:
+def _with_check(forecast: LoadPlan, listing: Listing) -> LoadPlan:
     """The plan of a load that compares the files with their checksums first, each byte once."""
     checked = checked_bytes(listing)
-    seconds = made.seconds + checked / made.nodes / READ_BYTES_PER_SEC
-    each = checked // made.world_size
+    seconds = forecast.seconds + checked / forecast.nodes / READ_BYTES_PER_SEC
+    by_rank = checked // forecast.world_size
     return replace(
-        made,
-        read_bytes=[nbytes + each for nbytes in made.read_bytes],
-        node_read_bytes=[nbytes + checked // made.nodes for nbytes in made.node_read_bytes],
+        forecast,
+        read_bytes=[nbytes + by_rank for nbytes in forecast.read_bytes],
+        node_read_bytes=[nbytes + checked // forecast.nodes for nbytes in forecast.node_read_bytes],
         seconds=seconds,
     )
 
@@ -224,9 +226,9 @@ def _mesh_sizes(
         ValueError, TypeError: an argument that is not a positive whole number, or a mesh that does
             not multiply to `world_size`.
     """
-    given: Any = mesh  # whatever it is
-    if given is not None and not (isinstance(given, Sequence) and given):
-        raise TypeError(f"mesh={given!r}: give the sizes of its axes, as (2, 4)")
+    value: Any = mesh  # whatever it is
+    if value is not None and not (isinstance(value, Sequence) and value):
+        raise TypeError(f"mesh={value!r}: give the sizes of its axes, as (2, 4)")
     sizes = tuple(mesh) if mesh is not None else (1 if world_size is None else world_size,)
     for name, values in (
         ("world_size", [world_size]),
@@ -261,13 +263,13 @@ def _closed_form(
     for tensor in tensors:
         rows = tensor.shape[0] if tensor.shape else 1
         row = math.prod(tensor.shape[1:])
-        each = -(-rows // shards) if tensor.shape else 1
+        rows_of_shard = -(-rows // shards) if tensor.shape else 1
         for shard in range(shards if tensor.shape else 1):
-            held = max(0, min(each, rows - shard * each)) * row
-            if not held:
+            numel = max(0, min(rows_of_shard, rows - shard * rows_of_shard)) * row
+            if not numel:
                 break
-            share[shard] += held * tensor.held.itemsize
-            wanted[shard] += held * tensor.stored_bytes // math.prod(tensor.shape)
+            share[shard] += numel * tensor.dtype.itemsize
+            wanted[shard] += numel * tensor.stored_bytes // math.prod(tensor.shape)
     caches = caches_of(range(world), nodes, listing)
     repeated = sum(wanted) if copies > 1 and len(set(caches)) > 1 else 0
     decision = decide(strategy, range(world), caches, [True] * world, repeated)
@@ -314,10 +316,10 @@ def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
             read += listing.stored_bytes(stored, numel)
         return share, read, 0
     for flow in itertools.chain.from_iterable(plan.flows.rounds(rank)):
-        for each in flow.reads.values():
-            read += listing.stored_bytes(each.stored, each.box.numel)
+        for block in flow.reads.values():
+            read += listing.stored_bytes(block.stored, block.box.numel)
         others = (t for t in flow.transfers if t.sender == rank != t.receiver)
-        sent += sum(transfer.box.numel for transfer in others) * flow.wire.itemsize
+        sent += sum(transfer.box.numel for transfer in others) * flow.wire_dtype.itemsize
     return share, read, sent
 
 

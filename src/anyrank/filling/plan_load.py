@@ -50,14 +50,14 @@ class SourceInfo:
     """What a rank was given as a source, and whether it is there.
 
     Attributes:
-        given: the paths, or "a dict of tensors", or "" for None or an empty dict.
+        source: the paths, or "a dict of tensors", or "" for None or an empty dict.
         visible: whether this rank can read it.
         seed: this rank's torch seed.
         is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
         headers: what it holds, if this rank has read them for all, and they are few bytes.
     """
 
-    given: str
+    source: str
     visible: bool
     seed: int
     is_live: bool = False
@@ -125,7 +125,7 @@ def header_reader(
         return listed.without_memory() if ranks.size > 1 else listed
 
     def read() -> Headers:
-        listing = None if known else to_send(list_source(_given(source)))
+        listing = None if known else to_send(list_source(_require(source)))
         parts = {path: to_send(list_source(path)) for path in frozen_sources(model)}
         return Headers(listing, parts)
 
@@ -183,7 +183,7 @@ def plan_load(
         headers = ranks.run_on_one("reading the headers", read_headers, first)
     listing, parts = known or headers.listing, headers.parts
     assert listing is not None
-    list_own = functools.cache(lambda: list_source(_given(source)))
+    list_own = functools.cache(lambda: list_source(_require(source)))
 
     if options.layout is not None:
         tensors = ranks.run("looking at it", lambda: find_tensors(model))
@@ -191,8 +191,8 @@ def plan_load(
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
-        mine = list_own() if isinstance(source, Mapping) and source else listing
-        match = match_model(model, mine, options, tensors, parts)
+        own_listing = list_own() if isinstance(source, Mapping) and source else listing
+        match = match_model(model, own_listing, options, tensors, parts)
         return match, _summary(model, match, options, ranks)
 
     match, summaries = ranks.run_and_gather("planning the load", match_here)
@@ -232,7 +232,7 @@ def _summary(
     tensors = match.tensors
     left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
     # All ranks get the same for a part that is filled; of others each keeps its own.
-    kept = {part for t in left for place in t.registrations for part in place.path}
+    kept = {part for t in left for registration in t.registrations for part in registration.path}
     return _MatchSummary(
         digest=_digest(match) if ranks.size > 1 else "",
         coordinates=coordinates_of(tensors),
@@ -263,7 +263,7 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
                 )
 
 
-def _given(source: Source | None) -> Source:
+def _require(source: Source | None) -> Source:
     if source is None:
         raise WrongValue(
             "the source is None on every rank: give a path, a list of paths or a dict of tensors"
@@ -276,8 +276,8 @@ def _look(source: Source | None) -> SourceInfo:
     if source is None or isinstance(source, Mapping):
         is_live = any(hasattr(value, "placements") for value in (source or {}).values())
         return SourceInfo("a dict of tensors" if source else "", bool(source), seed, is_live)
-    several = isinstance(source, Sequence) and not isinstance(source, str)
-    paths = [os.fspath(path) for path in source] if several else [os.fspath(source)]  # type: ignore[arg-type]
+    is_list = isinstance(source, Sequence) and not isinstance(source, str)
+    paths = [os.fspath(path) for path in source] if is_list else [os.fspath(source)]  # type: ignore[arg-type]
     visible = True
     for path in paths:
         try:
@@ -296,18 +296,18 @@ def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
     Raises:
         LoadError: ranks were given different sources.
     """
-    given: dict[str, int] = {}
+    first_ranks: dict[str, int] = {}  # source -> the first rank that was given it
     for info, rank in zip(sources, ranks.ranks, strict=True):
-        if info.given:
-            given.setdefault(info.given, rank)
-    if len(given) > 1:
-        (source, rank), (other, other_rank) = list(given.items())[:2]
+        if info.source:
+            first_ranks.setdefault(info.source, rank)
+    if len(first_ranks) > 1:
+        (source, rank), (other, other_rank) = list(first_ranks.items())[:2]
         raise LoadError(
             f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
             f"{other!r}; give all ranks the same source, or None to ranks that have no source"
         )
     seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
-    return next(iter([*seeing, *given.values(), *ranks.ranks]))
+    return next(iter([*seeing, *first_ranks.values(), *ranks.ranks]))
 
 
 def _repeated(

@@ -42,8 +42,8 @@ class SyncCall:
         Raises:
             ValueError, TypeError: names the argument.
         """
-        for name, given in (("dst", self.dst), ("src", self.src)):
-            _check_end(name, given)
+        for name, end in (("dst", self.dst), ("src", self.src)):
+            _check_end(name, end)
         check_bool(atomic=self.atomic)
         self.options.check()
 
@@ -57,7 +57,7 @@ class KeptPlan:
         where: the ranks, and the machine of each.
         plan: this rank's part.
         described: dst and src, for other ranks.
-        said: what `layout=` said of the tensors of both.
+        layouts: what `layout=` said of the tensors of both.
         joined: what these are parts of.
     """
 
@@ -65,7 +65,7 @@ class KeptPlan:
     where: tuple[tuple[int, ...], tuple[int, ...]]
     plan: SyncPlan
     described: tuple[Described, Described]
-    said: RankLayouts
+    layouts: RankLayouts
     joined: JoinedLayouts
 
 
@@ -93,7 +93,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _CallMessage:
     """What a rank tells the others with its arguments.
 
     Attributes:
@@ -123,25 +123,28 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
-    here = _Here(call, ranks, kept)
+    own_ends = _OwnEnds(call, ranks, kept)
 
-    def tell() -> _Told:
+    def tell() -> _CallMessage:
         has_layout = call.options.layout is not None
-        token = kept.token if here.is_served() and kept is not None else ""
-        ends = None if has_layout else here.introduce()
-        return _Told(token, uuid.uuid4().hex, has_layout, torch.initial_seed(), ends)
+        token = kept.token if own_ends.is_served() and kept is not None else ""
+        ends = None if has_layout else own_ends.introduce()
+        return _CallMessage(token, uuid.uuid4().hex, has_layout, torch.initial_seed(), ends)
 
-    given = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
-    told: list[_Told] = compare_arguments(ranks, "sync", given, LoadError, call.check, tell)
-    token = told[0].token
-    if kept is not None and token and all(each.token == token for each in told):
-        return Agreement(kept, *here.both(), False, told[0].seed)
-    ends = [each.ends for each in told if each.ends is not None]
-    made = here.plan(told[0].new, ends, any(each.has_layout for each in told))
-    return Agreement(made, *here.both(), True, told[0].seed)
+    arguments = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
+    messages: list[_CallMessage] = compare_arguments(
+        ranks, "sync", arguments, LoadError, call.check, tell
+    )
+    first = messages[0]
+    if kept is not None and first.token and all(m.token == first.token for m in messages):
+        return Agreement(kept, *own_ends.both(), False, first.seed)
+    ends = [message.ends for message in messages if message.ends is not None]
+    has_layout = any(message.has_layout for message in messages)
+    new_plan = own_ends.plan(first.new, ends, has_layout)
+    return Agreement(new_plan, *own_ends.both(), True, first.seed)
 
 
-class _Here:
+class _OwnEnds:
     """What this rank has of both ends in one call."""
 
     def __init__(self, call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> None:
@@ -149,7 +152,7 @@ class _Here:
         self.where = ranks.ranks, ranks.nodes
         self.problem: Exception | None = None
         self.looks: tuple[Look, Look]
-        self.said: RankLayouts
+        self.layouts: RankLayouts
         self.joined: JoinedLayouts
         self.ends: tuple[End, End] | None = None
 
@@ -170,7 +173,7 @@ class _Here:
             return None
         try:
             if self.ends is None:
-                self._join(JoinedLayouts(self.said.parts, {}))  # of no parts
+                self._join(JoinedLayouts(self.layouts.parts, {}))  # of no parts
             return self._summary()
         except Exception as error:
             self.problem = error
@@ -188,16 +191,20 @@ class _Here:
     def _summary(self) -> EndsSummary:
         dst, src = self.both()
         check_values(src)
-        at = src.described.coordinates, dst.described.coordinates
-        return EndsSummary(src.digest, at[0], dst.digest, at[1])
+        return EndsSummary(
+            src=src.digest,
+            src_at=src.described.coordinates,
+            dst=dst.digest,
+            dst_at=dst.described.coordinates,
+        )
 
     def _look(self) -> bool:
         call, kept = self.call, self.kept
         options = call.options
         self.looks = Look(call.dst), Look(call.src, merge=options.merge)
         ends = {"dst": self.looks[0].tensors, "src": self.looks[1].tensors}
-        self.said = read_layouts(ends, options.layout, self.ranks.rank)
-        if kept is None or (self.where, self.said) != (kept.where, kept.said):
+        self.layouts = read_layouts(ends, options.layout, self.ranks.rank)
+        if kept is None or (self.where, self.layouts) != (kept.where, kept.layouts):
             return False
         ends = join_ends(self.looks, kept.joined)
         if tuple(end.described for end in ends) != kept.described:
@@ -226,11 +233,11 @@ class _Here:
         def say() -> tuple[None, RankLayouts]:
             if self.problem is not None:
                 raise self.problem
-            return None, self.said
+            return None, self.layouts
 
         if has_layout:  # ranks without it take part
-            _, every = ranks.run_and_gather("reading layout=", say)
-            joined = join_layouts(self.said, every, ranks)
+            _, by_rank = ranks.run_and_gather("reading layout=", say)
+            joined = join_layouts(self.layouts, by_rank, ranks)
 
             def introduce() -> EndsSummary:
                 self._join(joined)
@@ -242,31 +249,29 @@ class _Here:
         plan = Planner(ends, ranks, self.call.options).plan(*self.both())
         dst, src = self.both()
         described = dst.described, src.described
-        return KeptPlan(token, self.where, plan, described, self.said, self.joined)
+        return KeptPlan(token, self.where, plan, described, self.layouts, self.joined)
 
 
-def _check_end(name: str, given: Any) -> None:
+def _check_end(name: str, end: Any) -> None:
     """Refuse what is neither a model nor a dict of tensors nor None.
 
     Raises:
         TypeError: names the argument.
     """
-    if given is None or isinstance(given, nn.Module):
+    if end is None or isinstance(end, nn.Module):
         return
-    if not isinstance(given, Mapping):
+    if not isinstance(end, Mapping):
         raise TypeError(
-            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not "
-            f"{type(given).__name__}"
+            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not {type(end).__name__}"
         )
-    unnamed = [key for key in given if not isinstance(key, str)]
+    unnamed = [key for key in end if not isinstance(key, str)]
     if unnamed:
         raise TypeError(
             f"{name}= has the key {unnamed[0]!r}, a {type(unnamed[0]).__name__}: give a dict from "
             "names (str) to tensors"
         )
-    wrong = [key for key, value in given.items() if not isinstance(value, torch.Tensor)]
+    wrong = [key for key, value in end.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise TypeError(
-            f"{name}= holds {wrong[0]!r}, a {type(given[wrong[0]]).__name__}: give a dict of "
-            "tensors"
+            f"{name}= holds {wrong[0]!r}, a {type(end[wrong[0]]).__name__}: give a dict of tensors"
         )

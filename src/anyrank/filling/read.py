@@ -78,20 +78,20 @@ class FileMemory(LocalMemory):
         jobs: list[Job] = []
         self.blocks.clear()
         for flow in flows:
-            for place, read in flow.reads.items():
-                memory = torch.empty(read.box.sizes, dtype=flow.stored, device="cpu")
-                self.blocks[flow.index, place] = memory
+            for number_of_block, read in flow.reads.items():
+                memory = torch.empty(read.box.sizes, dtype=flow.stored_dtype, device="cpu")
+                self.blocks[flow.index, number_of_block] = memory
                 jobs.append(Job(read, memory))
         self.reader.run(jobs)
 
-    def given(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
+    def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """The elements of a box in the block that this rank has read."""
         block = self.blocks[flow.index, transfer.place]
         inside = box.relative_to(transfer.box.offsets).shifted(transfer.source)
         return block[inside.slices()]
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `given` makes the values: never, as they are read before."""
+        """Whether `source_view` makes the values: never, as they are read before."""
         return False
 
 
@@ -150,8 +150,8 @@ class FileSide(Side):
         sources: dict[int, SourceMemory] = {}
         for number, info in enumerate(self.match.listing.files):
             if info.tensor is not None:
-                held = as_sharded(info.path, info.tensor)
-                sources[number] = SourceMemory(held, held.local(), info.tensor.stride())
+                tensor = as_sharded(info.path, info.tensor)
+                sources[number] = SourceMemory(tensor, tensor.local(), info.tensor.stride())
         if sources:
             check_memory(self.match.tensors, self.match.stored, share.real(), sources)
         share.allocate()
@@ -191,9 +191,9 @@ class FileSide(Side):
         Raises:
             LoadError: it is not; the part is left as it is.
         """
-        for index, given in self.to_compare.items():
+        for index, stored_value in self.to_compare.items():
             target = self.match.tensors[index]
-            if content_hash(given) != content_hash(self.share.local(index)):
+            if content_hash(stored_value) != content_hash(self.share.local(index)):
                 raise LoadError(
                     f"{target.name}: is frozen, and the source holds other values: freeze the part "
                     "with the weights that belong to this source, or remove them from the source"
@@ -221,8 +221,8 @@ class FileSide(Side):
         def hashes() -> dict[str, str]:
             return {name: content_hash(target.local()) for name, target in adapters.items()}
 
-        every = self.ranks.together("comparing adapters", hashes)
-        differ = sorted(n for n in every[0] if any(e.get(n) != every[0][n] for e in every))
+        by_rank = self.ranks.together("comparing adapters", hashes)
+        differ = sorted(n for n in by_rank[0] if any(e.get(n) != by_rank[0][n] for e in by_rank))
         if not differ:
             return
         first = self.ranks.ranks[0]

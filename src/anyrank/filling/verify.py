@@ -30,14 +30,16 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
         sent: dict[int, bytes] = {}
         expected: list[tuple[str, int, bytes]] = []
         for flow, transfer in pairs:
-            given = _given(flow, transfer, places) if transfer.sender == rank else b""
-            taken = _taken(flow, transfer, places) if transfer.receiver == rank else b""
-            if given and taken and given != taken:
+            sent_digest = _digest_source(flow, transfer, places) if transfer.sender == rank else b""
+            target_digest = (
+                _digest_target(flow, transfer, places) if transfer.receiver == rank else b""
+            )
+            if sent_digest and target_digest and sent_digest != target_digest:
                 wrong.add(flow.name)
-            elif given and not taken:
-                sent[transfer.receiver] = sent.get(transfer.receiver, b"") + given
-            elif taken and not given:
-                expected.append((flow.name, transfer.sender, taken))
+            elif sent_digest and not target_digest:
+                sent[transfer.receiver] = sent.get(transfer.receiver, b"") + sent_digest
+            elif target_digest and not sent_digest:
+                expected.append((flow.name, transfer.sender, target_digest))
         return wrong, sent, expected
 
     wrong, sent, expected = ranks.run("digesting both ends", digest_here)
@@ -49,14 +51,14 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
     if ranks.size > 1:
         incoming = [(tensor, sender) for sender, tensor in received.items()]
         ranks.exchange(outgoing, incoming, "comparing both ends")
-    at = dict.fromkeys(received, 0)
-    for name, sender, taken in expected:
-        given = received[sender][at[sender] : at[sender] + DIGEST_BYTES]
-        at[sender] += DIGEST_BYTES
-        if bytes(given.tolist()) != taken:
+    position = dict.fromkeys(received, 0)
+    for name, sender, target_digest in expected:
+        sent_digest = received[sender][position[sender] : position[sender] + DIGEST_BYTES]
+        position[sender] += DIGEST_BYTES
+        if bytes(sent_digest.tolist()) != target_digest:
             wrong.add(name)
-    every = ranks.gather(sorted(wrong), "comparing both ends")
-    return sorted(set().union(*every))
+    by_rank = ranks.gather(sorted(wrong), "comparing both ends")
+    return sorted(set().union(*by_rank))
 
 
 def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
@@ -94,15 +96,18 @@ def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> No
         )
 
 
-def _given(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
-    boxes = transfer.box.cut(BLOCK_BYTES // flow.held.itemsize)
-    parts = (places.given(flow, transfer, box).to(flow.wire).to(flow.held) for box in boxes)
+def _digest_source(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
+    boxes = transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize)
+    parts = (
+        places.source_view(flow, transfer, box).to(flow.wire_dtype).to(flow.target_dtype)
+        for box in boxes
+    )
     return _digest(parts)
 
 
-def _taken(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
-    boxes = transfer.box.cut(BLOCK_BYTES // flow.held.itemsize)
-    return _digest(places.taken(flow, transfer, box) for box in boxes)
+def _digest_target(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
+    boxes = transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize)
+    return _digest(places.target_view(flow, transfer, box) for box in boxes)
 
 
 def _digest(parts: Iterator[torch.Tensor]) -> bytes:
