@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from tests.device.build_sim import why_not
@@ -19,6 +20,11 @@ from anyrank.testing import close_pool
 # What is imported while tests are collected stays: to look it over for garbage takes a fifth of
 # that time, and most of each collection afterwards.
 gc.disable()
+
+# A law holds on a busy machine too; pytest's own time-out ends a test that hangs.
+TOO_SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("anyrank", deadline=None, suppress_health_check=TOO_SLOW)
+hypothesis.settings.load_profile("anyrank")
 
 # Each process that a test starts would compile anyrank again: half a second of it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
