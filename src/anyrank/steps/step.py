@@ -4,8 +4,8 @@ What happens between two steps of the optimizer, in this order:
 
 1. `Step.microbatches` looks at the model's wrappers (`GradientSync`, or `ExactSync`). Gradients of
    the same step, if it was begun before and left, are dropped.
-2. This rank's batches are fetched, each while the body of the one before runs; the ranks agree
-   once that all could fetch theirs.
+2. This rank's first two batches are fetched, and each other one before the body of the one before
+   it; while that body runs, the ranks agree that all could fetch theirs.
 3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
    body runs forward, and `Step.backward` of the mean loss, times its weight.
 4. Within the last backward, wrappers exchange the gradients; with exact=True only FSDP2's units do.
@@ -14,7 +14,7 @@ What happens between two steps of the optimizer, in this order:
    each gradient is a wrapper's and no weights are given, the last backward was the meeting: they
    do so in a model's first step alone.
 7. Gradients are scaled by the step's total weight, and averaged where no wrapper has done so; with
-   exact=True their ordered sums are exchanged before.
+   exact=True their ordered sums are exchanged, and delivered to `.grad`.
 8. The user clips, and steps the optimizer.
 9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called.
    In a run `resume/loop.py` says so, at the end of the body, and `Checkpoints.step_done` does what
