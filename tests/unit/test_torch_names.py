@@ -71,8 +71,6 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(optimizer, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
     have(optimizer, "_optimizer_load_state_dict_pre_hooks")
     have(optimizer, "_optimizer_load_state_dict_post_hooks")
-    have(optimizer.step, "_wrapped_by_lr_sched")
-    have(torch.optim.LBFGS(module.parameters()), "_numel_cache")
     have(scheduler, "_step_count", "_last_lr")
     have(sequence, "_schedulers")
     have(torch._C._nn, "_parse_to")

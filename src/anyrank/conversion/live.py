@@ -132,7 +132,7 @@ def _saved(
     def share() -> list[SavedBox]:
         writes = plan_writes(found, places_of, by_first=alone)
         items = make_items(found, [], writes, ranks.rank)
-        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items, ranks.check).boxes
+        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items, ranks.check)[0]
 
     try:
         ranks.run_on_one("making the folder", make)

@@ -12,7 +12,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import ASIDE, list_step
-from anyrank.random_state.saved_streams import SavedStreams, from_json
+from anyrank.random_state.saved_streams import from_json
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_folder import DAMAGED, RunFolder
@@ -83,7 +83,7 @@ class Candidate:
     """A step that may be resumed, in files or in memory.
 
     Attributes:
-        manifest, listing, streams: what it holds; None if they cannot be read.
+        manifest, listing: what it holds; None if they cannot be read.
         damage: what is damaged, or None.
         snapshot: for a snapshot in memory, its description.
     """
@@ -92,7 +92,6 @@ class Candidate:
     name: str
     manifest: Manifest | None = None
     listing: Listing | None = None
-    streams: SavedStreams | None = None
     damage: str | None = None
     snapshot: PeerSnapshot | None = None
 
@@ -184,8 +183,7 @@ class StepSearch:
         try:
             manifest, small_files = folder.examine(name)
             listing = list_step(folder.store, folder.join(name), manifest, small_files)
-            streams = _read_streams(manifest, folder.join(name))
-            return Candidate(number, name, manifest, listing, streams)
+            return Candidate(number, name, manifest, listing)
         except CorruptCheckpoint as error:
             manifest = None  # if it can be read, it says how many samples are lost
             with contextlib.suppress(CheckpointError):
@@ -210,9 +208,8 @@ class StepSearch:
         assert self.memory is not None
         try:
             manifest, listing = self.memory.examine(snapshot)
-            streams = _read_streams(manifest, self.memory.folder.join(snapshot.name))
             step, name = snapshot.step, snapshot.name
-            return Candidate(step, name, manifest, listing, streams, snapshot=snapshot)
+            return Candidate(step, name, manifest, listing, snapshot=snapshot)
         except CheckpointError as error:
             return Candidate(snapshot.step, snapshot.name, damage=str(error), snapshot=snapshot)
 
@@ -221,9 +218,11 @@ class StepSearch:
         assert manifest is not None
         assert listing is not None
         memory = None if candidate.snapshot is None else self.memory
-        folder = self.folder if memory is None else memory.folder
+        path = (self.folder if memory is None else memory.folder).user_path(candidate.name)
+        with _reading_records(path, CorruptCheckpoint):
+            streams = from_json(manifest.streams)
         return StepOfRun(
-            path=folder.user_path(candidate.name),
+            path=path,
             listing=listing,
             names=set(manifest.parts),
             step=manifest.step,
@@ -232,7 +231,7 @@ class StepSearch:
             saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
             run=manifest.run,
             lineage=manifest.lineage,
-            streams=candidate.streams,
+            streams=streams,
             differed=manifest.differed,
             verify=self.verify,
             verified=VERIFIED if self.verify else SIZES_VERIFIED,
@@ -274,16 +273,6 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
-
-
-def _read_streams(manifest: Manifest, path: str) -> SavedStreams:
-    """The random streams of a step.
-
-    Raises:
-        CorruptCheckpoint: they are not what a save writes.
-    """
-    with _reading_records(path, CorruptCheckpoint):
-        return from_json(manifest.streams)
 
 
 @contextlib.contextmanager
