@@ -74,13 +74,13 @@ def options_of(
     return ConvertOptions(str(to), _dtype(dtype), rename, count, merge, overwrite, layout)
 
 
-def _dtype(given: object) -> torch.dtype | None:
-    if given is None:
+def _dtype(value: object) -> torch.dtype | None:
+    if value is None:
         return None
-    if not isinstance(given, (str, torch.dtype)):
-        raise TypeError(f"dtype={given!r}: give a torch.dtype or its name")
-    found = FLOATS.get(str(given).removeprefix("torch."))
-    if found is None:
+    if not isinstance(value, (str, torch.dtype)):
+        raise TypeError(f"dtype={value!r}: give a torch.dtype or its name")
+    name = FLOATS.get(str(value).removeprefix("torch."))
+    if name is None:
         names = ", ".join(FLOATS)
-        raise ValueError(f"dtype={given!r}: give one of {names}; other tensors keep their dtype")
-    return getattr(torch, found)
+        raise ValueError(f"dtype={value!r}: give one of {names}; other tensors keep their dtype")
+    return getattr(torch, name)

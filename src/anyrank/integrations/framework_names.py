@@ -139,22 +139,22 @@ def check_names(package: str, *owners: type) -> None:
 def _differences(owner: type, names: Mapping[str, str | None]) -> Iterator[str]:
     """What a class has otherwise than the table."""
     for name, tested in names.items():
-        found = getattr(owner, name, None)
+        method = getattr(owner, name, None)
         if tested is None:
             is_set = re.search(rf"self\.{name}\b.* = ", _constructor(owner))
             if not (is_set or hasattr(owner, name)):
                 yield f"{owner.__name__} has no {name}"
-        elif not callable(found):
+        elif not callable(method):
             yield f"{owner.__name__} has no method {name}({tested})"
-        elif parameters(found) != tested:
-            yield f"{owner.__name__}.{name} takes ({parameters(found)}) instead of ({tested})"
+        elif parameters(method) != tested:
+            yield f"{owner.__name__}.{name} takes ({parameters(method)}) instead of ({tested})"
 
 
 def parameters(function: object) -> str:
     """The names of what a function takes, with the stars of `*args` and `**kwargs`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    taken = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-    return ", ".join(stars.get(one.kind, "") + one.name for one in taken)
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return ", ".join(stars.get(p.kind, "") + p.name for p in signature.parameters.values())
 
 
 def _constructor(owner: type) -> str:

@@ -175,8 +175,8 @@ def _find_caches() -> list[Any]:
     """The function caches of torch.distributed created since the last `gc.freeze`."""
     kind = type(functools.lru_cache(len))
     # By type(), because isinstance() asks proxies for their __class__, and some warn or import.
-    found = [item for item in gc.get_objects() if type(item) is kind]
-    return [item for item in found if str(item.__module__).startswith("torch.distributed")]
+    all_caches = [item for item in gc.get_objects() if type(item) is kind]
+    return [item for item in all_caches if str(item.__module__).startswith("torch.distributed")]
 
 
 def _forget_meshes() -> None:
@@ -199,7 +199,8 @@ caches = _find_caches()
 
 def _find_left_threads(before: list[threading.Thread]) -> list[str]:
     """The names of new threads that would keep a process from ending, after a second for each."""
-    kept = [each for each in threading.enumerate() if not each.daemon and each not in before]
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    kept = [thread for thread in threads if not thread.daemon]
     for thread in kept:
         thread.join(THREAD_SECONDS)
     return [thread.name for thread in kept if thread.is_alive()]
