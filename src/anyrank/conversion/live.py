@@ -94,7 +94,7 @@ def convert_live(
             selection = as_files(Selection(weights, tied), listing, model)
             selection = _renamed(selection, renamer(options.rename))
             has_files = options.to == "safetensors" and not target.is_file
-            small = configuration(model, options.dtype) if has_files else {}
+            small = configuration(model, options.cast_dtype) if has_files else {}
             return convert_listing(listing, selection, target, options, small=small)
 
         if ranks.size == 1:

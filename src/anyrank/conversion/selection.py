@@ -96,13 +96,8 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _cast_of(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in the output: floating tensors get `dtype`, others keep theirs."""
-    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-
-
 def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """The tensors to write.
+    """The tensors to write: floating ones in `dtype`, if it is given; others keep theirs.
 
     Raises:
         LoadError: a cast would take 8-bit values for numbers that have a scale beside them.
@@ -110,7 +105,11 @@ def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTe
     if dtype is not None:
         _check_scales(selection.tensors, dtype)
     return [
-        OutputTensor(name, stored.shape, _cast_of(stored, dtype))
+        OutputTensor(
+            name,
+            stored.shape,
+            dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype,
+        )
         for name, stored in selection.tensors.items()
     ]
 

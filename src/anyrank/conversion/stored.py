@@ -14,7 +14,7 @@ from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import STORE, Destination, destination
 from anyrank.conversion.file_names import as_files, configuration
 from anyrank.conversion.merge import LowRank, MergedContent, merged
-from anyrank.conversion.options import ConvertOptions
+from anyrank.conversion.options import SHARD_BYTES, ConvertOptions
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
 from anyrank.conversion.writing import write
@@ -43,14 +43,14 @@ def convert_stored(
     start = time.perf_counter()
     target = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
     listing = list_source(src)
-    if options.dtype is not None:
+    if options.cast_dtype is not None:
         check_method(listing)
         listing = dequantised(listing, {})
     selection, added = _selected(src, listing, options, model)
     small: dict[str, bytes] = {}
     if options.to == "safetensors" and not target.is_file:
-        small = {} if model is None else configuration(model, options.dtype)
-        small |= companions(_base_of(src), listing, options.dtype)
+        small = {} if model is None else configuration(model, options.cast_dtype)
+        small |= companions(_base_of(src), listing, options.cast_dtype)
     report = convert_listing(listing, selection, target, options, added=added, small=small)
     return replace(
         report,
@@ -86,7 +86,7 @@ def convert_listing(
         LoadError: the source cannot be read or is damaged, or a tensor has no place in the format.
         CheckpointError: the destination cannot be written, or does not hold what was written.
     """
-    tensors = outputs_of(selection, options.dtype)
+    tensors = outputs_of(selection, options.cast_dtype)
     stem = _stem(listing, selection)
     output = _plan(target, tensors, selection.tied, options, listing.metadata, stem)
     output = replace(output, small={**(small or {}), **output.small})
@@ -221,7 +221,7 @@ def _plan(
     texts = {**metadata, **FOR_TRANSFORMERS, **tied}
     if target.is_file:
         return Output((plan_file(target.name, tensors, texts),))
-    return plan_folder(tensors, texts, options.shard_bytes, stem)
+    return plan_folder(tensors, texts, options.shard_bytes or SHARD_BYTES, stem)
 
 
 def _check_headers(target: Destination, output: Output) -> None:

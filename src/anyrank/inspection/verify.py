@@ -264,7 +264,8 @@ def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
     for name, stored in listing.tensors.items():
         overlap = _overlap(stored)
         if overlap:
-            outcome.findings.append(Finding(_file_of(listing, stored), f"{name}: {overlap}"))
+            path = listing.files[stored.chunks[0].file].path
+            outcome.findings.append(Finding(path, f"{name}: {overlap}"))
     try:
         for path, what in mismatches(listing, 0, 1, lambda: None):
             outcome.findings.append(Finding(path, what))
@@ -274,10 +275,6 @@ def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
     if finite:
         outcome.findings += _nonfinite(listing)
         outcome.checked.add("NaN and infinite values")
-
-
-def _file_of(listing: Listing, stored: StoredTensor) -> str:
-    return listing.files[stored.chunks[0].file].path
 
 
 def _overlap(stored: StoredTensor) -> str | None:

@@ -141,7 +141,8 @@ def _differences(owner: type, names: Mapping[str, str | None]) -> Iterator[str]:
     for name, tested in names.items():
         method = getattr(owner, name, None)
         if tested is None:
-            is_set = re.search(rf"self\.{name}\b.* = ", _constructor(owner))
+            constructor = inspect.getsource(owner.__init__)  # type: ignore[misc]
+            is_set = re.search(rf"self\.{name}\b.* = ", constructor)
             if not (is_set or hasattr(owner, name)):
                 yield f"{owner.__name__} has no {name}"
         elif not callable(method):
@@ -155,8 +156,3 @@ def parameters(function: object) -> str:
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     signature = inspect.signature(function)  # type: ignore[arg-type]
     return ", ".join(stars.get(p.kind, "") + p.name for p in signature.parameters.values())
-
-
-def _constructor(owner: type) -> str:
-    """The text of a class's constructor, where its objects get their attributes."""
-    return inspect.getsource(owner.__init__)  # type: ignore[misc]

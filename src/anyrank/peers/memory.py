@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -85,7 +84,6 @@ class PeerMemory:
         self.folder = RunFolder(LocalStorage(), join_path(root, key))
         self.ranks = ranks
         self._is_due, self._last = is_due, time.monotonic()
-        self._tag = ranks.run_on_one("naming the memory", lambda: uuid.uuid4().hex[:8])
         self._count = 0
         machines = range(len(ranks.hosts))
         self._machine_ranks = [
@@ -131,7 +129,7 @@ class PeerMemory:
         ranks, folder = self.ranks, self.folder
         self._count += 1
         name = step_name(snapshot.manifest.step)
-        temporary = folder.join(f"{name}.tmp-{self._tag}-{self._count}")
+        temporary = folder.join(f"{name}.tmp-{snapshot.manifest.run[:8]}-{self._count}")
 
         def write_share() -> RankShare:
             faults.point("peers.write")
@@ -280,12 +278,10 @@ def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:
         ranks: of the run.
         is_due: from a step and the monotonic time of the last snapshot, whether one is due.
     """
-    roots = ranks.gather(os.environ.get(PEERS_FOLDER, ""), "looking for the machines' memory")
-    has_memory = ranks.together(
-        "looking for the machines' memory", lambda: os.path.isdir(roots[ranks.index])
-    )
+    root = os.environ.get(PEERS_FOLDER, "")
+    has_memory = ranks.gather(os.path.isdir(root), "looking for the machines' memory")
     if all(has_memory):
-        memory = PeerMemory(roots[ranks.index], path, ranks, is_due)
+        memory = PeerMemory(root, path, ranks, is_due)
         ranks.together("opening the machines' memory", memory.open)
         return memory
     if ranks.index == 0:

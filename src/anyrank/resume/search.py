@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
@@ -130,27 +130,17 @@ class StepSearch:
         while (candidate := self._candidate()) is not None:
             if candidate.damage is None:
                 return self._step(candidate)
-            self._reject(candidate)
+            self.reject(candidate, candidate.damage)
         if self.reasons:
             raise self._error()
-        damaged_names = self.ranks.run_on_one(
-            "looking for a checkpoint", lambda: _find_damaged(self.folder)
-        )
+        names = self.ranks.run_on_one("looking for a checkpoint", self.folder.names)
+        damaged_names = [name for name in names if name.startswith(f"{ASIDE}{DAMAGED}-")]
         if damaged_names:
             raise CheckpointError(
                 f"{self.folder.path}: has no checkpoint but damaged ones, which were set aside "
                 f"({', '.join(damaged_names)}): repair and rename one, or start in an empty folder"
             )
         return None
-
-    def reject(self, step: StepOfRun, error: CorruptCheckpoint) -> None:
-        """Skip a step that turned out damaged when it was read. All ranks.
-
-        Raises:
-            CorruptCheckpoint: it is the requested step.
-            CheckpointError: it cannot be renamed.
-        """
-        self._reject(replace(step.candidate, damage=str(error)))
 
     def _candidate(self) -> Candidate | None:
         """The newest step that was not rejected, in memory or in files. All ranks."""
@@ -244,18 +234,21 @@ class StepSearch:
             memory=memory,
         )
 
-    def _reject(self, candidate: Candidate) -> None:
-        """Set a damaged step aside."""
+    def reject(self, candidate: Candidate, damage: str) -> None:
+        """Skip a damaged step, and set it aside. All ranks.
+
+        Raises:
+            CorruptCheckpoint: it is the requested step.
+            CheckpointError: it cannot be renamed.
+        """
         if self.which not in ("auto", "must"):
-            raise CorruptCheckpoint(
-                f"step {self.which} was asked for and is damaged: {candidate.damage}"
-            )
+            raise CorruptCheckpoint(f"step {self.which} was asked for and is damaged: {damage}")
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
-        self.reasons.append(f"{candidate.damage}")
+        self.reasons.append(damage)
         if candidate.snapshot is not None:
-            note = f"skipped: the snapshot of step {candidate.step} in memory: {candidate.damage}"
+            note = f"skipped: the snapshot of step {candidate.step} in memory: {damage}"
             self.notes.append(note)
             if self.ranks.index == 0:
                 log.warning("%s: LOST: %s", self.folder.path, note)
@@ -298,7 +291,3 @@ def unreadable_error(path: str, error: Exception) -> CheckpointError:
         f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
         "run's folder to go on from the step before"
     )
-
-
-def _find_damaged(folder: RunFolder) -> list[str]:
-    return [name for name in folder.names() if name.startswith(f"{ASIDE}{DAMAGED}-")]
