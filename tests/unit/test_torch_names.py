@@ -61,7 +61,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(wrapped["group"], "_reduce_scatter_comm")
     have(wrapped["ddp"].reducer, "_reset_state")
     have(wrapped["ddp"], "_comm_hooks")
-    have(wrapped["sharded"], "_local_tensor", "_spec")
+    have(wrapped["sharded"], "_local_tensor", "_spec", "_op_dispatcher")
     have(module, "_non_persistent_buffers_set", "_modules", "_parameters", "_buffers")
     have(module, "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     have(module, "_load_from_state_dict", "_save_to_state_dict", "_apply")

@@ -45,6 +45,9 @@ class Difference:
     elements: int
     of: int
 
+    def __str__(self) -> str:
+        return f"{self.elements:,} of {self.of:,} values, by {self.largest:.3g} at most"
+
 
 @dataclass(frozen=True)
 class DiffReport:
@@ -122,9 +125,12 @@ class DiffReport:
             ("renamed", [f"{old} -> {new}" for old, new in self.renamed.items()]),
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
-            ("values", [_in_words(name, value) for name, value in self.values.items()]),
+            ("values", [f"{name}: {value}" for name, value in self.values.items()]),
             ("data", _data_in_words(self.data) if self.data or self.digests else []),
-            ("number", _numbers_in_words(self.numbers)),
+            (
+                "number",
+                [f"{n}: {_shown(x)} and {_shown(y)}" for n, (x, y) in self.numbers.items()],
+            ),
             ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
@@ -161,18 +167,9 @@ def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
 
 
-def _numbers_in_words(numbers: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Numbers, and other plain values, that differ, a line each."""
-    return [f"{name}: {_shown(x)} and {_shown(y)}" for name, (x, y) in numbers.items()]
-
-
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _in_words(name: str, value: Difference) -> str:
-    return f"{name}: {value.elements:,} of {value.of:,} values, by {value.largest:.3g} at most"
 
 
 def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffReport:

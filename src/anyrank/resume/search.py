@@ -49,18 +49,13 @@ class StepOfRun(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        with _reading_records(self.path, CheckpointError):  # a part's own code may raise
-            return self._match(state, arguments, ranks)
-
-    def _match(
-        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
-    ) -> dict[str, Matched]:
         inner, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         stored = Stored(self.listing, self.saved_on.ranks, same_ranks, tuple(arguments.fresh))
-        matched = inner.match(records, stored, ranks.index)
+        with _reading_records(self.path, CheckpointError):  # a part's own code may raise
+            matched = inner.match(records, stored, ranks.index)
         for name in sorted({*saved, *inner.parts} - {*records, *arguments.skip}):
             has, lacks = ("checkpoint", "state") if name in saved else ("state", "checkpoint")
             problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
