@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 # Wider than any line: a narrow terminal wraps lines instead of truncating them, and the output does
 # not depend on the terminal. rich itself honours NO_COLOR and FORCE_COLOR.
 LINE_COLUMNS = 10_000
+
+
+class Report(Protocol):
+    """What a command has to say: `str` of it begins with a title."""
+
+    def to_json(self) -> str:
+        """All of it, as JSON."""
+        ...
 
 
 def out() -> Console:
@@ -27,9 +38,17 @@ def write(console: Console, title: str, *lines: RenderableType) -> None:
         console.print(line, markup=False)
 
 
+def show(report: Report, as_json: bool) -> None:
+    """Print a report as a JSON object, or as its lines."""
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        write(out(), *str(report).split("\n"))
+
+
 def table(*titles: str) -> Table:
     """A table without lines, whose first column is text and whose others are numbers."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, title in enumerate(titles):
-        made.add_column(title, justify="right" if number else "left", no_wrap=True)
-    return made
+        rows.add_column(title, justify="right" if number else "left", no_wrap=True)
+    return rows

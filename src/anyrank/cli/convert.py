@@ -8,18 +8,7 @@ import click
 
 from anyrank.wording import FLOATS
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
+SIZE = re.compile(r"\s*([0-9]{1,15})\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | None) -> int | None:
@@ -30,13 +19,11 @@ def parse_bytes(text: str | None) -> int | None:
     """
     if text is None:
         return None
-    found = re.fullmatch(r"\s*([0-9]{1,15})\s*([A-Za-z]*)\s*", text)
-    unit = (
-        UNITS.get(found[2].upper().removesuffix("B") + "B" if found[2] else "") if found else None
-    )
-    if found is None or unit is None or not int(found[1]):
+    match = SIZE.fullmatch(text)
+    if match is None or not int(match[1]):
         raise click.BadParameter(f"{text!r} is not a size: give for instance 5GB or 512MiB")
-    return int(found[1]) * unit
+    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return int(match[1]) * (1024 if match[3] else 1000) ** power
 
 
 @click.command("convert")
@@ -80,7 +67,7 @@ def command(
 
     SOURCES is what `load` reads: a file, a folder, a run, a URL, or several files.
     """
-    from anyrank.cli.console import out, write
+    from anyrank.cli.console import show
     from anyrank.conversion.convert import convert
 
     wrong = [pair for pair in rename if "=" not in pair]
@@ -100,7 +87,4 @@ def command(
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if as_json:
-        click.echo(report.to_json())
-    else:
-        write(out(), *str(report).split("\n"))
+    show(report, as_json)

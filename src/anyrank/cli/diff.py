@@ -22,12 +22,9 @@ def command(a: str, b: str, ignore: tuple[str, ...], as_json: bool) -> None:
 
     Two runs are compared step by step, with all that they hold. Exit status 1 if anything differs.
     """
-    from anyrank.cli.console import out, write
+    from anyrank.cli.console import show
     from anyrank.inspection.diff import diff
 
     report = diff(a, b, ignore=ignore)
-    if as_json:
-        click.echo(report.to_json())
-    else:
-        write(out(), *str(report).split("\n"))
+    show(report, as_json)
     sys.exit(0 if report else 1)

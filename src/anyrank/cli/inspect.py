@@ -7,11 +7,11 @@ import click
 
 @click.command("inspect")
 @click.argument("path")
-@click.option("--all", "every", is_flag=True, help="One row a tensor; layers are not collapsed.")
+@click.option("--all", "show_all", is_flag=True, help="One row a tensor; layers are not collapsed.")
 @click.option("--quiet", is_flag=True, help="Only the names of the tensors, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="The whole inspection as a JSON object.")
 @click.option("--plot", metavar="FILE", help="Draw a run's loss and rank counts: .svg, .png, .pdf.")
-def command(path: str, every: bool, quiet: bool, as_json: bool, plot: str | None) -> None:
+def command(path: str, show_all: bool, quiet: bool, as_json: bool, plot: str | None) -> None:
     """Show the tensors of PATH, from its headers alone.
 
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
@@ -27,11 +27,12 @@ def command(path: str, every: bool, quiet: bool, as_json: bool, plot: str | None
         draw(path, plot)
         click.echo(plot)
         return
-    found = inspect(path)
+    inspection = inspect(path)
     if as_json:
-        click.echo(found.to_json())
+        click.echo(inspection.to_json())
     elif quiet:
-        for tensor in found.tensors:
+        for tensor in inspection.tensors:
             click.echo(printable(tensor.name))
     else:
-        write(out(), *summary(found), *tensor_rows(found, every=every), *notes(found))
+        rows = tensor_rows(inspection, grouped=not show_all)
+        write(out(), *summary(inspection), *rows, *notes(inspection))

@@ -133,7 +133,7 @@ def _table(plans: list[LoadPlan]) -> Padding:
     from anyrank.wording import in_units
 
     ranks = ("rank\nholds", "rank\npeak", "rank\nreads", "rank\nsends")
-    made = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "about\nsec")
+    rows = table("\nstrategy", *ranks, "node\npeak", "node\nreads", "all\nread", "about\nsec")
     for plan in plans:
         maxima = [
             max(values)
@@ -147,5 +147,5 @@ def _table(plans: list[LoadPlan]) -> Padding:
             )
         ]
         cells = [in_units(nbytes) for nbytes in (*maxima, sum(plan.read_bytes))]
-        made.add_row(plan.strategy, *cells, f"{plan.seconds:.1f}")
-    return Padding.indent(made, 2)
+        rows.add_row(plan.strategy, *cells, f"{plan.seconds:.1f}")
+    return Padding.indent(rows, 2)

@@ -56,8 +56,8 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in machines.items() if value]
     if not flags:
         return list(command)
-    place = command.index("--standalone")
-    return [*command[:place], *flags, *command[place + 1 :]]
+    position = command.index("--standalone")
+    return [*command[:position], *flags, *command[position + 1 :]]
 
 
 def start(

@@ -17,12 +17,9 @@ def command(path: str, finite: bool, as_json: bool) -> None:
     Structure, sizes, offsets, the index against the files, and every checksum that came with them;
     of a run, every step. Exit status 1 if anything is wrong.
     """
-    from anyrank.cli.console import out, write
+    from anyrank.cli.console import show
     from anyrank.inspection.verify import verify
 
     report = verify(path, finite=finite)
-    if as_json:
-        click.echo(report.to_json())
-    else:
-        write(out(), *str(report).split("\n"))
+    show(report, as_json)
     sys.exit(0 if report else 1)

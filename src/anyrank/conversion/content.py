@@ -77,31 +77,31 @@ class StoredContent:
         casts: list[tuple[FileSpan, torch.Tensor, torch.Tensor]] = []
         for span, memory in pieces:
             stored = self.tensors[span.tensor.name]
-            given = memory
+            stored_values = memory
             if stored.dtype != memory.dtype:
-                given = torch.empty(span.box.sizes, dtype=stored.dtype, device="cpu")
-                casts.append((span, given, memory))
-            jobs += jobs_of(stored, span.box, given)
+                stored_values = torch.empty(span.box.sizes, dtype=stored.dtype, device="cpu")
+                casts.append((span, stored_values, memory))
+            jobs += jobs_of(stored, span.box, stored_values)
         self.reader.run(jobs)
-        for span, given, memory in casts:
-            cast_into(memory, given, span.tensor.name)
+        for span, stored_values, memory in casts:
+            cast_into(memory, stored_values, span.tensor.name)
 
 
-def cast_into(memory: torch.Tensor, given: torch.Tensor, name: str) -> None:
+def cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
     """Copy with a cast between floating dtypes.
 
     Raises:
         LoadError: a finite value became infinite.
     """
-    copy_into(memory, given)
-    if torch.finfo(memory.dtype).max >= torch.finfo(given.dtype).max or all_finite(memory):
+    copy_into(memory, values)
+    if torch.finfo(memory.dtype).max >= torch.finfo(values.dtype).max or all_finite(memory):
         return
-    lost = ~memory.isfinite() & given.isfinite()
+    lost = ~memory.isfinite() & values.isfinite()
     if lost.any():
         raise LoadError(
             f"{name}: {int(lost.sum())} values are beyond {torch.finfo(memory.dtype).max:g}, the "
-            f"largest of {memory.dtype} (one is {given[lost][0].item():g}): give "
-            f"dtype={_wider(float(given[lost].abs().max()))!r}"
+            f"largest of {memory.dtype} (one is {values[lost][0].item():g}): give "
+            f"dtype={_wider(float(values[lost].abs().max()))!r}"
         )
 
 
@@ -113,5 +113,5 @@ def all_finite(values: torch.Tensor) -> bool:
 def _wider(value: float) -> str:
     """The name of the smallest dtype that holds a value."""
     dtypes = (torch.bfloat16, torch.float32)
-    found = (dtype for dtype in dtypes if abs(value) <= torch.finfo(dtype).max)
-    return dtype_name(next(found, torch.float64))
+    wide_enough = (dtype for dtype in dtypes if abs(value) <= torch.finfo(dtype).max)
+    return dtype_name(next(wide_enough, torch.float64))

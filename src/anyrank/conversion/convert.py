@@ -10,7 +10,7 @@ from torch import nn
 
 from anyrank.checks import check_model, check_path
 from anyrank.conversion.live import convert_live
-from anyrank.conversion.options import ConvertOptions, options_of
+from anyrank.conversion.options import ConvertOptions
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.stored import convert_stored
 from anyrank.formats.sources import Source, check_source
@@ -89,7 +89,7 @@ def convert(
     """
 
     def checked() -> ConvertOptions:
-        options = options_of(to, dtype, rename, shard_bytes, merge, overwrite, layout)
+        options = ConvertOptions(to, dtype, rename, shard_bytes, merge, overwrite, layout)
         path = check_path("dst", dst)
         options.check_name(path)
         if model is not None:

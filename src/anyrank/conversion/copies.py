@@ -37,7 +37,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
     if folder is None:
         return {}
     storage = storage_for(folder)
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for name in storage.names(folder):
         wanted = name.lower().endswith(KINDS) or name.upper().startswith("LICENSE")
         weights = name.lower().endswith(ENDINGS)
@@ -51,8 +51,8 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
             data = read_whole(storage, path)
         except OSError as error:
             raise LoadError(f"{path}: cannot be read: {error}") from error
-        found[name] = _with_dtype(data, dtype) if name == "config.json" else data
-    return found
+        files[name] = _with_dtype(data, dtype) if name == "config.json" else data
+    return files
 
 
 def _folder_of(source: Source, listing: Listing) -> str | None:

@@ -161,5 +161,5 @@ def _check_parent(path: str) -> None:
 
 
 def _is_inside(inner: str, outer: str) -> bool:
-    here, there = os.path.realpath(inner), os.path.realpath(outer)
-    return f"{here}/".startswith(f"{there.rstrip('/')}/")
+    inner, outer = os.path.realpath(inner), os.path.realpath(outer)
+    return f"{inner}/".startswith(f"{outer.rstrip('/')}/")

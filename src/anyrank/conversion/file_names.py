@@ -55,14 +55,14 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
     renamed = dict(selection.renamed)
     unknown: list[str] = []
     for name, stored in selection.tensors.items():
-        hit = next((each for each in candidates(name) if each in live), None)
+        hit = next((live_name for live_name in candidates(name) if live_name in live), None)
         if hit is None:
             unknown.append(name)
         else:
             tensors[hit] = stored
     tied = {ties.get(name, name): kept for name, kept in selection.tied.items()}
-    found = _tied(replace(selection, tensors=tensors), listing, ties)
-    missing = sorted({*live.values()} - {*found.tensors} - {*found.tied} - {*tied})
+    selection = _tied(replace(selection, tensors=tensors), listing, ties)
+    missing = sorted({*live.values()} - {*selection.tensors} - {*selection.tied} - {*tied})
     if unknown or missing:
         first = (unknown or missing)[0]
         others = missing if unknown else unknown
@@ -71,12 +71,12 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
             f"in it, and {len(missing)} of its tensors are not in the source; {first}"
             f"{near(first, others)}: give its own model=, or rename=" + _prefixed(unknown)
         )
-    files = _file_named(model, found.tensors)
+    files = _file_named(model, selection.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
-    for name, stored in found.tensors.items():
+    for name, stored in selection.tensors.items():
         if (new := by_chunks.get(stored.chunks, name)) != name:
             renamed[name] = new
-    return replace(found, tensors=files, renamed=renamed)
+    return replace(selection, tensors=files, renamed=renamed)
 
 
 def _prefixed(unknown: Sequence[str]) -> str:
@@ -131,7 +131,7 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
     """Name -> the name that holds the values, as the model declares it and as it is."""
     ties = dict(getattr(pretrained(model), "all_tied_weights_keys", None) or {})
     for target in find_tensors(model):
-        names = [place.name for place in target.registrations]
+        names = [registration.name for registration in target.registrations]
         kept = next((name for name in names if name not in ties), names[0])
         ties |= {name: ties.get(name, kept) for name in names if name != kept}
     return ties
@@ -154,7 +154,7 @@ def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Se
                 tensors[kept] = tensors.pop(name).renamed(kept)
                 tied[name] = kept
             elif name in tensors:
-                pair = [content_hash(reader.read(tensors[each])) for each in (name, kept)]
+                pair = [content_hash(reader.read(tensors[key])) for key in (name, kept)]
                 if pair[0] != pair[1]:
                     raise LoadError(
                         f"{name} and {kept} are one tensor in the model, and hold different values "
@@ -173,8 +173,8 @@ def configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, byte
     table: dict[str, Any] = json.loads(inner.config.to_json_string())
     table["architectures"] = [plain_class(inner).__name__]
     table["dtype"] = dtype_name(dtype or inner.dtype)  # from_pretrained casts to it
-    found = {"config.json": (json.dumps(table, indent=2) + "\n").encode()}
+    files = {"config.json": (json.dumps(table, indent=2) + "\n").encode()}
     generation: Any = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():
-        found["generation_config.json"] = generation.to_json_string().encode()
-    return found
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files

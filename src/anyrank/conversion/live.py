@@ -73,31 +73,35 @@ def convert_live(
     """
     start = time.perf_counter()
     with torch.inference_mode(False), open_ranks(process_group, "convert()") as ranks:
-        options, place = _agreed(dst, checked, ranks)
+        options, target = _agreed(dst, checked, ranks)
         assert isinstance(src, nn.Module)
         model = src
-        place = replace(place, token=ranks.run_on_one("naming the folder", lambda: place.token))
-        found = _tensors(model, options, ranks)
-        tied, summaries = ranks.run_and_gather("looking at the model", lambda: _look(model, found))
+        target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
+        tensors = _tensors(model, options, ranks)
+        tied, summaries = ranks.run_and_gather(
+            "looking at the model", lambda: _look(model, tensors)
+        )
         _check_alike(summaries, ranks)
-        alike = [held for held in found if held.kind == "parameter" or held.layout is not None]
+        alike = [
+            tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
+        ]
         compare_replicas(alike, ranks)
-        alone = [held.name for held in found if held.name in summaries[0].buffers]
-        differ = [n for n in alone if len({summary.buffers.get(n) for summary in summaries}) > 1]
+        buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
+        differ = [n for n in buffers if len({summary.buffers.get(n) for summary in summaries}) > 1]
 
         def convert(listing: Listing) -> ConvertReport:
-            weights = {held.name: listing.tensors[held.name] for held in found}
+            weights = {tensor.name: listing.tensors[tensor.name] for tensor in tensors}
             selection = as_files(Selection(weights, tied), listing, model)
             selection = _renamed(selection, renamer(options.rename))
-            has_files = options.to == "safetensors" and not place.is_file
-            small = configuration(model, options.dtype) if has_files else {}
-            return convert_listing(listing, selection, place, options, small=small)
+            has_files = options.to == "safetensors" and not target.is_file
+            small = configuration(model, options.cast_dtype) if has_files else {}
+            return convert_listing(listing, selection, target, options, small=small)
 
         if ranks.size == 1:
-            report = convert(list_memory({held.name: held.local() for held in found}))
+            report = convert(list_memory({tensor.name: tensor.local() for tensor in tensors}))
         else:
-            places_of = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
-            with _saved(found, alone, places_of, place, ranks) as folder:
+            coordinates = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
+            with _saved(tensors, buffers, coordinates, target, ranks) as folder:
                 report = ranks.run_on_one(
                     "converting", lambda: convert(dcp.list_folder(STORE, folder))
                 )
@@ -112,10 +116,10 @@ def convert_live(
 
 @contextlib.contextmanager
 def _saved(
-    found: Sequence[ModelTensor],
-    alone: Sequence[str],
-    places_of: Mapping[int, Coordinates],
-    place: Destination,
+    tensors: Sequence[ModelTensor],
+    buffers: Sequence[str],
+    coordinates: Mapping[int, Coordinates],
+    target: Destination,
     ranks: Ranks,
 ) -> Generator[str, None, None]:
     """A folder beside the destination that holds the weights while the block runs. All ranks.
@@ -123,20 +127,24 @@ def _saved(
     Raises:
         CheckpointError: of any rank, on all ranks: it cannot write.
     """
-    folder = f"{place.folder}-weights"
+    folder = f"{target.folder}-weights"
 
     def make() -> None:
         with storing(folder):
             STORE.make_folder(folder)
 
-    def share() -> list[SavedBox]:
-        writes = plan_writes(found, places_of, by_first=alone)
-        items = make_items(found, [], writes, ranks.rank)
-        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items, ranks.check).boxes
+    def write_own() -> list[SavedBox]:
+        writes = plan_writes(tensors, coordinates, by_first=buffers)
+        items = make_items(tensors, [], writes, ranks.rank)
+        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items, ranks.check)[0]
 
     try:
         ranks.run_on_one("making the folder", make)
-        boxes = [box for each in ranks.together("writing the weights", share) for box in each]
+        boxes = [
+            box
+            for share_boxes in ranks.together("writing the weights", write_own)
+            for box in share_boxes
+        ]
         path = join_path(folder, dcp.METADATA)
         ranks.run_on_one(
             "writing the index", lambda: write_file(STORE, path, metadata_of(boxes, {}, False))
@@ -187,37 +195,37 @@ def _agreed(
         ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
             differ.
     """
-    found: list[tuple[ConvertOptions, Destination]] = []
-    given: dict[str, object] = {}  # filled by `check`, which runs before they are compared
+    answers: list[tuple[ConvertOptions, Destination]] = []
+    arguments: dict[str, object] = {}  # filled by `check`, which runs before they are compared
 
     def check() -> None:
         options = checked()
-        given["dst"] = os.fspath(dst)
-        given.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
-        given["layout"] = options.layout is not None  # ranks may give different ones
-        place = destination(dst, [], options.is_file(dst), options.overwrite)
-        found.append((options, place))
+        arguments["dst"] = os.fspath(dst)
+        arguments.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
+        arguments["layout"] = options.layout is not None  # ranks may give different ones
+        target = destination(dst, [], options.is_file(dst), options.overwrite)
+        answers.append((options, target))
 
-    compare_arguments(ranks, "convert", given, LoadError, check)
-    return found[0]
+    compare_arguments(ranks, "convert", arguments, LoadError, check)
+    return answers[0]
 
 
 def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
     """This rank's tensors, with what plain ones are parts of. All ranks."""
-    found = ranks.run("looking at the model", lambda: in_state_dict(find_tensors(model)))
+    tensors = ranks.run("looking at the model", lambda: in_state_dict(find_tensors(model)))
     if options.layout is not None:
-        apply_layouts({"the model": found}, options.layout, ranks)
-    return found
+        apply_layouts({"the model": tensors}, options.layout, ranks)
+    return tensors
 
 
-def _look(model: nn.Module, found: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
+def _look(model: nn.Module, tensors: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
     """The ties of the model, and what the others are to know of it.
 
     Raises:
         LoadError: a tensor that cannot be written as it is.
     """
-    adapters = [held.name for held in found if held.adapter]
-    on_meta = [held.name for held in found if held.is_meta]
+    adapters = [tensor.name for tensor in tensors if tensor.adapter]
+    on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
     if adapters:
         raise LoadError(
             f"{adapters[0]}: belongs to an adapter: merge it into the model first "
@@ -231,21 +239,21 @@ def _look(model: nn.Module, found: Sequence[ModelTensor]) -> tuple[dict[str, str
             "tensors of this model, and convert writes them as they are: convert what "
             "torch.save(model.state_dict()) wrote"
         )
-    if not found:
+    if not tensors:
         raise LoadError("the model has no parameters and no buffers: give one to write")
     tied = {
-        place.name: held.name
-        for held in found
-        for place in held.registrations
-        if place.name != held.name
+        registration.name: tensor.name
+        for tensor in tensors
+        for registration in tensor.registrations
+        if registration.name != tensor.name
     }
     buffers = {
-        held.name: content_hash(held.local())
-        for held in found
-        if held.kind == "buffer" and held.layout is None
+        tensor.name: content_hash(tensor.local())
+        for tensor in tensors
+        if tensor.kind == "buffer" and tensor.layout is None
     }
-    described = [held.describe() for held in found]
-    return tied, _Summary(described, tied, coordinates_of(found), buffers)
+    described = [tensor.describe() for tensor in tensors]
+    return tied, _Summary(described, tied, coordinates_of(tensors), buffers)
 
 
 def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:

@@ -83,9 +83,9 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
     factors: dict[str, dict[str, StoredTensor]] = {}
     for key, stored in adapter.items():
         name = key.removeprefix(PEFT_PREFIX)
-        found = FACTOR.match(name)
-        if found is not None:
-            factors.setdefault(found["module"], {})[found["kind"]] = stored
+        factor = FACTOR.match(name)
+        if factor is not None:
+            factors.setdefault(factor["module"], {})[factor["kind"]] = stored
         elif name in base and base[name].shape == stored.shape:
             base[name] = stored
             trained.append(name)
@@ -106,8 +106,8 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
 
 def _is_copy_of_base(name: str, stored: StoredTensor, base: Mapping[str, StoredTensor]) -> bool:
     """Whether it is an embedding's or head's own weight, which PEFT saves beside its factors."""
-    own = base.get(name.replace(BASE_LAYER, "."))
-    return BASE_LAYER in name and own is not None and own.shape == stored.shape
+    weight = base.get(name.replace(BASE_LAYER, "."))
+    return BASE_LAYER in name and weight is not None and weight.shape == stored.shape
 
 
 def _config(paths: Sequence[str]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _config(paths: Sequence[str]) -> dict[str, Any]:
     return {**config, "lora_alpha": alpha, "alpha_pattern": alphas}
 
 
-def _read_json(path: str, of: str) -> dict[str, Any]:
+def _read_json(path: str, owner: str) -> dict[str, Any]:
     """A configuration.
 
     Raises:
@@ -149,9 +149,9 @@ def _read_json(path: str, of: str) -> dict[str, Any]:
     try:
         config: Any = json.loads(read_whole(storage_for(path), path, MAX_BYTES))
     except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: is not a configuration of {of} ({error!r})") from error
+        raise LoadError(f"{path}: is not a configuration of {owner} ({error!r})") from error
     if not isinstance(config, dict):
-        raise LoadError(f"{path}: is not a configuration of {of}, but a {type(config).__name__}")
+        raise LoadError(f"{path}: is not a configuration of {owner}, but a {type(config).__name__}")
     return config
 
 
@@ -236,10 +236,10 @@ class MergedContent:
                 cast_into(memory, self._sum(span.tensor.name, span.box, low), span.tensor.name)
 
     def _sum(self, name: str, box: Box, low: LowRank) -> torch.Tensor:
-        given = self.base.reader.read(self.base.tensors[name], box)
-        wide = torch.promote_types(given.dtype, torch.float32)
+        values = self.base.reader.read(self.base.tensors[name], box)
+        wide = torch.promote_types(values.dtype, torch.float32)
         a, b = (factor.to(wide) for factor in self.factors(name))
-        total = given.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
+        total = values.to(wide) + product(a, b, box, low.scaling, transposed=low.transposed)
         if not all_finite(total):
             raise LoadError(
                 f"{name}: {int((~total.isfinite()).sum())} values of the base with the adapter "

@@ -19,15 +19,50 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the caller of `convert` asked for; see there for each."""
+    """What the caller of `convert` asked for; see there for each.
 
-    to: str = "safetensors"
-    dtype: torch.dtype | None = None
-    rename: Rename = None
-    shard_bytes: int = SHARD_BYTES
-    merge: bool = False
-    overwrite: bool = False
-    layout: GivenLayout = None
+    Raises:
+        ValueError: an unknown format or dtype, no positive size, a regex that does not compile.
+        TypeError: an option of another type.
+    """
+
+    to: str
+    dtype: object  # a torch.dtype, its name or None
+    rename: Rename
+    shard_bytes: int | None
+    merge: bool
+    overwrite: bool
+    layout: GivenLayout
+
+    def __post_init__(self) -> None:
+        check_choice("to", self.to, FORMATS)
+        if self.shard_bytes is not None:
+            if self.to != "safetensors":
+                raise ValueError(f"shard_bytes= is for to='safetensors', not {self.to!r}")
+            check_int("shard_bytes", self.shard_bytes, 1)
+        check_bool(merge=self.merge, overwrite=self.overwrite)
+        renamer(self.rename)
+        check_layout(self.layout)
+        _ = self.cast_dtype
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The dtype of floating tensors in the output; None where they keep theirs.
+
+        Raises:
+            ValueError, TypeError: `dtype` names none.
+        """
+        if self.dtype is None:
+            return None
+        if not isinstance(self.dtype, (str, torch.dtype)):
+            raise TypeError(f"dtype={self.dtype!r}: give a torch.dtype or its name")
+        name = FLOATS.get(str(self.dtype).removeprefix("torch."))
+        if name is None:
+            names = ", ".join(FLOATS)
+            raise ValueError(
+                f"dtype={self.dtype!r}: give one of {names}; other tensors keep their dtype"
+            )
+        return getattr(torch, name)
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
         """Whether the destination is one file, and not a folder."""
@@ -45,42 +80,3 @@ class ConvertOptions:
                 f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give "
                 f"to={named!r}, or another name"
             )
-
-
-def options_of(
-    to: object,
-    dtype: object,
-    rename: Rename,
-    shard_bytes: object,
-    merge: bool,
-    overwrite: bool,
-    layout: GivenLayout,
-) -> ConvertOptions:
-    """The options, checked.
-
-    Raises:
-        ValueError: an unknown format or dtype, no positive size, a regex that does not compile.
-        TypeError: an option of another type.
-    """
-    check_choice("to", to, FORMATS)
-    if shard_bytes is None:
-        shard_bytes = SHARD_BYTES
-    elif to != "safetensors":
-        raise ValueError(f"shard_bytes= is for to='safetensors', not {to!r}")
-    count = check_int("shard_bytes", shard_bytes, 1)
-    check_bool(merge=merge, overwrite=overwrite)
-    renamer(rename)
-    check_layout(layout)
-    return ConvertOptions(str(to), _dtype(dtype), rename, count, merge, overwrite, layout)
-
-
-def _dtype(given: object) -> torch.dtype | None:
-    if given is None:
-        return None
-    if not isinstance(given, (str, torch.dtype)):
-        raise TypeError(f"dtype={given!r}: give a torch.dtype or its name")
-    found = FLOATS.get(str(given).removeprefix("torch."))
-    if found is None:
-        names = ", ".join(FLOATS)
-        raise ValueError(f"dtype={given!r}: give one of {names}; other tensors keep their dtype")
-    return getattr(torch, found)

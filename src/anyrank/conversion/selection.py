@@ -32,19 +32,19 @@ class Selection:
     skipped: tuple[str, ...] = ()
 
 
-def select(listing: Listing, given: Rename) -> Selection:
+def select(listing: Listing, rename: Rename) -> Selection:
     """The weights of a source, by the names of the plain module.
 
     Args:
         listing: the source.
-        given: `rename=`.
+        rename: as for `convert`.
 
     Raises:
         LoadError: two keys get one name, there are no weights, or one is not a dense tensor.
     """
     keys, skipped = _weights_of(listing)
-    rename = renamer(given)
-    names = {key: _plain(rename(name)) for key, name in keys.items()}
+    new_name = renamer(rename)
+    names = {key: _plain(new_name(name)) for key, name in keys.items()}
     if names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}
     tensors: dict[str, StoredTensor] = {}
@@ -66,7 +66,7 @@ def select(listing: Listing, given: Rename) -> Selection:
     kept = {name: stored for name, stored in tensors.items() if name not in tied}
     extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
-    idle = [f"{old}: rename= has it, and no key matches" for old in unused(given, keys.values())]
+    idle = [f"{old}: rename= has it, and no key matches" for old in unused(rename, keys.values())]
     return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras, *idle))
 
 
@@ -78,8 +78,8 @@ def _weights_of(listing: Listing) -> tuple[dict[str, str], list[str]]:
     firsts = {key.removeprefix(above).partition(".")[0] for key in weights}
     # Beside an optimizer, what is under one name such as "model" is that table of the checkpoint;
     # by itself it may be a module of this name, unless the format says that it is a table.
-    found = (p for p in NESTED if firsts == {p} and (others or above + p in listing.tables))
-    table = next((f"{above}{part}." for part in found), "")
+    tables = (p for p in NESTED if firsts == {p} and (others or above + p in listing.tables))
+    table = next((f"{above}{part}." for part in tables), "")
     named = {key: key.removeprefix(table) for key in weights}
     return named, [f"{key}: not weights" for key in others]
 
@@ -96,13 +96,8 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _cast_of(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in the output: floating tensors get `dtype`, others keep theirs."""
-    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-
-
 def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTensor]:
-    """The tensors to write.
+    """The tensors to write: floating ones in `dtype`, if it is given; others keep theirs.
 
     Raises:
         LoadError: a cast would take 8-bit values for numbers that have a scale beside them.
@@ -110,7 +105,11 @@ def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTe
     if dtype is not None:
         _check_scales(selection.tensors, dtype)
     return [
-        OutputTensor(name, stored.shape, _cast_of(stored, dtype))
+        OutputTensor(
+            name,
+            stored.shape,
+            dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype,
+        )
         for name, stored in selection.tensors.items()
     ]
 

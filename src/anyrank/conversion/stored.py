@@ -14,7 +14,7 @@ from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import STORE, Destination, destination
 from anyrank.conversion.file_names import as_files, configuration
 from anyrank.conversion.merge import LowRank, MergedContent, merged
-from anyrank.conversion.options import ConvertOptions
+from anyrank.conversion.options import SHARD_BYTES, ConvertOptions
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
 from anyrank.conversion.writing import write
@@ -41,24 +41,21 @@ def convert_stored(
 ) -> ConvertReport:
     """As `convert`, of what is not a model."""
     start = time.perf_counter()
-    place = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
+    target = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
     listing = list_source(src)
-    if options.dtype is not None:
+    if options.cast_dtype is not None:
         check_method(listing)
         listing = dequantised(listing, {})
     selection, added = _selected(src, listing, options, model)
     small: dict[str, bytes] = {}
-    copied: dict[str, bytes] = {}
-    if options.to == "safetensors" and not place.is_file:
-        small = {} if model is None else configuration(model, options.dtype)
-        copied = companions(_base_of(src), listing, options.dtype)
-    report = convert_listing(
-        listing, selection, place, options, added=added, small={**small, **copied}
-    )
+    if options.to == "safetensors" and not target.is_file:
+        small = {} if model is None else configuration(model, options.cast_dtype)
+        small |= companions(_base_of(src), listing, options.cast_dtype)
+    report = convert_listing(listing, selection, target, options, added=added, small=small)
     return replace(
         report,
         source=_name_of(src, listing),
-        copied=[*{**small, **copied}],
+        copied=[*small],
         seconds=time.perf_counter() - start,
     )
 
@@ -66,7 +63,7 @@ def convert_stored(
 def convert_listing(
     listing: Listing,
     selection: Selection,
-    place: Destination,
+    target: Destination,
     options: ConvertOptions,
     *,
     added: Mapping[str, LowRank] | None = None,
@@ -77,7 +74,7 @@ def convert_listing(
     Args:
         listing: of the source.
         selection: what is written of it, by its names in the output.
-        place: where to.
+        target: where to.
         options: of the conversion.
         added: name -> what an adapter adds to it.
         small: name -> bytes of files that go beside the weights.
@@ -89,20 +86,20 @@ def convert_listing(
         LoadError: the source cannot be read or is damaged, or a tensor has no place in the format.
         CheckpointError: the destination cannot be written, or does not hold what was written.
     """
-    tensors = outputs_of(selection, options.dtype)
+    tensors = outputs_of(selection, options.cast_dtype)
     stem = _stem(listing, selection)
-    output = _plan(place, tensors, selection.tied, options, listing.metadata, stem)
+    output = _plan(target, tensors, selection.tied, options, listing.metadata, stem)
     output = replace(output, small={**(small or {}), **output.small})
     content = StoredContent(listing, selection.tensors)
     try:
         content.open()
         compared = content.compare()
-        replaced = _write(place, output, MergedContent(content, added) if added else content)
+        replaced = _write(target, output, MergedContent(content, added) if added else content)
     finally:
         content.reader.close()
     return ConvertReport(
         source="",
-        path=place.path,
+        path=target.path,
         replaced=replaced,
         format=options.to,
         files=output.names,
@@ -129,16 +126,17 @@ def _selected(
     """What is written, by its names in the output, and what an adapter adds to some of it."""
     selection = select(listing, options.rename)
     added: dict[str, LowRank] = {}
-    own = [name for name in selection.tensors if of_own_adapter(name)]
+    unmerged = [name for name in selection.tensors if of_own_adapter(name)]
     if options.merge:
         selection, added = merged(selection, _paths(src))
     elif len({of_adapter(name) for name in selection.tensors}) > 1:
         raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
-    elif own and options.to == "safetensors":
+    elif unmerged and options.to == "safetensors":
         raise LoadError(
-            f"{own[0]}: belongs to an adapter that is still in its model, and who opens a folder "
-            "with it would get the base alone: save the adapter (anyrank.integrations.peft.save), "
-            "and convert [base, adapter] with merge=True; to='torch' or 'dcp' keeps all as it is"
+            f"{unmerged[0]}: belongs to an adapter that is still in its model, and who opens a "
+            "folder with it would get the base alone: save the adapter "
+            "(anyrank.integrations.peft.save), and convert [base, adapter] with merge=True; "
+            "to='torch' or 'dcp' keeps all as it is"
         )
     return selection if model is None else as_files(selection, listing, model), added
 
@@ -169,7 +167,7 @@ def _stem(listing: Listing, selection: Selection) -> str:
     return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
 
 
-def _write(place: Destination, output: Output, content: Content) -> str:
+def _write(target: Destination, output: Output, content: Content) -> str:
     """Write, verify and commit; nothing is left where that fails.
 
     Returns:
@@ -180,23 +178,23 @@ def _write(place: Destination, output: Output, content: Content) -> str:
         CheckpointError: the destination cannot be written, or does not hold what was written.
     """
     try:
-        place.prepare(output.nbytes)
+        target.prepare(output.nbytes)
         for file in output.files:
-            sums = write(place.folder, file, content)
+            sums = write(target.folder, file, content)
             if output.has_sums:
-                path = join_path(place.folder, sums_name(file.name))
+                path = join_path(target.folder, sums_name(file.name))
                 write_file(STORE, path, sums.to_bytes())
         for name, data in output.small.items():
-            write_file(STORE, join_path(place.folder, name), data)
-        _check_headers(place, output)
-        return place.commit()
+            write_file(STORE, join_path(target.folder, name), data)
+        _check_headers(target, output)
+        return target.commit()
     except BaseException:
-        place.abandon()
+        target.abandon()
         raise
 
 
 def _plan(
-    place: Destination,
+    target: Destination,
     tensors: Sequence[OutputTensor],
     tied: Mapping[str, str],
     options: ConvertOptions,
@@ -206,7 +204,7 @@ def _plan(
     """What to write.
 
     Args:
-        place: where to.
+        target: where to.
         tensors: what.
         tied: name -> the name whose bytes it shares.
         options: the format, and the size of its files.
@@ -219,25 +217,25 @@ def _plan(
     if options.to == "dcp":
         return dcp_output.plan_folder(tensors, tied)
     if options.to == "torch":
-        return torch_zip.plan_file(place.name, tensors, tied)
+        return torch_zip.plan_file(target.name, tensors, tied)
     texts = {**metadata, **FOR_TRANSFORMERS, **tied}
-    if place.is_file:
-        return Output((plan_file(place.name, tensors, texts),))
-    return plan_folder(tensors, texts, options.shard_bytes, stem)
+    if target.is_file:
+        return Output((plan_file(target.name, tensors, texts),))
+    return plan_folder(tensors, texts, options.shard_bytes or SHARD_BYTES, stem)
 
 
-def _check_headers(place: Destination, output: Output) -> None:
+def _check_headers(target: Destination, output: Output) -> None:
     """What was written, as a reader sees it.
 
     Raises:
         CheckpointError: a tensor is not there, or is another.
     """
-    path = place.written
-    found = {name: (t.shape, t.dtype) for name, t in list_source(path).tensors.items()}
+    path = target.written
+    tensors = {name: (t.shape, t.dtype) for name, t in list_source(path).tensors.items()}
     planned = {span.tensor.name: span.tensor for file in output.files for span in file.spans}
     for name, tensor in planned.items():
-        if found.get(name) != (tensor.shape, tensor.dtype):
+        if tensors.get(name) != (tensor.shape, tensor.dtype):
             raise CheckpointError(
-                f"{path}: {name} reads as {found.get(name)}, and was written as "
+                f"{path}: {name} reads as {tensors.get(name)}, and was written as "
                 f"{tensor.shape}, {tensor.dtype}"
             )

@@ -16,7 +16,7 @@ from anyrank.conversion.content import Content
 from anyrank.files.block_sums import BlockDigester, BlockSums, check_file
 from anyrank.files.output import FileSpan, OutputFile
 from anyrank.files.segments import memory_of
-from anyrank.files.storage import LocalStorage, NewFile, join_path, storing
+from anyrank.files.storage import LocalStorage, join_path, storing
 from anyrank.files.threads import spread
 
 WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
@@ -68,17 +68,12 @@ def write(folder: str, file: OutputFile, content: Content) -> BlockSums:
         sink.abandon()
         raise
     sums = BlockSums(file.size, digester.finish())
-    _finish(sink, path, sums)
-    return sums
-
-
-def _finish(sink: NewFile, path: str, sums: BlockSums) -> None:
-    """Make a file durable while it is read again: the disk and a core are busy then."""
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:  # both the disk and a core are busy then
         finished = pool.submit(sink.finish)
         compare(path, sums)
         with storing(path):
             finished.result()
+    return sums
 
 
 def compare(path: str, sums: BlockSums) -> None:

@@ -45,6 +45,9 @@ class Difference:
     elements: int
     of: int
 
+    def __str__(self) -> str:
+        return f"{self.elements:,} of {self.of:,} values, by {self.largest:.3g} at most"
+
 
 @dataclass(frozen=True)
 class DiffReport:
@@ -107,8 +110,9 @@ class DiffReport:
     def to_json(self) -> str:
         """All fields, as a JSON object; a NaN is null."""
         table = asdict(self)
-        for each in table["values"].values():
-            each["largest"] = each["largest"] if math.isfinite(each["largest"]) else None
+        for difference in table["values"].values():
+            if not math.isfinite(difference["largest"]):
+                difference["largest"] = None
         return json.dumps(table, indent=2)
 
     def __str__(self) -> str:
@@ -121,9 +125,12 @@ class DiffReport:
             ("renamed", [f"{old} -> {new}" for old, new in self.renamed.items()]),
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
-            ("values", [_in_words(name, each) for name, each in self.values.items()]),
+            ("values", [f"{name}: {value}" for name, value in self.values.items()]),
             ("data", _data_in_words(self.data) if self.data or self.digests else []),
-            ("number", _numbers_in_words(self.numbers)),
+            (
+                "number",
+                [f"{n}: {_shown(x)} and {_shown(y)}" for n, (x, y) in self.numbers.items()],
+            ),
             ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
@@ -160,18 +167,9 @@ def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
 
 
-def _numbers_in_words(numbers: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Numbers, and other plain values, that differ, a line each."""
-    return [f"{name}: {_shown(x)} and {_shown(y)}" for name, (x, y) in numbers.items()]
-
-
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _in_words(name: str, each: Difference) -> str:
-    return f"{name}: {each.elements:,} of {each.of:,} values, by {each.largest:.3g} at most"
 
 
 def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffReport:
@@ -190,9 +188,9 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
         torch.save({"weight": torch.zeros(3), "bias": torch.ones(2)}, "a.pt")
         torch.save({"weight": torch.zeros(3), "b": torch.ones(2)}, "b.pt")
-        found = anyrank.diff("a.pt", "b.pt")
-        assert not found
-        assert found.renamed == {"bias": "b"}
+        report = anyrank.diff("a.pt", "b.pt")
+        assert not report
+        assert report.renamed == {"bias": "b"}
 
     Args:
         a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
@@ -217,13 +215,13 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     return _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
 
 
-def _ignored(given: object) -> Ignore:
+def _ignored(ignore: object) -> Ignore:
     """Whether a name, or a table that it is in, is of one of the patterns."""
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnknownVariableType]
-        raise TypeError(f"ignore={given!r}: give a pattern or a list of patterns")
-    both = [text for each in patterns for text in (str(each), f"{each}.*")]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return lambda name: any(fnmatchcase(IN_PART.sub("", name), text) for text in both)
+    patterns: Any = [ignore] if isinstance(ignore, str) else ignore
+    if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
+        raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
+    with_inner = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
+    return lambda name: any(fnmatchcase(IN_PART.sub("", name), text) for text in with_inner)
 
 
 def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
@@ -240,10 +238,10 @@ def _committed_steps(source: Source) -> dict[int, str] | None:
         return None
     if MANIFEST in names:
         return {read_manifest(storage, path).step: path}
-    found = {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
-    if not found:
+    steps = {step.number: join_path(path, step.name) for step in whole_steps(storage, path, names)}
+    if not steps:
         raise LoadError(f"{path}: {no_step(names)}")
-    return found
+    return steps
 
 
 def _diff_runs(
@@ -257,13 +255,13 @@ def _diff_runs(
     report = DiffReport(a, b, 0, [], [], {}, {}, {}, {})
     parts: dict[str, bool] = {}
     for step in both:
-        found = _diff_steps(steps_a[step], steps_b[step], ignore)
-        parts = found.parts
-        if not found:
-            report = replace(found, step=step)
+        of_step = _diff_steps(steps_a[step], steps_b[step], ignore)
+        parts = of_step.parts
+        if not of_step:
+            report = replace(of_step, step=step)
             break
         equal.append(step)
-        report = replace(report, equal=report.equal + found.equal)
+        report = replace(report, equal=report.equal + of_step.equal)
     if report.step is not None and report.step != both[-1]:
         parts = _diff_steps(steps_a[both[-1]], steps_b[both[-1]], ignore).parts
     newest = both[-1] if both else None
@@ -272,23 +270,24 @@ def _diff_runs(
 
 def _diff_steps(a: str, b: str, ignore: Ignore, read: bool = False) -> DiffReport:
     """Two steps: tensors by the receipts where both have one, else or to be `read` by values."""
-    of_a, of_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
-    if read or not (of_a.receipt and of_b.receipt):
-        listings = [list_step(storage_for(m), m, of) for m, of in ((a, of_a), (b, of_b))]
-        found = _diff(a, b, listings[0], listings[1], ignore)
+    manifest_a, manifest_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
+    if read or not (manifest_a.receipt and manifest_b.receipt):
+        in_a = list_step(storage_for(a), a, manifest_a)
+        in_b = list_step(storage_for(b), b, manifest_b)
+        report = _diff(a, b, in_a, in_b, ignore)
     else:
-        found = _diff_receipts(a, b, of_a, of_b, ignore)
-    plain = record_differences(of_a, of_b, ignore)
-    told = {IN_PART.sub("", name) for name in (*found.only_a, *found.only_b)}
+        report = _diff_receipts(a, b, manifest_a, manifest_b, ignore)
+    numbers, data = record_differences(manifest_a, manifest_b, ignore)
+    absent = {IN_PART.sub("", name) for name in (*report.only_a, *report.only_b)}
+    names = [part for part in {**manifest_a.parts, **manifest_b.parts} if not ignore(part)]
     report = replace(
-        found,
-        only_a=[*plain.only_a, *found.only_a],
-        only_b=[*plain.only_b, *found.only_b],
-        numbers={name: pair for name, pair in plain.numbers.items() if name not in told},
-        data=plain.data,
+        report,
+        only_a=[*(part for part in names if part not in manifest_b.parts), *report.only_a],
+        only_b=[*(part for part in names if part not in manifest_a.parts), *report.only_b],
+        numbers={name: pair for name, pair in numbers.items() if name not in absent},
+        data=data,
     )
     differing = _differing_parts(report)
-    names = [part for part in {**of_a.parts, **of_b.parts} if not ignore(part)]
     return replace(report, parts={part: part not in differing for part in names})
 
 
@@ -301,25 +300,26 @@ def _differing_parts(report: DiffReport) -> set[str]:
     return parts | ({"data"} if report.data else set[str]())
 
 
-def _diff_receipts(a: str, b: str, of_a: Manifest, of_b: Manifest, ignore: Ignore) -> DiffReport:
+def _diff_receipts(
+    a: str, b: str, manifest_a: Manifest, manifest_b: Manifest, ignore: Ignore
+) -> DiffReport:
     """The tensors of two steps, by their digests."""
-    mine, other = (
-        {name: digest for name, digest in of.receipt["tensors"].items() if not ignore(name)}
-        for of in (of_a, of_b)
+    in_a, in_b = (
+        {name: digest for name, digest in manifest.receipt["tensors"].items() if not ignore(name)}
+        for manifest in (manifest_a, manifest_b)
     )
-    same = [name for name in mine if mine[name] == other.get(name)]
-    digests = [n for n in tensor_differences(of_a.receipt, of_b.receipt) if not ignore(n)]
-    only_a, only_b = (
-        [name for name in one if name not in two and not IN_PART.search(name)]
-        for one, two in ((mine, other), (other, mine))
-    )
+    same = [name for name in in_a if in_a[name] == in_b.get(name)]
+    digests = tensor_differences(manifest_a.receipt, manifest_b.receipt)
+    digests = [name for name in digests if not ignore(name)]
+    only_a = [name for name in in_a if name not in in_b and not IN_PART.search(name)]
+    only_b = [name for name in in_b if name not in in_a and not IN_PART.search(name)]
     return DiffReport(a, b, len(same), only_a, only_b, {}, {}, {}, {}, digests)
 
 
 def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> DiffReport:
     a, b = (
-        each.with_tensors({n: t for n, t in each.tensors.items() if not ignore(n)})
-        for each in (a, b)
+        listing.with_tensors({n: t for n, t in listing.tensors.items() if not ignore(n)})
+        for listing in (a, b)
     )
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
@@ -329,18 +329,16 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> D
     only_b = [name for name in b.tensors if name not in a.tensors and name not in unread]
     equal = 0
     with open_values(a) as in_a, open_values(b) as in_b:
-        for name, ours in a.tensors.items():
-            theirs = b.tensors.get(name)
-            if theirs is None:
+        for name in [name for name in a.tensors if name in b.tensors]:
+            x, y = a.tensors[name], b.tensors[name]
+            if x.shape != y.shape:
+                shapes[name] = (x.shape, y.shape)
                 continue
-            if ours.shape != theirs.shape:
-                shapes[name] = (ours.shape, theirs.shape)
-                continue
-            if a.kind_of(ours) != b.kind_of(theirs):
-                dtypes[name] = (a.kind_of(ours), b.kind_of(theirs))
-            found = _compare(ours, theirs, in_a, in_b)
-            if found is not None:
-                values[name] = found
+            if a.kind_of(x) != b.kind_of(y):
+                dtypes[name] = (a.kind_of(x), b.kind_of(y))
+            difference = _compare(x, y, in_a, in_b)
+            if difference is not None:
+                values[name] = difference
             elif name not in dtypes:
                 equal += 1
         renamed = _renames(
@@ -371,19 +369,17 @@ def _size(largest: float) -> float:
     return math.inf if math.isnan(largest) else largest
 
 
-def _compare(
-    ours: StoredTensor, theirs: StoredTensor, in_a: Reader, in_b: Reader
-) -> Difference | None:
+def _compare(a: StoredTensor, b: StoredTensor, in_a: Reader, in_b: Reader) -> Difference | None:
     """How two tensors of one shape differ; None where no value does."""
     largest, elements = 0.0, 0
-    for box in boxes_of(ours):
-        x, y = in_a.read(ours, box), in_b.read(theirs, box)
+    for box in boxes_of(a):
+        x, y = in_a.read(a, box), in_b.read(b, box)
         if x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)):
             continue
-        by, number = _difference(x, y)
+        gap, number = _difference(x, y)
         elements += number
-        largest = by if math.isnan(by) or by > largest else largest
-    return Difference(largest, elements, ours.numel) if elements else None
+        largest = gap if math.isnan(gap) or gap > largest else largest
+    return Difference(largest, elements, a.numel) if elements else None
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
@@ -418,15 +414,15 @@ def _renames(
     """Tensors of the same bits under different names; several alike are paired in order."""
     kinds = {(t.shape, t.dtype) for t in only_a.values()}
     kinds &= {(t.shape, t.dtype) for t in only_b.values()}
-    theirs: dict[object, list[str]] = {}
+    names_b: dict[object, list[str]] = {}
     for name, stored in only_b.items():
         if (stored.shape, stored.dtype) in kinds:
             key = (stored.shape, stored.dtype, content_of(in_b, stored))
-            theirs.setdefault(key, []).append(name)
+            names_b.setdefault(key, []).append(name)
     renamed: dict[str, str] = {}
     for name, stored in only_a.items():
         if (stored.shape, stored.dtype) in kinds:
-            alike = theirs.get((stored.shape, stored.dtype, content_of(in_a, stored)))
+            alike = names_b.get((stored.shape, stored.dtype, content_of(in_a, stored)))
             if alike:
                 renamed[name] = alike.pop(0)
     return renamed

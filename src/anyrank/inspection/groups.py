@@ -40,18 +40,18 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Tens
     """Group (name, shape, dtype, nbytes), in the order of names with numbers counted as numbers."""
     alike: dict[tuple[str, str, tuple[int, ...], str], list[tuple[str, int]]] = {}
     for name, shape, dtype, nbytes in tensors:
-        found = NUMBER.search(name)
-        start, stop = found.span() if found else (len(name), len(name))
+        number = NUMBER.search(name)
+        start, stop = number.span() if number else (len(name), len(name))
         members = alike.setdefault((name[:start], name[stop:], shape, dtype), [])
         members.append((name[start:stop], nbytes))
-    made: list[tuple[list[tuple[int, str]], TensorGroup]] = []
+    groups: list[tuple[list[tuple[int, str]], TensorGroup]] = []
     for (before, after, shape, dtype), members in alike.items():
         numbers = sorted(int(number) for number, _ in members if number)
         name = printable(f"{before}{_runs(numbers)}{after}")
         nbytes = sum(size for _, size in members)
         first = f"{before}{min(numbers, default='')}{after}"
-        made.append((_in_order(first), TensorGroup(name, shape, dtype, len(members), nbytes)))
-    return [group for _, group in sorted(made, key=lambda item: (item[0], item[1].shape))]
+        groups.append((_in_order(first), TensorGroup(name, shape, dtype, len(members), nbytes)))
+    return [group for _, group in sorted(groups, key=lambda item: (item[0], item[1].shape))]
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

@@ -107,52 +107,54 @@ class Inspection:
         return "\n".join([*summary(self), *tensor_rows(self, SHOWN_GROUPS), *notes(self)])
 
 
-def summary(found: Inspection) -> list[str]:
+def summary(inspection: Inspection) -> list[str]:
     """Format, counts and sizes, dtypes: the lines above the tensors."""
     kinds = (
         f"{short_dtype(dtype)}: {count(total.tensors, 'tensor')}, {in_units(total.nbytes)}"
-        for dtype, total in found.dtypes.items()
+        for dtype, total in inspection.dtypes.items()
     )
-    tied = f" ({len(found.tied):,} tied)" if found.tied else ""
-    parts = [found.format, count(len(found.tensors), "tensor") + tied]
-    parts += [f"{found.parameters:,} parameters", in_units(found.nbytes)]
-    methods = Counter(found.quantised.values())
+    tied = f" ({len(inspection.tied):,} tied)" if inspection.tied else ""
+    parts = [inspection.format, count(len(inspection.tensors), "tensor") + tied]
+    parts += [f"{inspection.parameters:,} parameters", in_units(inspection.nbytes)]
+    methods = Counter(inspection.quantised.values())
     ways = (
         f"{method}, which `load` dequantises: {count(number, 'tensor')} with their scales"
         for method, number in methods.items()
     )
     lines = [*kinds, *ways]
-    return [f"{found.path}: {', '.join(parts)}", *(f"  {line}" for line in lines)]
+    return [f"{inspection.path}: {', '.join(parts)}", *(f"  {line}" for line in lines)]
 
 
-def tensor_rows(found: Inspection, shown: int | None = None, *, every: bool = False) -> list[str]:
+def tensor_rows(
+    inspection: Inspection, shown: int | None = None, *, grouped: bool = True
+) -> list[str]:
     """Name, shape, dtype and bytes of each tensor, or of each group of layers, a line each.
 
     Args:
-        found: what was inspected.
+        inspection: what was inspected.
         shown: most groups that are shown; default: all.
-        every: one line a tensor, in the order of the headers.
+        grouped: False for one line a tensor, in the order of the headers.
     """
-    tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in found.tensors]
+    tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
     groups = group(tensors)
-    if every:
+    if not grouped:
         groups = [TensorGroup(printable(n), s, d, 1, b) for n, s, d, b in tensors]
-    lines = [f"  {each}" for each in groups[:shown]]
-    left = len(tensors) - sum(each.count for each in groups[:shown])
+    lines = [f"  {row}" for row in groups[:shown]]
+    left = len(tensors) - sum(row.count for row in groups[:shown])
     return [*lines, f"  and {count(left, 'tensor')} more"] if left else lines
 
 
-def notes(found: Inspection) -> list[str]:
+def notes(inspection: Inspection) -> list[str]:
     """Steps, metadata and what was skipped, shortened: the lines below the tensors."""
     lines = [
         f"  step {saved.step:<8} epoch {saved.epoch}, {saved.samples:,} samples, "
         f"{count(saved.ranks, 'rank')}, {in_units(saved.nbytes)}, {printable(saved.written)}"
-        for saved in found.steps
+        for saved in inspection.steps
     ]
-    if found.run_time is not None:
-        lines.append(f"  {found.run_time}")
-    texts = [f"{key}: {value}" for key, value in found.metadata.items()]
-    groups = (("metadata", texts), ("skipped", group_by_part(found.skipped)))
+    if inspection.run_time is not None:
+        lines.append(f"  {inspection.run_time}")
+    texts = [f"{key}: {value}" for key, value in inspection.metadata.items()]
+    groups = (("metadata", texts), ("skipped", group_by_part(inspection.skipped)))
     shortened = ((title, [_shorten(item) for item in items]) for title, items in groups)
     return [*lines, *rows(shortened, 9, SHOWN_NOTES)]
 
@@ -167,10 +169,10 @@ def inspect(source: Source) -> Inspection:
     Example::
 
         torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, "w.pt")
-        found = anyrank.inspect("w.pt")
-        assert found.parameters == 9
-        assert [tensor.name for tensor in found.tensors] == ["weight", "bias"]
-        print(found)
+        inspection = anyrank.inspect("w.pt")
+        assert inspection.parameters == 9
+        assert [tensor.name for tensor in inspection.tensors] == ["weight", "bias"]
+        print(inspection)
 
     Args:
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP

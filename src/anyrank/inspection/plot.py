@@ -46,8 +46,8 @@ def draw(folder: str, path: str) -> None:
         upper.plot(*losses, color="tab:blue", marker=".", markersize=3)
         ends = [leg[0].step, leg[-1].step]
         lower.plot(ends, [leg[0].ranks] * 2, color="tab:orange", linewidth=3)
-        for each in axes:
-            each.axvline(leg[0].step, color="0.8", linewidth=1, zorder=0)
+        for plot in axes:
+            plot.axvline(leg[0].step, color="0.8", linewidth=1, zorder=0)
     upper.set_ylabel("loss")
     lower.set_ylabel("ranks")
     lower.set_xlabel("step")

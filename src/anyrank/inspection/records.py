@@ -9,7 +9,6 @@ itself, where the rank counts differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -27,28 +26,18 @@ Pair = tuple[Any, Any]
 Ignore = Callable[[str], bool]
 
 
-@dataclass(frozen=True)
-class RecordDifferences:
-    """How two steps differ apart from their tensors.
-
-    Attributes:
-        only_a, only_b: parts that only one of them has.
-        data: of two ElasticLoaders or ElasticSamplers: what differs between their states.
-        numbers: what else differs, the first of each part -> both values; "absent" for none.
-    """
-
-    only_a: list[str]
-    only_b: list[str]
-    data: dict[str, Pair]
-    numbers: dict[str, Pair]
-
-
-def record_differences(a: Manifest, b: Manifest, ignore: Ignore) -> RecordDifferences:
-    """Compare all that two steps hold apart from their tensors.
+def record_differences(
+    a: Manifest, b: Manifest, ignore: Ignore
+) -> tuple[dict[str, Pair], dict[str, Pair]]:
+    """Compare what two steps hold apart from their tensors, in the parts that both have.
 
     Args:
         a, b: the steps.
         ignore: whether a name is left out.
+
+    Returns:
+        What differs, the first value of each part -> both values, "absent" for none. And of two
+        ElasticLoaders or ElasticSamplers, what differs between their states.
 
     Raises:
         CorruptCheckpoint: a part's record is not as a save writes it.
@@ -56,30 +45,26 @@ def record_differences(a: Manifest, b: Manifest, ignore: Ignore) -> RecordDiffer
     data: dict[str, Pair] = {}
     positions = _position(a), _position(b)
     if positions[0] is not None and positions[1] is not None:
-        found = data_differences(positions[0], positions[1])
-        data = {name: pair for name, pair in found.items() if not ignore(f"data.{name}")}
+        pairs = data_differences(positions[0], positions[1])
+        data = {name: pair for name, pair in pairs.items() if not ignore(f"data.{name}")}
     numbers: dict[str, Pair] = {}
     for name in PROGRESS:
-        mine, other = getattr(a, name), getattr(b, name)
-        if mine != other and name not in data and not ignore(name):
-            numbers[name] = (mine, other)
+        x, y = getattr(a, name), getattr(b, name)
+        if x != y and name not in data and not ignore(name):
+            numbers[name] = (x, y)
     same_ranks = a.saved_on["ranks"] == b.saved_on["ranks"]
     for part in a.parts.keys() & b.parts.keys():
         if part == "data" and None not in positions:
             continue
         try:
-            one, two = (_compared(part, of.parts[part], same_ranks) for of in (a, b))
-            numbers |= _first_difference(part, one, two, ignore)
+            x, y = (_compared(step.parts[part], same_ranks) for step in (a, b))
+            numbers |= _first_difference(part, x, y, ignore)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptCheckpoint(
                 f"the manifest.parts.{part}: is not as a save writes it ({error}): the file of one "
                 "of the two steps is damaged"
             ) from error
-    only_a, only_b = (
-        [part for part in one.parts if part not in two.parts and not ignore(part)]
-        for one, two in ((a, b), (b, a))
-    )
-    return RecordDifferences(only_a, only_b, data, dict(sorted(numbers.items())))
+    return dict(sorted(numbers.items())), data
 
 
 def _position(manifest: Manifest) -> Mapping[str, Any] | None:
@@ -89,25 +74,25 @@ def _position(manifest: Manifest) -> Mapping[str, Any] | None:
     return tree if isinstance(tree, dict) and tree.keys() >= {*POSITION} else None
 
 
-def _compared(part: str, record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
+def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
     """A part's record without what differs between equal runs; its state_dict() is under "tree"."""
     left_out = (*NOT_COMPARED, *COMPARED_APART)
-    found = {name: value for name, value in record.items() if name not in left_out}
+    compared = {name: value for name, value in record.items() if name not in left_out}
     if record["kind"] == "optimizer" and "opaque" not in record:
-        found["param_groups"] = [
+        compared["param_groups"] = [
             {k: v for k, v in group["options"].items() if k not in IMPLEMENTATION}
             | {"params": group["params"]}
             for group in record["groups"]
         ]
-    if "frozen" in found:  # by its values, wherever they are
-        found["frozen"] = {name: each["digest"] for name, each in found["frozen"].items()}
-    if "base" in found:
-        found["base"] = found["base"]["digest"]
+    if "frozen" in compared:  # by its values, wherever they are
+        compared["frozen"] = {name: part["digest"] for name, part in compared["frozen"].items()}
+    if "base" in compared:
+        compared["base"] = compared["base"]["digest"]
     if same_ranks and "by_rank" in record:
-        found["by_rank"] = record["by_rank"]
+        compared["by_rank"] = record["by_rank"]
     if "by_rank" not in record:
-        found["tree"] = record.get("tree", {})
-    return found
+        compared["tree"] = record.get("tree", {})
+    return compared
 
 
 def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, Pair]:
@@ -116,8 +101,9 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
     if ignore(where) or a == b:
         return {}
     if isinstance(a, dict) and isinstance(b, dict):
-        one, two = cast("dict[str, Any]", a), cast("dict[str, Any]", b)
-        pairs = [(key, one.get(key, ABSENT), two.get(key, ABSENT)) for key in {**one, **two}]
+        table_a, table_b = cast("dict[str, Any]", a), cast("dict[str, Any]", b)
+        keys = {**table_a, **table_b}
+        pairs = [(key, table_a.get(key, ABSENT), table_b.get(key, ABSENT)) for key in keys]
     elif isinstance(a, list) and isinstance(b, list):
         longest = zip_longest(cast("list[Any]", a), cast("list[Any]", b), fillvalue=ABSENT)
         pairs = [(str(number), x, y) for number, (x, y) in enumerate(longest)]
@@ -125,8 +111,9 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
         return {where: (_shown(a), _shown(b))}
     for key, x, y in pairs:
         is_mark = key == "tree" or key.startswith("~")  # no part of the path that users know
-        if found := _first_difference(where if is_mark else f"{where}.{key}", x, y, ignore):
-            return found
+        inner = where if is_mark else f"{where}.{key}"
+        if difference := _first_difference(inner, x, y, ignore):
+            return difference
     return {}
 
 

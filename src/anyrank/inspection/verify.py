@@ -120,39 +120,39 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     """
     check_source(source)
     check_bool(finite=finite)
-    found = _Found([], set())
+    outcome = _Outcome([], set())
     path = name_of(source)
     names: list[str] | None = None
     if isinstance(source, (str, os.PathLike)):
         storage = storage_for(path)
         names = _names(storage, path)
         if names is not None and looks_like(RUN, names):
-            return _verify_run(storage, path, names, finite, found)
+            return _verify_run(storage, path, names, finite, outcome)
     try:
         listing = list_source(source)
     except AnyrankError as error:
-        found.findings.append(_finding(error, path))
-        _verify_each(source, found)
-        return VerifyReport(path, "", found.findings, 0, 0, ["structure"], [])
+        outcome.findings.append(_finding(error, path))
+        _verify_each(source, outcome)
+        return VerifyReport(path, "", outcome.findings, 0, 0, ["structure"], [])
     if names is not None and listing.format != DCP and is_of_tool(names):
-        listing = _with_state(path, listing, found)
-    _verify_listing(listing, finite, found)
+        listing = _with_state(path, listing, outcome)
+    _verify_listing(listing, finite, outcome)
     for name, what in listing.unreadable.items():
-        found.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
-    return _report(path, listing.format, found, [listing], [])
+        outcome.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
+    return _report(path, listing.format, outcome, [listing], [])
 
 
-def _with_state(path: str, weights: Listing, found: _Found) -> Listing:
+def _with_state(path: str, weights: Listing, outcome: _Outcome) -> Listing:
     """The weights in another tool's folder, with its optimizers and what else a run is made of."""
     from anyrank.foreign.read import read_foreign  # around the core: a door in test_house
 
     try:
         run = read_foreign(path)
     except AnyrankError as error:
-        found.findings.append(_finding(error, path))
+        outcome.findings.append(_finding(error, path))
         return weights
     tensors = {
-        name: stored for each in run.weights.values() for name, stored in each.tensors.items()
+        name: stored for part in run.weights.values() for name, stored in part.tensors.items()
     }
     for part, optimizer in run.optimizers.items():
         for parameter, state in optimizer.state.items():
@@ -163,7 +163,7 @@ def _with_state(path: str, weights: Listing, found: _Found) -> Listing:
 
 
 @dataclass
-class _Found:
+class _Outcome:
     """What is wrong, and what was compared."""
 
     findings: list[Finding]
@@ -193,7 +193,7 @@ def _finding(error: Exception, path: str) -> Finding:
     return Finding(where, what) if is_path else Finding(path, text)
 
 
-def _verify_each(source: Source, found: _Found) -> None:
+def _verify_each(source: Source, outcome: _Outcome) -> None:
     """Of a source that is not whole, every file by itself, so that all the damage is known."""
     paths: list[str] = []
     if isinstance(source, (str, os.PathLike)):
@@ -204,32 +204,32 @@ def _verify_each(source: Source, found: _Found) -> None:
             paths = [join_path(path, name) for name in names]
     elif not isinstance(source, Mapping):
         paths = [os.fspath(path) for path in source]
-    known = {finding.where for finding in found.findings}
+    known = {finding.where for finding in outcome.findings}
     for path in paths:
         try:
             listing = list_source(path)
         except AnyrankError as error:
             if path not in known:
-                found.findings.append(_finding(error, path))
+                outcome.findings.append(_finding(error, path))
         else:
-            _verify_listing(listing, False, found)
+            _verify_listing(listing, False, outcome)
 
 
 def _verify_run(
-    storage: Storage, path: str, names: list[str], finite: bool, found: _Found
+    storage: Storage, path: str, names: list[str], finite: bool, outcome: _Outcome
 ) -> VerifyReport:
     """Every committed step, by its manifest."""
     folders = [path] if MANIFEST in names else []
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
     if not folders:
-        found.findings.append(Finding(path, no_step(names)))
+        outcome.findings.append(Finding(path, no_step(names)))
     steps: list[int] = []
     listings: list[Listing] = []
     for folder in folders:
         try:
             if not is_step(storage, folder):
-                found.findings.append(
+                outcome.findings.append(
                     Finding(folder, f"has no {MANIFEST}: it is damaged, or the save of it died")
                 )
                 continue
@@ -238,46 +238,43 @@ def _verify_run(
             small = check_sizes(storage, folder, manifest)
             listing = list_step(storage, folder, manifest, small)
         except AnyrankError as error:
-            found.findings.append(_finding(error, folder))
+            outcome.findings.append(_finding(error, folder))
             continue
         listings.append(listing)
-        _verify_listing(listing, finite, found)
-    found.checked.add("manifests")
-    return _report(path, FORMAT, found, listings, steps)
+        _verify_listing(listing, finite, outcome)
+    outcome.checked.add("manifests")
+    return _report(path, FORMAT, outcome, listings, steps)
 
 
 def _report(
-    path: str, name: str, found: _Found, listings: list[Listing], steps: list[int]
+    path: str, name: str, outcome: _Outcome, listings: list[Listing], steps: list[int]
 ) -> VerifyReport:
     return VerifyReport(
         path,
         name,
-        found.findings,
+        outcome.findings,
         sum(len(listing.tensors) for listing in listings),
         sum(listing.nbytes for listing in listings),
-        ["structure", *sorted(found.checked)],
+        ["structure", *sorted(outcome.checked)],
         steps,
     )
 
 
-def _verify_listing(listing: Listing, finite: bool, found: _Found) -> None:
+def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
     for name, stored in listing.tensors.items():
         overlap = _overlap(stored)
         if overlap:
-            found.findings.append(Finding(_file_of(listing, stored), f"{name}: {overlap}"))
+            path = listing.files[stored.chunks[0].file].path
+            outcome.findings.append(Finding(path, f"{name}: {overlap}"))
     try:
         for path, what in mismatches(listing, 0, 1, lambda: None):
-            found.findings.append(Finding(path, what))
+            outcome.findings.append(Finding(path, what))
     except AnyrankError as error:
-        found.findings.append(_finding(error, listing.format))
-    found.checked.update(compared(listing) or ["no checksums, as the files have none"])
+        outcome.findings.append(_finding(error, listing.format))
+    outcome.checked.update(compared(listing) or ["no checksums, as the files have none"])
     if finite:
-        found.findings += _nonfinite(listing)
-        found.checked.add("NaN and infinite values")
-
-
-def _file_of(listing: Listing, stored: StoredTensor) -> str:
-    return listing.files[stored.chunks[0].file].path
+        outcome.findings += _nonfinite(listing)
+        outcome.checked.add("NaN and infinite values")
 
 
 def _overlap(stored: StoredTensor) -> str | None:

@@ -238,10 +238,10 @@ class Accelerator(_Accelerator):
         """As usual in a step's last microbatch; nothing, and a norm of 0, in those before."""
         if not self._complete_gradients():
             return torch.zeros(())
-        given = list(parameters)
-        if self._batches is not None and self._batches.clips_exactly(given):
+        clipped = list(parameters)
+        if self._batches is not None and self._batches.clips_exactly(clipped):
             return self._batches.clip(max_norm, norm_type)
-        return super().clip_grad_norm_(given, max_norm, norm_type)
+        return super().clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """As usual in a step's last microbatch; nothing in those before."""

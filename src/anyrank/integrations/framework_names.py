@@ -139,24 +139,20 @@ def check_names(package: str, *owners: type) -> None:
 def _differences(owner: type, names: Mapping[str, str | None]) -> Iterator[str]:
     """What a class has otherwise than the table."""
     for name, tested in names.items():
-        found = getattr(owner, name, None)
+        method = getattr(owner, name, None)
         if tested is None:
-            is_set = re.search(rf"self\.{name}\b.* = ", _constructor(owner))
+            constructor = inspect.getsource(owner.__init__)  # type: ignore[misc]
+            is_set = re.search(rf"self\.{name}\b.* = ", constructor)
             if not (is_set or hasattr(owner, name)):
                 yield f"{owner.__name__} has no {name}"
-        elif not callable(found):
+        elif not callable(method):
             yield f"{owner.__name__} has no method {name}({tested})"
-        elif parameters(found) != tested:
-            yield f"{owner.__name__}.{name} takes ({parameters(found)}) instead of ({tested})"
+        elif parameters(method) != tested:
+            yield f"{owner.__name__}.{name} takes ({parameters(method)}) instead of ({tested})"
 
 
 def parameters(function: object) -> str:
     """The names of what a function takes, with the stars of `*args` and `**kwargs`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    taken = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-    return ", ".join(stars.get(one.kind, "") + one.name for one in taken)
-
-
-def _constructor(owner: type) -> str:
-    """The text of a class's constructor, where its objects get their attributes."""
-    return inspect.getsource(owner.__init__)  # type: ignore[misc]
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return ", ".join(stars.get(p.kind, "") + p.name for p in signature.parameters.values())

@@ -174,8 +174,8 @@ class Elastic(_Callback):
             seed=self._run.seed,
             first_rank=["lightning"],
             lightning=self._loops,
-            **numbered("scheduler", [one.scheduler for one in trainer.lr_scheduler_configs]),
-            **self._loops.held,
+            **numbered("scheduler", [c.scheduler for c in trainer.lr_scheduler_configs]),
+            **self._loops.modules,
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -52,11 +52,11 @@ class LoopState:
         loader: of the steps.
 
     Attributes:
-        held: the modules that callbacks hold, which are parts of the run themselves.
+        modules: that callbacks hold, which are parts of the run themselves.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
-        self.held: dict[str, Any] = {**_modules_of_callbacks(trainer)}
+        self.modules: dict[str, Any] = {**_modules_of_callbacks(trainer)}
         self._fit_trainer = trainer
         self._loader = loader
         self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
@@ -68,7 +68,7 @@ class LoopState:
             ValueError: a callback made a module that the run does not have.
         """
         trainer = self._fit_trainer
-        if _modules_of_callbacks(trainer).keys() != self.held.keys():
+        if _modules_of_callbacks(trainer).keys() != self.modules.keys():
             raise ValueError(
                 "a callback made a module after on_fit_start, too late to be resumed: make it in "
                 "the callback's setup()"
@@ -92,10 +92,9 @@ class LoopState:
     def _from_hooks(self) -> dict[str, Any]:
         """What the LightningModule adds to a checkpoint."""
         module = self._fit_trainer.lightning_module
-        given = {"state_dict": module.state_dict()}
-        checkpoint = {**given}
+        checkpoint = {"state_dict": module.state_dict()}
         module.on_save_checkpoint(checkpoint)
-        return {key: value for key, value in checkpoint.items() if key not in given}
+        return {key: value for key, value in checkpoint.items() if key != "state_dict"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer = self._fit_trainer
@@ -185,10 +184,10 @@ class Replaced:
         def clip(
             optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
-            own, kind = trainer.gradient_clip_val, gradient_clip_algorithm
-            value = own if gradient_clip_val is None else gradient_clip_val
+            asked, kind = trainer.gradient_clip_val, gradient_clip_algorithm
+            value = asked if gradient_clip_val is None else gradient_clip_val
             kind = kind or trainer.gradient_clip_algorithm or "norm"
-            if value and own in (None, value) and kind.lower() == "norm":
+            if value and asked in (None, value) and kind.lower() == "norm":
                 self._step.clip_grad_norm_(value)
             else:
                 original(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -204,13 +203,13 @@ class Replaced:
 def _modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
     """Modules that callbacks hold beside the model, such as an EMA copy: name of the part -> it."""
     model = {id(module) for module in trainer.lightning_module.modules()}
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for callback in trainer.callbacks:
         for name, value in vars(callback).items():
             if isinstance(value, nn.Module) and id(value) not in model:
                 part = f"{type(callback).__name__}_{name.strip('_')}"
-                found[f"{part}_{len(found)}" if part in found else part] = value
-    return found
+                modules[f"{part}_{len(modules)}" if part in modules else part] = value
+    return modules
 
 
 def problems_of(trainer: Any, module: Any) -> Iterator[str]:

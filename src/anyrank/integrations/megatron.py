@@ -44,33 +44,33 @@ def layout(model: nn.Module, mesh: Any) -> dict[str, Any]:
         model = torch.nn.Linear(4, 6)  # ColumnParallelLinear sets these on its weight
         model.weight.tensor_model_parallel = True
         model.weight.partition_dim, model.weight.partition_stride = 0, 1
-        given = anyrank.integrations.megatron.layout(model, [0])
-        assert given == {"weight": ([0], [Shard(0)])}
-        state = anyrank.TrainState(model, layout=given)
+        layout = anyrank.integrations.megatron.layout(model, [0])
+        assert layout == {"weight": ([0], [Shard(0)])}
+        state = anyrank.TrainState(model, layout=layout)
     """
     grid = torch.as_tensor(getattr(mesh, "mesh", mesh), device="cpu")
     if grid.ndim != 1:
         raise ValueError(f"mesh has {grid.ndim} axes: give the tensor-parallel ranks alone")
     ranks = [int(rank) for rank in grid.tolist()]
     gated = _gated(model)
-    found: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        given: Any = parameter
-        if getattr(given, "allreduce", True) is False:
+        marked: Any = parameter
+        if getattr(marked, "allreduce", True) is False:
             raise ValueError(
                 f"{name}: belongs to an expert that this rank has alone (expert parallelism), and "
                 "other ranks have others of this name: sync or save these by themselves"
             )
-        if not getattr(given, "tensor_model_parallel", False):
+        if not getattr(marked, "tensor_model_parallel", False):
             continue
-        dim, stride = int(given.partition_dim), int(given.partition_stride)
+        dim, stride = int(marked.partition_dim), int(marked.partition_stride)
         if id(parameter) in gated:
             stride = 2
-        found[name] = (ranks, [Shard(dim)])
+        layouts[name] = (ranks, [Shard(dim)])
         if stride > 1:
             intervals = _strided(parameter.shape[dim], stride, len(ranks))
-            found[name] = (ranks, [Shard(dim)], intervals)
-    return found
+            layouts[name] = (ranks, [Shard(dim)], intervals)
+    return layouts
 
 
 def _gated(model: nn.Module) -> set[int]:
@@ -87,7 +87,7 @@ def _gated(model: nn.Module) -> set[int]:
 
 def _strided(length: int, stride: int, size: int) -> list[list[tuple[int, int]]]:
     """What each rank holds of a dim of `stride` parts, of each of which it has its chunk."""
-    each = length // stride
+    rows = length // stride
     return [
-        [(part * each * size + rank * each, each) for part in range(stride)] for rank in range(size)
+        [(part * rows * size + rank * rows, rows) for part in range(stride)] for rank in range(size)
     ]

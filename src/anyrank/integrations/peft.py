@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
-from anyrank.integrations.peft_names import keys_in_folder
 from anyrank.versions import warn_if_untested
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks, open_ranks
@@ -164,7 +163,7 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
     layers: list[Any] = [
         module
         for module in inner.modules()
-        if isinstance(module, BaseTunerLayer) and adapter in _of(module)
+        if isinstance(module, BaseTunerLayer) and adapter in _adapters_in(module)
     ]
     if any(layer.merged for layer in layers):
         raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")
@@ -207,7 +206,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return plain.to_local() if hasattr(plain, "placements") else plain
 
 
-def _of(layer: Any) -> set[str]:
+def _adapters_in(layer: Any) -> set[str]:
     """The adapters of a layer."""
     return {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
 
@@ -269,12 +268,13 @@ class _Adapter:
             raise ValueError(
                 f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
             )
-        mine = self.config.to_dict()
-        for name in sorted((mine.keys() | saved.keys()) - set(FREE)):
-            if _plain(mine.get(name)) != _plain(saved.get(name)):
+        config = self.config.to_dict()
+        for name in sorted((config.keys() | saved.keys()) - set(FREE)):
+            if _plain(config.get(name)) != _plain(saved.get(name)):
                 raise ValueError(
                     f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
-                    f"{mine.get(name)!r}: make the adapter with PeftConfig.from_pretrained(folder)"
+                    f"{config.get(name)!r}: make the adapter with "
+                    "PeftConfig.from_pretrained(folder)"
                 )
         missing = sorted(self.tensors.keys() - keys)
         if missing:
@@ -292,17 +292,63 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
         ValueError: as `save`, on all ranks.
         LoadError: ranks give another folder or adapter.
     """
-    found: list[_Adapter] = []
+    chosen: list[_Adapter] = []
 
     def check() -> None:
         inner = _peft_model(model)
         name = _named(inner, adapter)
-        own = inner.state_dict()
-        keys = keys_in_folder(inner, own, name)
-        found.append(_Adapter(inner, name, {key: own[keys[key]].detach() for key in keys}))
+        tensors = inner.state_dict()
+        keys = _keys_in_folder(inner, tensors, name)
+        chosen.append(_Adapter(inner, name, {key: tensors[keys[key]].detach() for key in keys}))
 
     compare_arguments(ranks, call, {"folder": path, "adapter": adapter}, anyrank.LoadError, check)
-    return found[0]
+    return chosen[0]
+
+
+def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> dict[str, str]:
+    """Key in a PEFT folder -> name in the model, of what PEFT itself saves of an adapter.
+
+    PEFT chooses among tensors without values, so that it gathers none.
+
+    Raises:
+        ValueError: it saves what it computes of them.
+    """
+    if model.peft_config[adapter].is_prompt_learning:
+        return {"prompt_embeddings": _prompts(model, adapter)}
+    outline = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    names = {id(tensor): name for name, tensor in outline.items()}
+    chosen = get_peft_model_state_dict(
+        model, state_dict=outline, adapter_name=adapter, save_embedding_layers=False
+    )
+    computed = sorted(key for key, tensor in chosen.items() if id(tensor) not in names)
+    if computed:
+        raise ValueError(
+            f"{adapter!r} is of {model.peft_config[adapter].peft_type}, of which PEFT saves "
+            f"{computed[0]}, which is not a tensor of the model: save it with PEFT "
+            "(save_pretrained), from a model that is whole"
+        )
+    return {key: names[id(chosen[key])] for key in sorted(chosen)}
+
+
+def _prompts(model: PeftModel, adapter: str) -> str:
+    """The name of a prompt method's one tensor.
+
+    Raises:
+        ValueError: it has several, of which PEFT saves what they give together.
+    """
+    encoder: nn.Module = model.prompt_encoder[adapter]
+    names = [name for name, _ in encoder.named_parameters()]
+    if names != ["embedding.weight"]:
+        method = model.peft_config[adapter].peft_type
+        raise ValueError(
+            f"{adapter!r} is of {method}, of which PEFT saves what {', '.join(names)} give "
+            "together: save it with PEFT (save_pretrained), from a model that is whole"
+        )
+    return f"prompt_encoder.{adapter}.embedding.weight"
 
 
 def _read(folder: str) -> tuple[dict[str, Any], set[str]]:

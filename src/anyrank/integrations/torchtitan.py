@@ -161,7 +161,7 @@ class CheckpointManager:
         return True
 
     def maybe_wait_for_staging(self) -> None:
-        """Nothing: the optimizer's step waits by itself for what is still to be copied."""
+        """Nothing: `save` returns once its copy is done."""
 
     def maybe_wait_for_saving(self) -> None:
         """Return when no save is in flight.

@@ -39,11 +39,13 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
             "give a dataset with a length and dataset[i], or use ElasticLoader.from_shards in a "
             "loop of your own"
         )
-    taken = sorted(set(parts) & set(PART_NAMES))
+    names_in_use = sorted(set(parts) & set(PART_NAMES))
     for name in OF_ARGUMENTS.keys() & parts.keys():
         raise ValueError(f"{name}= is that of TrainingArguments: give {OF_ARGUMENTS[name]} there")
-    if taken:
-        raise ValueError(f"{taken[0]!r} is a part that the run has already: choose another name")
+    if names_in_use:
+        raise ValueError(
+            f"{names_in_use[0]!r} is a part that the run has already: choose another name"
+        )
     for problem in (*_of_arguments(trainer.args, keep), *_of_parallelism(trainer)):
         raise ValueError(problem)
 
@@ -142,11 +144,11 @@ def check_other_checkpoints(output_dir: str, folder: str) -> None:
     Raises:
         ValueError: the output folder holds a checkpoint-N.
     """
-    found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-    if found is not None:
+    path = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if path is not None:
         raise ValueError(
-            f"{found}: is the Trainer's own checkpoint, and {folder} is empty: begin the run with "
-            f"it by resume_from_checkpoint={found!r}, or anew by train()"
+            f"{path}: is the Trainer's own checkpoint, and {folder} is empty: begin the run with "
+            f"it by resume_from_checkpoint={path!r}, or anew by train()"
         )
 
 

@@ -94,7 +94,7 @@ class TrainerCounts:
 
     def state_dict(self) -> dict[str, str]:
         state = {name: getattr(self._trainer.state, name) for name in COUNTS}
-        callbacks = {name: [one.state() for one in some] for name, some in self._named().items()}
+        callbacks = {name: [c.state() for c in some] for name, some in self._named().items()}
         return {"json": json.dumps({"state": state, "callbacks": callbacks}, default=float)}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:

@@ -17,8 +17,7 @@ from anyrank.integrations.framework_names import check_names
 from anyrank.integrations.run import RunOptions
 from anyrank.integrations.trainer_checks import check_trainer
 from anyrank.integrations.trainer_loop import ElasticRun, ElasticTrainer, Training
-from anyrank.integrations.transformers_loss import tiled_loss
-from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps
+from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps, tiled_loss
 
 __all__ = ["ElasticRun", "elastic", "enable_recompute", "tile_mlps", "tiled_loss"]
 
@@ -100,19 +99,23 @@ def elastic(
 
     if args.load_best_model_at_end:
         options["keep_every"] = stays
-    made: Any = object.__new__(_elastic_class(type(trainer)))
-    made.__dict__ = vars(trainer)  # one and the same, for what holds the trainer that was given
-    made.elastic = ElasticRun(
+    elastic_trainer: Any = object.__new__(_elastic_class(type(trainer)))
+    elastic_trainer.__dict__ = vars(
+        trainer
+    )  # one and the same, for what holds the trainer that was given
+    elastic_trainer.elastic = ElasticRun(
         folder,
-        made._elastic_state,
+        elastic_trainer._elastic_state,
         global_batch=global_batch,
         microbatch=args.per_device_train_batch_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
         **options,
     )
-    made._elastic = training
-    made.train = made.train  # bound to the elastic one, for the trainer that was given as well
-    return made
+    elastic_trainer._elastic = training
+    elastic_trainer.train = (
+        elastic_trainer.train
+    )  # bound to the elastic one, for the trainer that was given as well
+    return elastic_trainer
 
 
 @cache

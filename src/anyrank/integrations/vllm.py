@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 __all__ = ["weights"]
 
 Layout: TypeAlias = tuple[Any, ...]
-Found: TypeAlias = tuple[str, torch.Tensor, Layout | None]
+NamedView: TypeAlias = tuple[str, torch.Tensor, Layout | None]
 
 
 def weights(
@@ -65,7 +65,7 @@ def weights(
 
 def _views(
     path: str, attribute: str, module: Any, packed: dict[str, Sequence[str]], ranks: list[int]
-) -> Iterator[Found]:
+) -> Iterator[NamedView]:
     """What one parameter holds: names, views and layouts."""
     parameter: torch.Tensor = getattr(module, attribute).detach()
     name = f"{path}.{attribute}".lstrip(".")
@@ -101,7 +101,7 @@ def _parts(module: Any, parameter: torch.Tensor, size: int) -> list[tuple[int, i
     if hasattr(module, "num_kv_head_replicas"):  # QKVParallelLinear
         replicas = int(module.num_kv_head_replicas)
         of_value = getattr(module, "v_head_size", module.head_size)
-        key, value = (module.num_kv_heads * each for each in (module.head_size, of_value))
+        key, value = (module.num_kv_heads * size for size in (module.head_size, of_value))
         return [(module.num_heads * module.head_size, 1), (key, replicas), (value, replicas)]
     outputs: Sequence[int] = getattr(module, "output_sizes", ())  # MergedColumnParallelLinear
     number = size if sum(outputs) != parameter.shape[0] else 1
@@ -119,8 +119,8 @@ def _stacked(name: str, parts: Sequence[tuple[int, int]], ranks: list[int]) -> L
     intervals: list[list[tuple[int, int]]] = [[] for _ in ranks]
     start = 0
     for rows, _ in parts:
-        for index, held in enumerate(intervals):
-            held.append((start + index * rows, rows))
+        for index, of_rank in enumerate(intervals):
+            of_rank.append((start + index * rows, rows))
         start += rows * size
     return ranks, [Shard(0)], intervals
 
@@ -128,19 +128,19 @@ def _stacked(name: str, parts: Sequence[tuple[int, int]], ranks: list[int]) -> L
 def _whole_or_shard(module: Any, parameter: torch.Tensor, ranks: list[int]) -> Layout | None:
     """The layout of a linear layer's parameter, by the dim that is smaller than the layer's."""
     sizes = (getattr(module, "output_size", None), getattr(module, "input_size", None))
-    for dim, (here, whole) in enumerate(zip(parameter.shape, sizes, strict=False)):
-        if whole is not None and here != whole:
+    for dim, (length, whole) in enumerate(zip(parameter.shape, sizes, strict=False)):
+        if whole is not None and length != whole:
             return ranks, [Shard(dim)]
     return None
 
 
-def _vocabulary(name: str, module: Any, parameter: torch.Tensor, ranks: list[int]) -> Found:
+def _vocabulary(name: str, module: Any, parameter: torch.Tensor, ranks: list[int]) -> NamedView:
     """The rows of a vocabulary that are no padding."""
     if module.num_embeddings != module.org_vocab_size:
         raise ValueError(f"{name}: the vocabulary has rows that an adapter added: sync it without")
-    each, total = parameter.shape[0], int(module.org_vocab_size)
+    rows, total = parameter.shape[0], int(module.org_vocab_size)
     intervals = [
-        [(index * each, max(0, min(each, total - index * each)))] for index in range(len(ranks))
+        [(index * rows, max(0, min(rows, total - index * rows)))] for index in range(len(ranks))
     ]
     index = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     return name, parameter[: intervals[index][0][1]], (ranks, [Shard(0)], intervals)

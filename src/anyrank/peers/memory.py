@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -85,8 +84,6 @@ class PeerMemory:
         self.folder = RunFolder(LocalStorage(), join_path(root, key))
         self.ranks = ranks
         self._is_due, self._last = is_due, time.monotonic()
-        self._tag = ranks.run_on_one("naming the memory", lambda: uuid.uuid4().hex[:8])
-        self._count = 0
         machines = range(len(ranks.hosts))
         self._machine_ranks = [
             [r for r, n in zip(ranks.ranks, ranks.nodes, strict=True) if n == m] for m in machines
@@ -111,7 +108,7 @@ class PeerMemory:
         """
         start = time.perf_counter()
         try:
-            nbytes = self._write(snapshot)
+            self._write(snapshot)
         except CheckpointError as error:
             self.remove_except()
             if self.ranks.index == 0:
@@ -119,19 +116,18 @@ class PeerMemory:
             return False
         self._last = time.monotonic()
         seconds, step = time.perf_counter() - start, snapshot.manifest.step
-        log.debug("step %d is in memory: %d bytes, %.3f s", step, nbytes, seconds)
+        log.debug("step %d is in memory, after %.3f s", step, seconds)
         return True
 
-    def _write(self, snapshot: Snapshot) -> int:
-        """Write and commit a snapshot; returns its bytes on all machines.
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write and commit a snapshot.
 
         Raises:
             CheckpointError: a machine has no room; the snapshot before is still there.
         """
         ranks, folder = self.ranks, self.folder
-        self._count += 1
         name = step_name(snapshot.manifest.step)
-        temporary = folder.join(f"{name}.tmp-{self._tag}-{self._count}")
+        temporary = folder.join(f"{name}.tmp")
 
         def write_share() -> RankShare:
             faults.point("peers.write")
@@ -144,19 +140,16 @@ class PeerMemory:
         what = "describing the snapshot"
         small_files = ranks.run_on_one(what, lambda: _small_files(snapshot, shares))
 
-        def commit() -> int:
+        def commit() -> None:
             faults.point("peers.commit")
-            if not self._is_first_on_machine:
-                return 0
-            for file, data in small_files.items():
-                write_file(folder.store, join_path(temporary, file), data)
-            with storing(temporary):
-                folder.store.rename(temporary, folder.join(name))
-                return sum(entry.stat().st_size for entry in os.scandir(folder.join(name)))
+            if self._is_first_on_machine:
+                for file, data in small_files.items():
+                    write_file(folder.store, join_path(temporary, file), data)
+                with storing(temporary):
+                    folder.store.rename(temporary, folder.join(name))
 
-        nbytes = sum(ranks.together("committing the snapshot", commit))
+        ranks.together("committing the snapshot", commit)
         self.remove_except(name)  # the new one is whole on all machines
-        return nbytes
 
     @property
     def _is_first_on_machine(self) -> bool:
@@ -280,12 +273,10 @@ def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:
         ranks: of the run.
         is_due: from a step and the monotonic time of the last snapshot, whether one is due.
     """
-    roots = ranks.gather(os.environ.get(PEERS_FOLDER, ""), "looking for the machines' memory")
-    has_memory = ranks.together(
-        "looking for the machines' memory", lambda: os.path.isdir(roots[ranks.index])
-    )
+    root = os.environ.get(PEERS_FOLDER, "")
+    has_memory = ranks.gather(os.path.isdir(root), "looking for the machines' memory")
     if all(has_memory):
-        memory = PeerMemory(roots[ranks.index], path, ranks, is_due)
+        memory = PeerMemory(root, path, ranks, is_due)
         ranks.together("opening the machines' memory", memory.open)
         return memory
     if ranks.index == 0:

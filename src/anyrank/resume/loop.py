@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -95,15 +94,8 @@ class StepHooks:
     def _on_step(self, *_: Any) -> None:
         self.stepped = True
 
-    def __enter__(self) -> StepHooks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -141,7 +133,7 @@ class StepCounter:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
     ) -> Generator[Step]:
         """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
-        with StepHooks(self._state) as hooks:
+        with contextlib.closing(StepHooks(self._state)) as hooks:
             while not is_finished():
                 for step in loader:
                     hooks.stepped = False

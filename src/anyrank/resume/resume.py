@@ -51,20 +51,6 @@ def resume_run(
         ValueError: a path that does not exist, or `rename` with a run's path.
         CheckpointError: "must" and no checkpoint; or see `Checkpoints.resume`.
     """
-    resumed = _resume(state, folder, arguments, verify, ranks, memory)
-    if resumed is not None and memory is not None:
-        memory.remove_except(*filter(None, [resumed.snapshot]))
-    return resumed
-
-
-def _resume(
-    state: TrainState,
-    folder: RunFolder,
-    arguments: ResumeArguments,
-    verify: bool,
-    ranks: Ranks,
-    memory: PeerMemory | None,
-) -> Resumed | None:
     path, which = arguments.path, arguments.which
     target = None if path is None else _agree_on_path(path, folder, arguments, ranks)
     if target is not None and target.own_step is not None:
@@ -74,31 +60,43 @@ def _resume(
     own_arguments = arguments if path is None else replace(arguments, skip=())
     search = StepSearch(folder, own_which, verify, ranks, memory)
     resumed = _restore_newest(state, search, own_arguments, ranks)
-    if resumed is not None:
-        if path is None:
-            return resumed
+    if resumed is not None and path is not None:
         note = f"{path} was not read: the run has steps of its own, which began with it"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
-        return resumed._replace(report=replace(report, notes=[*report.notes, note]))
-    if target is not None and target.step is not None:
-        run_path, number = target.step
-        other_run = RunFolder(storage_for(run_path), run_path)
-        search = StepSearch(other_run, number, verify, ranks)  # of a number: sets nothing aside
-        resumed = _restore_newest(state, search, arguments, ranks)
-        assert resumed is not None
-        state.run = None  # a new run begins
-        return Resumed(resumed.report)
-    if path is not None:
-        from anyrank.foreign.adopt import adopt  # around the core: a door in test_house
-
-        return Resumed(restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks))
-    if which == "must":
+        resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))
+    elif resumed is None and path is not None and target is not None:
+        resumed = Resumed(_begin_with(path, target.step, state, arguments, verify, ranks))
+    elif resumed is None and which == "must":
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint, and resume('must') never starts anew: "
             "check the path, or use 'auto'"
         )
-    return None
+    if resumed is not None and memory is not None:
+        memory.remove_except(*filter(None, [resumed.snapshot]))
+    return resumed
+
+
+def _begin_with(
+    path: str,
+    step: tuple[str, int] | None,
+    state: TrainState,
+    arguments: ResumeArguments,
+    verify: bool,
+    ranks: Ranks,
+) -> ResumeReport:
+    """Begin a run with a step of another run, or with what another tool saved. All ranks."""
+    if step is None:
+        from anyrank.foreign.adopt import adopt  # around the core: a door in test_house
+
+        return restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks)
+    run_path, number = step
+    other_run = RunFolder(storage_for(run_path), run_path)
+    search = StepSearch(other_run, number, verify, ranks)  # of a number: sets nothing aside
+    resumed = _restore_newest(state, search, arguments, ranks)
+    assert resumed is not None
+    state.run = None  # a new run begins
+    return resumed.report
 
 
 def _restore_newest(
@@ -115,7 +113,7 @@ def _restore_newest(
             snapshot = None if step.memory is None else step.candidate.name
             return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
         except CorruptCheckpoint as error:
-            search.reject(step, error)
+            search.reject(step.candidate, str(error))
     return None
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import ASIDE, list_step
-from anyrank.random_state.saved_streams import SavedStreams, from_json
+from anyrank.random_state.saved_streams import from_json
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_folder import DAMAGED, RunFolder
@@ -49,18 +49,13 @@ class StepOfRun(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, Matched]:
-        with _reading_records(self.path, CheckpointError):  # a part's own code may raise
-            return self._match(state, arguments, ranks)
-
-    def _match(
-        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
-    ) -> dict[str, Matched]:
         inner, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         stored = Stored(self.listing, self.saved_on.ranks, same_ranks, tuple(arguments.fresh))
-        matched = inner.match(records, stored, ranks.index)
+        with _reading_records(self.path, CheckpointError):  # a part's own code may raise
+            matched = inner.match(records, stored, ranks.index)
         for name in sorted({*saved, *inner.parts} - {*records, *arguments.skip}):
             has, lacks = ("checkpoint", "state") if name in saved else ("state", "checkpoint")
             problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
@@ -83,7 +78,7 @@ class Candidate:
     """A step that may be resumed, in files or in memory.
 
     Attributes:
-        manifest, listing, streams: what it holds; None if they cannot be read.
+        manifest, listing: what it holds; None if they cannot be read.
         damage: what is damaged, or None.
         snapshot: for a snapshot in memory, its description.
     """
@@ -92,7 +87,6 @@ class Candidate:
     name: str
     manifest: Manifest | None = None
     listing: Listing | None = None
-    streams: SavedStreams | None = None
     damage: str | None = None
     snapshot: PeerSnapshot | None = None
 
@@ -131,27 +125,17 @@ class StepSearch:
         while (candidate := self._candidate()) is not None:
             if candidate.damage is None:
                 return self._step(candidate)
-            self._reject(candidate)
+            self.reject(candidate, candidate.damage)
         if self.reasons:
             raise self._error()
-        damaged_names = self.ranks.run_on_one(
-            "looking for a checkpoint", lambda: _find_damaged(self.folder)
-        )
+        names = self.ranks.run_on_one("looking for a checkpoint", self.folder.names)
+        damaged_names = [name for name in names if name.startswith(f"{ASIDE}{DAMAGED}-")]
         if damaged_names:
             raise CheckpointError(
                 f"{self.folder.path}: has no checkpoint but damaged ones, which were set aside "
                 f"({', '.join(damaged_names)}): repair and rename one, or start in an empty folder"
             )
         return None
-
-    def reject(self, step: StepOfRun, error: CorruptCheckpoint) -> None:
-        """Skip a step that turned out damaged when it was read. All ranks.
-
-        Raises:
-            CorruptCheckpoint: it is the requested step.
-            CheckpointError: it cannot be renamed.
-        """
-        self._reject(replace(step.candidate, damage=str(error)))
 
     def _candidate(self) -> Candidate | None:
         """The newest step that was not rejected, in memory or in files. All ranks."""
@@ -184,8 +168,7 @@ class StepSearch:
         try:
             manifest, small_files = folder.examine(name)
             listing = list_step(folder.store, folder.join(name), manifest, small_files)
-            streams = _read_streams(manifest, folder.join(name))
-            return Candidate(number, name, manifest, listing, streams)
+            return Candidate(number, name, manifest, listing)
         except CorruptCheckpoint as error:
             manifest = None  # if it can be read, it says how many samples are lost
             with contextlib.suppress(CheckpointError):
@@ -210,9 +193,8 @@ class StepSearch:
         assert self.memory is not None
         try:
             manifest, listing = self.memory.examine(snapshot)
-            streams = _read_streams(manifest, self.memory.folder.join(snapshot.name))
             step, name = snapshot.step, snapshot.name
-            return Candidate(step, name, manifest, listing, streams, snapshot=snapshot)
+            return Candidate(step, name, manifest, listing, snapshot=snapshot)
         except CheckpointError as error:
             return Candidate(snapshot.step, snapshot.name, damage=str(error), snapshot=snapshot)
 
@@ -221,9 +203,11 @@ class StepSearch:
         assert manifest is not None
         assert listing is not None
         memory = None if candidate.snapshot is None else self.memory
-        folder = self.folder if memory is None else memory.folder
+        path = (self.folder if memory is None else memory.folder).user_path(candidate.name)
+        with _reading_records(path, CorruptCheckpoint):
+            streams = from_json(manifest.streams)
         return StepOfRun(
-            path=folder.user_path(candidate.name),
+            path=path,
             listing=listing,
             names=set(manifest.parts),
             step=manifest.step,
@@ -232,7 +216,7 @@ class StepSearch:
             saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
             run=manifest.run,
             lineage=manifest.lineage,
-            streams=candidate.streams,
+            streams=streams,
             differed=manifest.differed,
             verify=self.verify,
             verified=VERIFIED if self.verify else SIZES_VERIFIED,
@@ -245,18 +229,21 @@ class StepSearch:
             memory=memory,
         )
 
-    def _reject(self, candidate: Candidate) -> None:
-        """Set a damaged step aside."""
+    def reject(self, candidate: Candidate, damage: str) -> None:
+        """Skip a damaged step, and set it aside. All ranks.
+
+        Raises:
+            CorruptCheckpoint: it is the requested step.
+            CheckpointError: it cannot be renamed.
+        """
         if self.which not in ("auto", "must"):
-            raise CorruptCheckpoint(
-                f"step {self.which} was asked for and is damaged: {candidate.damage}"
-            )
+            raise CorruptCheckpoint(f"step {self.which} was asked for and is damaged: {damage}")
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
-        self.reasons.append(f"{candidate.damage}")
+        self.reasons.append(damage)
         if candidate.snapshot is not None:
-            note = f"skipped: the snapshot of step {candidate.step} in memory: {candidate.damage}"
+            note = f"skipped: the snapshot of step {candidate.step} in memory: {damage}"
             self.notes.append(note)
             if self.ranks.index == 0:
                 log.warning("%s: LOST: %s", self.folder.path, note)
@@ -274,16 +261,6 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
-
-
-def _read_streams(manifest: Manifest, path: str) -> SavedStreams:
-    """The random streams of a step.
-
-    Raises:
-        CorruptCheckpoint: they are not what a save writes.
-    """
-    with _reading_records(path, CorruptCheckpoint):
-        return from_json(manifest.streams)
 
 
 @contextlib.contextmanager
@@ -309,7 +286,3 @@ def unreadable_error(path: str, error: Exception) -> CheckpointError:
         f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
         "run's folder to go on from the step before"
     )
-
-
-def _find_damaged(folder: RunFolder) -> list[str]:
-    return [name for name in folder.names() if name.startswith(f"{ASIDE}{DAMAGED}-")]

@@ -20,11 +20,6 @@ WEIGHTS = re.compile(
 )
 
 
-def _find_checkpoint(names: Sequence[str]) -> str | None:
-    """The file that shows that a folder is a checkpoint, if no save of a run wrote it."""
-    return None if _has_run_files(names) else checkpoint_among(names)
-
-
 def _has_run_files(names: Sequence[str]) -> bool:
     """Whether a save of a run wrote these files; DCP folders of `convert` have neither."""
     return MANIFEST in names or INDEX in names
@@ -49,7 +44,7 @@ def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) 
     names = [*entries]
     if MANIFEST in names:
         return "is one step of a run: give the run's folder"
-    sign = _find_checkpoint(names)
+    sign = None if _has_run_files(names) else checkpoint_among(names)
     if sign is not None and not is_of_tool(names) and format_of(sign) == "torch":
         return _tool_message(join_path(path, sign), sign)
     if sign is not None or is_of_tool(names) or MEGATRON in names:

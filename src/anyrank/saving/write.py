@@ -129,8 +129,8 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
         CheckpointError: a write failed.
     """
     name = f"__{ranks.index}_0.distcp"
-    written = write_share(store, folder, name, snapshot.items, ranks.check)
-    return RankShare(written.boxes, written.files, snapshot.streams.states)
+    boxes, files = write_share(store, folder, name, snapshot.items, ranks.check)
+    return RankShare(boxes, files, snapshot.streams.states)
 
 
 def describe_step(

@@ -22,7 +22,7 @@ MEET_SECONDS = 180.0  # the first call of a rank imports the job's modules
 STACK_SECONDS = 5.0
 CLEAN_SECONDS = 120.0  # a rank that has run Lightning collects garbage for seconds
 KILL_SECONDS = 20.0
-GONE = (EOFError, BrokenPipeError, ConnectionResetError)
+CLOSED_ERRORS = (EOFError, BrokenPipeError, ConnectionResetError)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Call:
         while rank.open and rank.conn.poll():
             try:
                 message = rank.conn.recv()
-            except GONE:
+            except CLOSED_ERRORS:
                 rank.open = False  # it is about to exit: the exit code has the reason
                 return
             if isinstance(message, Reached):
@@ -221,7 +221,7 @@ class Call:
 
 def send(rank: Rank, message: Task | str) -> None:
     """Send to a rank, unless it is dead or dying: its death is reported anyway."""
-    with contextlib.suppress(*GONE):
+    with contextlib.suppress(*CLOSED_ERRORS):
         rank.conn.send(message)
 
 

@@ -78,16 +78,16 @@ def arm(wanted: Sequence[Fault], report: Callable[[Fault], None]) -> None:
     """
     disarm()
     for name in {fault.point for fault in wanted}:
-        at = {fault.nth: fault for fault in wanted if fault.point == name}
-        faults.armed[name] = passage(at, report)
+        by_passage = {fault.nth: fault for fault in wanted if fault.point == name}
+        faults.armed[name] = passage(by_passage, report)
 
 
-def passage(at: dict[int, Fault], report: Callable[[Fault], None]) -> Callable[[], None]:
-    """The action of one point: count the passages, and inject the faults in `at`."""
+def passage(by_passage: dict[int, Fault], report: Callable[[Fault], None]) -> Callable[[], None]:
+    """The action of one point: count the passages, and inject the faults by their number."""
     count = itertools.count(1)  # next() is atomic: points may be passed by several threads
 
     def passed() -> None:
-        fault = at.get(next(count))
+        fault = by_passage.get(next(count))
         if fault is not None:
             report(fault)
             fault.strike()

@@ -103,7 +103,7 @@ class RankPool:
                     path=list(sys.path),
                     modules=modules,
                     job=pickled,
-                    faults=[each for each in faults if each.rank == rank],
+                    faults=[injected for injected in faults if injected.rank == rank],
                 )
                 for rank in range(world_size)
             ]

@@ -65,8 +65,8 @@ def name_exit(code: int) -> str:
 
 def trim_stack(dump: str) -> str:
     """A faulthandler dump without this package's own frames."""
-    own = (f'File "{HARNESS}', 'File "<string>"')
-    lines = [line for line in dump.splitlines() if not line.lstrip().startswith(own)]
+    harness = (f'File "{HARNESS}', 'File "<string>"')
+    lines = [line for line in dump.splitlines() if not line.lstrip().startswith(harness)]
     return "\n".join(lines).strip()
 
 

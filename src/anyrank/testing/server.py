@@ -152,31 +152,31 @@ class ForkServer:
 
     def __init__(self, folder: str) -> None:
         self.died: dict[int, int] = {}
-        self.control, theirs = socket.socketpair()
+        self.control, server_end = socket.socketpair()
         imported = [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
         preload = [*PRELOAD, *imported, "anyrank.testing.worker"]
-        arguments = [json.dumps([*map(str, sys.path)]), str(theirs.fileno()), folder, *preload]
+        arguments = [json.dumps([*map(str, sys.path)]), str(server_end.fileno()), folder, *preload]
         environ = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         self.process: subprocess.Popen[Any] = subprocess.Popen(  # noqa: S603 - our own code
             [sys.executable, "-c", COMMAND, *arguments],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_end.fileno()],
             env=environ,
             start_new_session=True,  # the owner handles Ctrl-C
         )
-        theirs.close()
+        server_end.close()
 
     def fork(self) -> tuple[int, Connection[Any, Any]]:
         """Start one rank. Returns its process id and the pipe to it."""
-        ours, theirs = Pipe()
-        with theirs:
-            socket.send_fds(self.control, [FRAME.pack(FORK, 0, 0)], [theirs.fileno()])
+        owner_end, rank_end = Pipe()
+        with rank_end:
+            socket.send_fds(self.control, [FRAME.pack(FORK, 0, 0)], [rank_end.fileno()])
         deadline = time.monotonic() + START_SECONDS
         while (pid := self.read(deadline)) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the fork server started no rank within {START_SECONDS:.0f} s")
         self.died.pop(pid, None)
-        return pid, ours
+        return pid, owner_end
 
     def signal(self, pid: int, signum: int) -> None:
         """Signal a rank; nothing happens when it is dead."""

@@ -16,15 +16,17 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from anyrank.testing import fault, transport
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
 THREAD_SECONDS = 1.0
+CACHE: type[Any] = type(functools.lru_cache(len))
 SPIN_SECONDS = 1.0  # an idle group takes a tenth of it in a minute
 
 
@@ -171,35 +173,31 @@ def _has_spinning_group() -> bool:
     return False
 
 
-def _find_caches() -> list[Any]:
-    """The function caches of torch.distributed created since the last `gc.freeze`."""
-    kind = type(functools.lru_cache(len))
-    # By type(), because isinstance() asks proxies for their __class__, and some warn or import.
-    found = [item for item in gc.get_objects() if type(item) is kind]
-    return [item for item in found if str(item.__module__).startswith("torch.distributed")]
-
-
 def _forget_meshes() -> None:
     """Empty DTensor's caches.
 
     Meshes of the same shape are equal, so the caches would return meshes of an earlier call, whose
     process groups are destroyed.
     """
-    caches.extend(_find_caches())
-    for cache in caches:
-        cache.cache_clear()
-    # Not in every version of torch.
-    native = getattr(torch, "_C")  # noqa: B009 - private
-    getattr(native, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-
-
-# Now, because the fork server freezes its objects after it has imported this module, the last.
-caches = _find_caches()
+    modules = [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    classes = [kind for module in modules for kind in vars(module).values() if type(kind) is type]
+    for owner in (*modules, *classes):
+        for value in vars(owner).values():
+            function: Any = value.__func__ if type(value) is staticmethod else value
+            if type(function) is CACHE:
+                function.cache_clear()
+    # Private, and not in every version of torch.
+    kind, native = cast("Any", DTensor), getattr(torch, "_C")  # noqa: B009
+    with contextlib.suppress(AttributeError):
+        kind._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    with contextlib.suppress(AttributeError):
+        native._clear_DTensor_sharding_propagator_cache()
 
 
 def _find_left_threads(before: list[threading.Thread]) -> list[str]:
     """The names of new threads that would keep a process from ending, after a second for each."""
-    kept = [each for each in threading.enumerate() if not each.daemon and each not in before]
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    kept = [thread for thread in threads if not thread.daemon]
     for thread in kept:
         thread.join(THREAD_SECONDS)
     return [thread.name for thread in kept if thread.is_alive()]
