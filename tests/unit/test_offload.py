@@ -436,7 +436,7 @@ class Copy:
 
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
 def test_slow_copies_are_waited_for(keep_last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_engine, "copy_engine_for", Late)
+    monkeypatch.setattr(offload_engine, "CopyEngine", Late)
     model, x = Model(), double(ROWS, WIDTH)
     shared = double(ROWS, WIDTH, grad=False)
     plain = grads(model, x, shared)
@@ -472,7 +472,7 @@ class Noted:
 def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_engine, "copy_engine_for", Noted)
+    monkeypatch.setattr(offload_engine, "CopyEngine", Noted)
     model, x = Model(1), double(ROWS, WIDTH)
     offload = make()
     anyrank.recompute_(model, "layers.*", offload=offload)

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from anyrank.data.order import Order
-from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.tensors.hashing import derive, mix64, signed
 
 WEIGHTED_NAME = "weighted-v1"
 TOTAL = 1 << 44  # sum of the scaled weights; small compared with the 63 bits of a draw
-BLOCK = 1 << 20  # positions in a receipt at a time
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,9 @@ class WeightedOrder(Order):
         number = (drawn & ((1 << 63) - 1)) % self.ends[-1]
         return torch.searchsorted(self.ends, number, right=True)
 
-    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
-        """The receipt of the draws at positions [start, stop), repeats included."""
-        total = Receipt()
-        for low in range(start, stop, BLOCK):
-            total += receipt_of(epoch, self.ids(epoch, low, min(low + BLOCK, stop)))
-        return total
+    def samples(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """The draws at positions [start, stop), repeats included."""
+        return self.ids(epoch, start, stop)
 
 
 def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:

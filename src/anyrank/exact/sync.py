@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.exact.checks import check_wrappers
+from anyrank.exact.checks import ChangeWatch, check_wrappers
 from anyrank.exact.fsdp import (
     OrderedReduceScatter,
     exchanging,
@@ -29,7 +29,6 @@ from anyrank.exact.fsdp import (
 from anyrank.exact.groups import GradientSums
 from anyrank.exact.ordered_reduce import OrderedGroup
 from anyrank.exact.rounds import Rounds
-from anyrank.exact.watch import ChangeWatch
 from anyrank.steps.fsdp_groups import check_names, parameter_groups
 from anyrank.steps.gradient_sync import GradientSync, used_on_any_rank
 from anyrank.steps.step_record import StepRecord

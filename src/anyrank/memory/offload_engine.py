@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool, copy_engine_for
+from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool
 from anyrank.tensors.sharded_tensor import version_of
 
 
@@ -123,7 +123,7 @@ class OffloadEngine:
             self.shared += 1
             return entry
         if storage.device not in self.copy_engines:
-            self.copy_engines[storage.device] = copy_engine_for(storage.device)
+            self.copy_engines[storage.device] = CopyEngine(storage.device)
         entry = OffloadedStorage(
             storage, version_of(tensor), self.copy_engines[storage.device], self.count_loaded
         )
@@ -240,7 +240,7 @@ class _OffloadedTensor:
         self.tensor: torch.Tensor | None = tensor
         self.alive = weakref.ref(tensor)
         local = tensor
-        self.wrap: Callable[[torch.Tensor], torch.Tensor] = _keep_unchanged
+        self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         if storage is not None and isinstance(tensor, DTensor):
             local = tensor.to_local()
             self.wrap = _dtensor_wrapper(tensor)
@@ -273,7 +273,8 @@ class _OffloadedTensor:
         assert self.storage is not None
         loaded = self.storage.on_device()
         local = torch.empty(0, dtype=self.dtype, device=loaded.device)
-        return self.wrap(local.set_(loaded, *self.view))
+        local.set_(loaded, *self.view)
+        return local if self.wrap is None else self.wrap(local)
 
 
 class _BlockTensors:
@@ -313,10 +314,6 @@ class _BlockTensors:
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as uint8[nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _keep_unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _dtensor_wrapper(like: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -199,7 +198,7 @@ def match_optimizer(
     matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
-    matched.commit = _NewState(optimizer, by_name, states, extra, pairs).commit
+    matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
 
 
@@ -213,11 +212,16 @@ def _with_notes(matched: Matched, part: str, record: Any) -> Matched:
     return matched
 
 
-@dataclass(frozen=True)
-class _NewState:
-    """What an optimizer gets.
+def _put_state(
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    states: Mapping[str, Any],
+    extra: Mapping[Any, Any],
+    options: Sequence[tuple[dict[str, Any], dict[Any, Any]]],
+) -> None:
+    """Give an optimizer its state.
 
-    Attributes:
+    Args:
         optimizer: that gets it.
         parameters: all of its own, by name.
         states: name of a parameter -> its state.
@@ -225,33 +229,26 @@ class _NewState:
         options: its groups, each with the options that it gets.
     """
 
-    optimizer: Optimizer
-    parameters: dict[str, torch.Tensor]
-    states: dict[str, Any]
-    extra: dict[Any, Any]
-    options: list[tuple[dict[str, Any], dict[Any, Any]]]
+    def place() -> None:
+        for parameter in parameters.values():
+            optimizer.state.pop(parameter, None)
+        for name, state in states.items():
+            optimizer.state[parameters[name]] = state
+        optimizer.state.update(extra)
 
-    def place(self) -> None:
-        for parameter in self.parameters.values():
-            self.optimizer.state.pop(parameter, None)
-        for name, state in self.states.items():
-            self.optimizer.state[self.parameters[name]] = state
-        self.optimizer.state.update(self.extra)
-
-    def commit(self) -> None:
-        self.place()
-        for group, saved in self.options:
-            for key, value in saved.items():
-                if key in IMPLEMENTATION and key in group:
-                    continue
-                if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
-        if overrides(self.optimizer, "load_state_dict"):
-            # It may rebuild what hangs on the state, and cast the state itself.
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
-            self.place()
+    place()
+    for group, saved in options:
+        for key, value in saved.items():
+            if key in IMPLEMENTATION and key in group:
+                continue
+            if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    if overrides(optimizer, "load_state_dict"):
+        # It may rebuild what hangs on the state, and cast the state itself.
+        optimizer.load_state_dict(optimizer.state_dict())
+        place()
 
 
 def _table(tree: Any, take: Callable[[Any], torch.Tensor]) -> dict[Any, Any]:

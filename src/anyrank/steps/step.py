@@ -24,9 +24,9 @@ What happens between two steps of the optimizer, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,17 +34,19 @@ from torch import nn
 from anyrank.checks import check_model, check_type
 from anyrank.data.fetch import request_for
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.errors import CheckpointError
+from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
-from anyrank.steps.collective_result import one_ahead
 from anyrank.steps.gradient_sync import GradientSync
-from anyrank.steps.loader_position import LoaderPass
+from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
 from anyrank.steps.step_record import StepRecord, check_alike, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Step:
@@ -71,10 +73,9 @@ class Step:
             print(step.number, step.loss())
     """
 
-    def __init__(self, run: StepRun, loader_pass: LoaderPass) -> None:
+    def __init__(self, run: StepRun, position: LoaderPosition) -> None:
         self.number, self.epoch, self.samples = run.plan.number, run.plan.epoch, run.plan.samples
-        self._run = run
-        self._pass, self._position = loader_pass, loader_pass.position
+        self._run, self._position = run, position
 
     @property
     def k(self) -> int:
@@ -138,7 +139,7 @@ class Step:
         slots = self._position.slots(run.plan)
         again = (run.num_passes,) if run.num_passes else ()
         take = self._take_again if run.num_passes else self._take
-        batches = one_ahead(self._ranks, "fetching a batch", take, slots)
+        batches = _one_ahead(self._ranks, "fetching a batch", take, slots)
         run.begin_pass(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
         seed = self._position.schedule.order.seed
@@ -264,7 +265,7 @@ class Step:
         """The batch of a slot, compared with the plan."""
         run = self._run
         ids = self._position.schedule.ids(run.plan, slot.k)
-        fetched = next(self._pass.batches, None)
+        fetched = next(self._position.batches, None)
         found = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
         if fetched is None or found != (self.epoch, ids):
             got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
@@ -357,13 +358,71 @@ class Step:
             factor = self._divisor(0.0) / total if total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
-            self._position.exact.deliver(sync.named.values())
+            self._position.exact.deliver([*sync.named.values()])
 
     @property
     def _ranks(self) -> Ranks:
         """The data-parallel ranks, available during the iteration of the loader."""
-        if self._pass.ranks is None:
+        if self._position.ranks is None:
             raise ValueError(
                 f"step {self.number}: the loop over the loader has ended; use the step within it"
             )
-        return self._pass.ranks
+        return self._position.ranks
+
+
+# -- values that every rank computes by itself, and whose failure is raised on all ---------------
+
+
+def _one_ahead(ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """`work` of each of at least one item, once all ranks have theirs. All ranks.
+
+    The next result is computed before one is returned, so that no rank waits for another longer
+    than one takes. The ranks so agree on the first two at once.
+
+    Raises:
+        Exception: in one process, what `work` raises; on several ranks an AnyrankError as from
+            `Ranks.together`, with the exception of each rank.
+    """
+    *first, last = _start(ranks, what, work, items[:2])()
+    yield from first
+    del first  # else its memory stays until the end
+    for item in items[2:]:
+        ahead = _start(ranks, what, work, [item])
+        yield last
+        (last,) = ahead()
+    yield last
+
+
+def _start(
+    ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]
+) -> Callable[[], list[T]]:
+    """Compute this rank's values at once. Returns what waits until all ranks have theirs.
+
+    Between the two the rank may do other work: the ranks exchange their success meanwhile.
+    """
+    values: list[T] = []
+    failure: Exception | None = None
+    try:
+        values += map(work, items)
+    except Exception as error:
+        failure = error
+    failed = ranks.start_any(failure is not None, what)
+
+    def finish() -> list[T]:
+        is_failed = failed()
+        if failure is not None and ranks.size == 1:
+            raise failure
+        if is_failed:
+            ranks.together(what, lambda: _raise(failure))
+        return values
+
+    return finish
+
+
+def _raise(error: Exception | None) -> None:
+    """Raise this rank's error, if it has one, as one of anyrank's own."""
+    if isinstance(error, AnyrankError):
+        raise error
+    if error is not None:
+        notes = getattr(error, "__notes__", ())
+        raise RankError("\n".join([f"{type(error).__name__}: {error}", *notes])) from error
