@@ -76,9 +76,9 @@ class Order:
         """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
         parts: list[torch.Tensor] = []
         while start < stop:
-            place = start % self.n
-            block = _ids_of_block(self, epoch, place // BLOCK)
-            part = block[place % BLOCK :][: stop - start]
+            position = start % self.n
+            block = _ids_of_block(self, epoch, position // BLOCK)
+            part = block[position % BLOCK :][: stop - start]
             parts.append(part)
             start += len(part)
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")

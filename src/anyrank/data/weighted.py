@@ -62,15 +62,15 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
         ValueError: weights that are not n, or negative, not finite, or all zero.
     """
     try:
-        given = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"weights= takes {n} numbers, one for each sample: {error}") from error
-    if given.shape != (n,):
-        raise ValueError(f"weights has shape {list(given.shape)}: give {n}, one for each sample")
-    if not bool(given.isfinite().all()) or bool((given < 0).any()) or not bool(given.any()):
+    if values.shape != (n,):
+        raise ValueError(f"weights has shape {list(values.shape)}: give {n}, one for each sample")
+    if not bool(values.isfinite().all()) or bool((values < 0).any()) or not bool(values.any()):
         raise ValueError("weights must be finite, at least 0, and not all 0")
-    largest = float(given.max())
-    scaled = given / largest  # before the sum, which might overflow
+    largest = float(values.max())
+    scaled = values / largest  # before the sum, which might overflow
     total = math.fsum(scaled.tolist())
     parts = (scaled * (TOTAL / total)).ceil().to(torch.int64)
     digest = derive(str(_receipt_of_parts(parts)), size=4)

@@ -161,8 +161,8 @@ def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
             "DDP over the ranks of the data"
         )
     mesh, placements = parameter.device_mesh, parameter.placements
-    sharded = [axis for axis, place in enumerate(placements) if isinstance(place, Shard)]
-    others = [place for place in placements if not isinstance(place, Shard | Replicate)]
+    sharded = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
+    others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
     if len(sharded) != 1 or len(placements) > 2 or others:
         raise ValueError(
             f"exact=True: {name} is laid out as {list(placements)} on {mesh}: shard it over one "
@@ -275,10 +275,7 @@ class ChangeWatch:
         """Whether a buffer has other values than its sample."""
         if buffer is same and version_of(buffer) == version and not self.is_first:
             return False
-        return buffer.shape == same.shape and not _same_bits(copy, self.sample(buffer))
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; nan is equal to nan. True for other shapes."""
-    is_alike = one.shape == other.shape and one.dtype == other.dtype
-    return not is_alike or bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+        if buffer.shape != same.shape or buffer.dtype != same.dtype:  # another buffer
+            return False
+        now = self.sample(buffer)
+        return not torch.isclose(copy, now, rtol=0, atol=0, equal_nan=True).all()

@@ -69,7 +69,7 @@ class ExactRun:
         self._known: dict[int, ref[nn.Parameter]] = {}  # parameters that the loader trains, by id
         self._samples: dict[int, torch.Tensor] = {}  # of gradients of some sharded ones, by id
         self._has_begun, self._logs = False, True  # since a resume; whether this is the first rank
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     @contextmanager
     def watching(self, notes: list[str]) -> Generator[None, None, None]:
@@ -152,15 +152,15 @@ class ExactRun:
 
     def _tell(self, note: str, notes: list[str], anywhere: bool = False) -> None:
         """Note a sentence, once; the first rank logs it, or `anywhere` each that finds it."""
-        if note not in self._told:
-            self._told.add(note)
+        if note not in self._noted:
+            self._noted.add(note)
             notes.append(note)
             if self._logs or anywhere:
                 log.warning("%s", note)
 
     def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
         """Note, once, that the gradients of parameters were changed since `deliver`."""
-        if WARNING not in self._told and any(map(self._is_changed, parameters)):
+        if WARNING not in self._noted and any(map(self._is_changed, parameters)):
             self._tell(WARNING, notes, anywhere=True)
 
     def deliver(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -169,7 +169,7 @@ class ExactRun:
             key = id(parameter)
             if key not in self._known:
                 self._known[key] = ref(parameter, lambda _, key=key: self._known.pop(key, None))
-        if WARNING in self._told:
+        if WARNING in self._noted:
             return
         sharded = (p for p in parameters if isinstance(p, DTensor) and p.grad is not None)
         some = (p for p in sharded if local(p.detach()).numel())

@@ -112,11 +112,11 @@ class _NumpyStream:
         return values, twister["key"].astype("<u4").tobytes()
 
     def decode(self, values: Any, data: bytes) -> Any:
-        place, has_gauss, gauss = values
+        position, has_gauss, gauss = values
         words = words_of(data)
-        if type(place) is not int or not 0 <= place <= MT_WORDS or len(words) != MT_WORDS:
+        if type(position) is not int or not 0 <= position <= MT_WORDS or len(words) != MT_WORDS:
             raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
-        return ("MT19937", words, place, int(bool(has_gauss)), float(gauss))
+        return ("MT19937", words, position, int(bool(has_gauss)), float(gauss))
 
 
 class _NumpyGenerator:
@@ -220,8 +220,8 @@ def own_accelerator() -> list[torch.device]:
 
 def accelerators_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.device]:
     """The accelerators that a model with these parameters computes on, and the rank's own."""
-    found = {parameter.device for parameter in parameters}
-    return sorted({*filter(is_in_use, found), *own_accelerator()}, key=str)
+    devices = {parameter.device for parameter in parameters}
+    return sorted({*filter(is_in_use, devices), *own_accelerator()}, key=str)
 
 
 def is_in_use(device: torch.device) -> bool:

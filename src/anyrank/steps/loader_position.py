@@ -116,10 +116,10 @@ class LoaderPosition(Position):
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
-        found = super().check_state_dict(state_dict)
+        checked_state = super().check_state_dict(state_dict)
         if self.exact is not None:
             self.exact.check_saved(state_dict.get("exact") or {})
-        return found
+        return checked_state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -189,11 +189,11 @@ class Step:
         and errors are those of `backward`. Run backward of each result once.
         """
         slot = self._current_slot()
-        own = self._run.add_loss(slot, loss, weight)
-        whole = self.samples if weight is None else self._divisor(own)
+        units = self._run.add_loss(slot, loss, weight)
+        whole = self.samples if weight is None else self._divisor(units)
         # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
         ranks = 1 if self._position.exact is not None else self._ranks.size
-        return loss * (0.0 if slot.is_copy else own / whole * ranks)
+        return loss * (0.0 if slot.is_copy else units / whole * ranks)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -236,9 +236,9 @@ class Step:
                 kinds = "1, 2 or inf with exact=True" if exact else "at least 1, or inf"
                 raise ValueError(f"norm_type is {norm_type}: give {kinds}")
 
-        given = {"max_norm": max_norm, "norm_type": norm_type}
-        given |= {"error_if_nonfinite": error_if_nonfinite}
-        compare_arguments(self._ranks, "clip_grad_norm_", given, CheckpointError, check)
+        arguments = {"max_norm": max_norm, "norm_type": norm_type}
+        arguments |= {"error_if_nonfinite": error_if_nonfinite}
+        compare_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
         sync = run.sync
         assert sync is not None
         sync.reshard()
@@ -266,8 +266,8 @@ class Step:
         run = self._run
         ids = self._position.schedule.ids(run.plan, slot.k)
         fetched = next(self._position.batches, None)
-        found = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
-        if fetched is None or found != (self.epoch, ids):
+        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
+        if fetched is None or samples != (self.epoch, ids):
             got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
             raise CheckpointError(
                 f"step {self.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
@@ -286,7 +286,7 @@ class Step:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
         return self._run.slot
 
-    def _divisor(self, own: float) -> float:
+    def _divisor(self, units: float) -> float:
         """The divisor of weights until the step's total is known: one for all losses of a step.
 
         It is the number of microbatches times a power of two near an ordinary weight, that of the
@@ -295,14 +295,14 @@ class Step:
         call, until the power is known.
 
         Args:
-            own: weight of the current microbatch.
+            units: weight of the current microbatch.
         """
         run, position = self._run, self._position
         if run.divisor is None:
             if position.exponent is None:
                 slot = self._current_slot()
                 is_first = slot.k == 0 and not slot.is_copy
-                weight = max(self._ranks.gather(own if is_first else 0.0, "comparing weights"))
+                weight = max(self._ranks.gather(units if is_first else 0.0, "comparing weights"))
                 position.exponent = round(math.log2(weight)) if weight else None
             run.divisor = math.ldexp(run.plan.num_microbatches, position.exponent or 0)
         return run.divisor
@@ -338,12 +338,12 @@ class Step:
         losses = [float(loss) for _, loss in run.losses] if is_new else []
         values = sync.values() if is_new and self._ranks.size > 1 else {}
         digest = f"{derive(repr(values)):x}"
-        mine = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
-        mine = sync.complete(mine, is_new)
+        record = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
+        record = sync.complete(record, is_new)
         # If each gradient is a wrapper's and no weights are given, the last backward was the
         # meeting.
         meets = sync.meets or bool(run.is_weighted) or is_new
-        records = self._ranks.gather(mine, "comparing the step") if meets else [mine]
+        records = self._ranks.gather(record, "comparing the step") if meets else [record]
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
         check_alike(values, records, self._ranks)
         weights = [weight for record in records for weight in record.weights]
