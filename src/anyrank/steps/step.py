@@ -34,7 +34,7 @@ from torch import nn
 from anyrank.checks import check_model, check_type
 from anyrank.data.fetch import request_for
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.errors import AnyrankError, CheckpointError, RankError
+from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.loader_position import LoaderPosition
@@ -408,21 +408,13 @@ def _start(
         failure = error
     failed = ranks.start_any(failure is not None, what)
 
-    def finish() -> list[T]:
-        is_failed = failed()
-        if failure is not None and ranks.size == 1:
+    def fail() -> None:
+        if failure is not None:
             raise failure
-        if is_failed:
-            ranks.together(what, lambda: _raise(failure))
+
+    def finish() -> list[T]:
+        if failed():
+            ranks.together(what, fail)
         return values
 
     return finish
-
-
-def _raise(error: Exception | None) -> None:
-    """Raise this rank's error, if it has one, as one of anyrank's own."""
-    if isinstance(error, AnyrankError):
-        raise error
-    if error is not None:
-        notes = getattr(error, "__notes__", ())
-        raise RankError("\n".join([f"{type(error).__name__}: {error}", *notes])) from error
