@@ -67,6 +67,12 @@ def assert_equal(ours: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) ->
         assert torch.equal(mine, wanted)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first_region() -> None:
+    """torch imports modules in a process's first region, and keeps its frames in a cycle."""
+    anyrank.recompute(torch.sin, torch.ones(1, requires_grad=True)).backward()
+
+
 @pytest.fixture(autouse=True)
 def no_cycles() -> Iterator[None]:
     """Nothing may need the cycle collector."""
