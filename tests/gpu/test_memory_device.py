@@ -13,8 +13,7 @@ from torch import nn
 import anyrank
 from anyrank.files.reader import synchronize
 from anyrank.memory import offload_engine
-from anyrank.memory.host_buffers import StreamCopies
-from anyrank.memory.offload import get_engine
+from anyrank.memory.host_buffers import CopyEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +54,7 @@ def inputs(device: torch.device, rows: int = 2048) -> torch.Tensor:
     return torch.randn(1, rows, WIDTH, device=device, generator=generator).requires_grad_()
 
 
-class Slow(StreamCopies):
+class Slow(CopyEngine):
     """Streams whose copies begin late: whoever does not wait reads rubbish."""
 
     def copy(self, stream: Any, target: Any, source: Any, after: Any) -> Any:
@@ -66,14 +65,14 @@ class Slow(StreamCopies):
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])
-@pytest.mark.parametrize("copies", [StreamCopies, Slow])
+@pytest.mark.parametrize("copies", [CopyEngine, Slow])
 def test_copies_that_are_late_are_waited_for(
     device: torch.device,
-    copies: type[StreamCopies],
+    copies: type[CopyEngine],
     keep_last: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_engine, "copy_engine_for", copies)
+    monkeypatch.setattr(offload_engine, "CopyEngine", copies)
     net, x = model(device), inputs(device)
     plain = grads(net, x)
     offload = anyrank.Offload(256 * MIB, keep_last=keep_last)
@@ -105,8 +104,8 @@ def test_host_buffers_are_pinned_of_exact_size_and_freed_by_close(device: torch.
     anyrank.recompute_(net, "*", offload=offload)
     grads(net, x)
     nbytes = x.numel() * 4
-    get_engine(offload).pool.collect()
-    buffers = get_engine(offload).pool.idle[nbytes]
+    offload.engine.pool.collect()
+    buffers = offload.engine.pool.idle[nbytes]
     assert [buffer.data.is_pinned() for buffer in buffers] == [True, True]
     offload.close()
     assert offload.stats().held_bytes == 0

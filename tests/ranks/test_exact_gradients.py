@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.exact.delivered import WARNING, is_scaled_by_two
+from anyrank.exact.run import WARNING, is_scaled_by_two
 from anyrank.testing import run_ranks
 
 Change = Callable[[Any, Any], object]

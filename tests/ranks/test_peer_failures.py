@@ -202,7 +202,7 @@ def test_7_a_copy_is_finished_before_its_source_goes(monkeypatch: pytest.MonkeyP
 
     x = rows()
     assert not torch.equal(early(x), x)
-    monkeypatch.setattr(offload_engine, "copy_engine_for", Late)
+    monkeypatch.setattr(offload_engine, "CopyEngine", Late)
     module = mlp()
     plain = grads_of(module, module, x)
     offload = anyrank.Offload(1 << 20, min_bytes=1, keep_last=0, force=True)

@@ -493,8 +493,8 @@ def test_a_receipt_that_does_not_fit_is_an_error() -> None:
 def test_workers_that_return_other_samples_are_noticed() -> None:
     loader = make()
     _steps, step = first_step(loader)
-    batch = next(step._pass.batches)._replace(batch=None)
-    step._pass.batches = iter([batch] * 2)
+    batch = next(loader.position.batches)._replace(batch=None)
+    loader.position.batches = iter([batch] * 2)
     with pytest.raises(anyrank.CheckpointError, match=r"microbatch 1: the plan has samples \["):
         next(step.microbatches(NET))
 

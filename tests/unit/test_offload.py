@@ -13,7 +13,6 @@ from torch import nn
 
 import anyrank
 from anyrank.memory import offload_engine
-from anyrank.memory.offload import get_engine
 
 WIDTH = 16
 ROWS = 32
@@ -66,6 +65,12 @@ def grads(model: nn.Module, *args: torch.Tensor) -> list[torch.Tensor]:
 def assert_equal(ours: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) -> None:
     for mine, wanted in zip(ours, plain, strict=True):
         assert torch.equal(mine, wanted)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_region() -> None:
+    """torch imports modules in a process's first region, and keeps its frames in a cycle."""
+    anyrank.recompute(torch.sin, torch.ones(1, requires_grad=True)).backward()
 
 
 @pytest.fixture(autouse=True)
@@ -436,7 +441,7 @@ class Copy:
 
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
 def test_slow_copies_are_waited_for(keep_last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_engine, "copy_engine_for", Late)
+    monkeypatch.setattr(offload_engine, "CopyEngine", Late)
     model, x = Model(), double(ROWS, WIDTH)
     shared = double(ROWS, WIDTH, grad=False)
     plain = grads(model, x, shared)
@@ -472,13 +477,13 @@ class Noted:
 def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_engine, "copy_engine_for", Noted)
+    monkeypatch.setattr(offload_engine, "CopyEngine", Noted)
     model, x = Model(1), double(ROWS, WIDTH)
     offload = make()
     anyrank.recompute_(model, "layers.*", offload=offload)
     for _ in range(2):
         grads(model, x * 1)
-    (copies,) = get_engine(offload).copy_engines.values()
+    (copies,) = offload.engine.copy_engines.values()
     assert isinstance(copies, Noted)
     assert copies.copies == [
         ("out 0", ()),

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.data import receipts as module
-from anyrank.data.receipts import Receipt, receipt_of, receipt_of_range
+from anyrank.data import order as module
+from anyrank.data.order import Order
+from anyrank.data.receipts import Receipt, receipt_of
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)
 
@@ -47,8 +48,8 @@ def test_the_same_sample_differs_between_epochs() -> None:
 def test_a_range_is_the_sum_of_its_ids(
     start: int, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK", 16)
-    assert receipt_of_range(2, start, stop) == of(list(range(start, stop)), epoch=2)
+    monkeypatch.setattr(module, "HASHED", 16)
+    assert Order(64, 0, True).receipt(2, start, stop) == of(list(range(start, stop)), epoch=2)
 
 
 def test_the_hash_is_the_one_that_checkpoints_hold() -> None:

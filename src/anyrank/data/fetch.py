@@ -29,19 +29,19 @@ class MicrobatchRequest:
     Attributes:
         epoch: part of the samples' seeds.
         ids: sample ids, in order.
-        place: position of the first sample in the epoch, if an epoch may repeat samples, each time
+        position: of the first sample in the epoch, if an epoch may repeat samples, each time
             with different random numbers; else None.
     """
 
     epoch: int
     ids: tuple[int, ...]
-    place: int | None = None
+    position: int | None = None
 
 
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
     """The request of microbatch k of a step."""
-    place = plan.bounds(k)[0] if schedule.order.repeats else None
-    return MicrobatchRequest(plan.epoch, tuple(schedule.ids(plan, k)), place)
+    position = plan.bounds(k)[0] if schedule.order.repeats else None
+    return MicrobatchRequest(plan.epoch, tuple(schedule.ids(plan, k)), position)
 
 
 class FetchedBatch(NamedTuple):
@@ -73,12 +73,12 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
             samples = self.fetch_all(request)
             for number, sample_id in enumerate(request.ids[len(samples) :]):
                 where = f"dataset[{sample_id}]"
-                again = () if request.place is None else (request.place + number,)
+                again = () if request.position is None else (request.position + number,)
                 reseed(derive(self.seed, request.epoch, sample_id, "sample", *again))
                 samples.append(self.dataset[sample_id])
             where = "collate_fn"
             # A collate_fn may draw random numbers too, for instance to mask tokens.
-            first = request.ids[0] if request.place is None else request.place
+            first = request.ids[0] if request.position is None else request.position
             reseed(derive(self.seed, request.epoch, first, "collate"))
             return FetchedBatch(request, self.collate_fn(samples))
         except Exception as error:

@@ -127,9 +127,9 @@ class Position:
         Raises:
             CheckpointError: one of them differs; on all ranks, with each value.
         """
-        at = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
-        mine = self.arguments() | {"position": at}
-        compare_arguments(ranks, self.owner, mine, CheckpointError)
+        position = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
+        arguments = self.arguments() | {"position": position}
+        compare_arguments(ranks, self.owner, arguments, CheckpointError)
 
     def check_complete(self) -> None:
         """Check that `commit` may count a step. No collectives.
@@ -216,14 +216,14 @@ class Position:
         Raises:
             CheckpointError, CorruptCheckpoint: as `ElasticData.load_state_dict`.
         """
-        mine = self.state_dict()
+        own_state = self.state_dict()
         try:
             for name in MUST_AGREE:
-                if state_dict[name] != mine[name]:
-                    way = WAYS.get(name, f"give {name}={state_dict[name]!r}")
+                if state_dict[name] != own_state[name]:
+                    way_out = WAYS.get(name, f"give {name}={state_dict[name]!r}")
                     raise CheckpointError(
                         f"data position: the run has {TITLES.get(name, name)} "
-                        f"{state_dict[name]!r}, here it is {mine[name]!r}: {way}"
+                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: {way_out}"
                     )
             saved = {name: int(state_dict[name]) for name in COUNTS}
             receipt = Receipt.from_json(state_dict["receipt"])
@@ -238,18 +238,18 @@ class Position:
 
     def _batch_note(self, saved: int, step: int) -> str | None:
         """The entry in `notes` for a different global batch; an error where it is not allowed."""
-        mine = self.schedule.global_batch
-        if saved == mine:
+        own_batch = self.schedule.global_batch
+        if saved == own_batch:
             return None
         if self.on_batch_change != "rescale":
             hint = ", or on_batch_change='rescale' and a learning rate for it"
             raise CheckpointError(
-                f"data position: the run has global_batch {saved}, here it is {mine}: give "
+                f"data position: the run has global_batch {saved}, here it is {own_batch}: give "
                 f"{saved}, which works on any number of ranks"
                 f"{hint if self.on_batch_change else ''}"
             )
         return (
-            f"global_batch {saved} became {mine} at step {step}: steps are counted on, and a "
+            f"global_batch {saved} became {own_batch} at step {step}: steps are counted on, and a "
             "learning rate that is scheduled by steps sees a different number of samples per step"
         )
 
@@ -284,8 +284,8 @@ class Position:
                 "every rank must run all steps, and commit() each of them"
             )
         for number, account in enumerate(self.accounts):
-            taken = sum((seen[number] for seen in by_index.values()), account.earlier)
-            _compare(account, taken, account.planned, "the plan")
+            total = sum((seen[number] for seen in by_index.values()), account.earlier)
+            _compare(account, total, account.planned, "the plan")
         for account in self.accounts[:-1]:
             self._finish_epoch(account, ranks)
         del self.accounts[:-1]
@@ -390,12 +390,12 @@ class ElasticData:
         self.position.commit()
 
 
-def _compare(account: EpochAccount, found: Receipt, expected: Receipt, of_what: str) -> None:
+def _compare(account: EpochAccount, actual: Receipt, expected: Receipt, of_what: str) -> None:
     """Raise CheckpointError if two receipts of an epoch differ."""
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
             f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
-            f"{found.count} samples (receipt {found.sum:016x} {found.xor:016x}), {of_what} has "
+            f"{actual.count} samples (receipt {actual.sum:016x} {actual.xor:016x}), {of_what} has "
             f"{expected.count} ({expected.sum:016x} {expected.xor:016x}): resume from an "
             "earlier checkpoint, and report this as a defect"
         )

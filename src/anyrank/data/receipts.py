@@ -16,7 +16,6 @@ import torch
 from anyrank.tensors.hashing import derive, mix64, signed
 
 MASK = (1 << 64) - 1
-BLOCK = 1 << 20  # ids hashed at a time: 8 MiB for each intermediate
 FEW = 256  # numbers that Python folds faster than torch
 
 
@@ -92,15 +91,6 @@ def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:
         return Receipt()
     hashes = mix64(mix64(ids) ^ signed(derive("receipt", epoch)))
     return Receipt(ids.numel(), int(hashes.sum()) & MASK, _fold_xor(hashes) & MASK)
-
-
-def receipt_of_range(epoch: int, start: int, stop: int) -> Receipt:
-    """The receipt of the sample ids in [start, stop), computed block by block."""
-    total = Receipt()
-    for low in range(start, stop, BLOCK):
-        ids = torch.arange(low, min(low + BLOCK, stop), device="cpu")
-        total += receipt_of(epoch, ids)
-    return total
 
 
 def _fold_xor(values: torch.Tensor) -> int:

@@ -94,8 +94,8 @@ def slots_of_rank(
     ks = range(rank, count, size) if takes_turns else range(*bounds)
     # A real microbatch has a valid shape, and values as finite as those of the step.
     copied = ks[-1] if ks else bounds[0]
-    own = [MicrobatchSlot(k, False) for k in ks]
-    return own + [MicrobatchSlot(copied, True)] * (-(-count // size) - len(own))
+    slots = [MicrobatchSlot(k, False) for k in ks]
+    return slots + [MicrobatchSlot(copied, True)] * (-(-count // size) - len(slots))
 
 
 @dataclass(frozen=True)

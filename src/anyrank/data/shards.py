@@ -120,8 +120,8 @@ class Shards:
         rest = self.open.pop((shard, number), None)
         if rest is None:
             with kept():  # skipped samples must not change the sample's own random numbers
-                place, rest = self.nearest(shard, number)
-                for _ in range(place, number):
+                start, rest = self.nearest(shard, number)
+                for _ in range(start, number):
                     self.checked(next(rest, END), shard)
         sample = self.checked(next(rest, END), shard)
         if number + 1 < self.lengths[shard]:
@@ -134,10 +134,10 @@ class Shards:
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """The open iterator of a shard that is closest before a sample, or a new iterator."""
-        places = [place for opened, place in self.open if opened == shard and place <= number]
-        if not places:
+        starts = [start for opened, start in self.open if opened == shard and start <= number]
+        if not starts:
             return 0, iter(self.read(self.shards[shard]))
-        return max(places), self.open.pop((shard, max(places)))
+        return max(starts), self.open.pop((shard, max(starts)))
 
     def checked(self, sample: Any, shard: int) -> Any:
         """A sample; an error at the end of the shard."""

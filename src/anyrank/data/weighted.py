@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from anyrank.data.order import Order
-from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.tensors.hashing import derive, mix64, signed
 
 WEIGHTED_NAME = "weighted-v1"
 TOTAL = 1 << 44  # sum of the scaled weights; small compared with the 63 bits of a draw
-BLOCK = 1 << 20  # positions in a receipt at a time
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,9 @@ class WeightedOrder(Order):
         number = (drawn & ((1 << 63) - 1)) % self.ends[-1]
         return torch.searchsorted(self.ends, number, right=True)
 
-    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
-        """The receipt of the draws at positions [start, stop), repeats included."""
-        total = Receipt()
-        for low in range(start, stop, BLOCK):
-            total += receipt_of(epoch, self.ids(epoch, low, min(low + BLOCK, stop)))
-        return total
+    def samples(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """The draws at positions [start, stop), repeats included."""
+        return self.ids(epoch, start, stop)
 
 
 def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:
@@ -67,15 +62,15 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
         ValueError: weights that are not n, or negative, not finite, or all zero.
     """
     try:
-        given = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"weights= takes {n} numbers, one for each sample: {error}") from error
-    if given.shape != (n,):
-        raise ValueError(f"weights has shape {list(given.shape)}: give {n}, one for each sample")
-    if not bool(given.isfinite().all()) or bool((given < 0).any()) or not bool(given.any()):
+    if values.shape != (n,):
+        raise ValueError(f"weights has shape {list(values.shape)}: give {n}, one for each sample")
+    if not bool(values.isfinite().all()) or bool((values < 0).any()) or not bool(values.any()):
         raise ValueError("weights must be finite, at least 0, and not all 0")
-    largest = float(given.max())
-    scaled = given / largest  # before the sum, which might overflow
+    largest = float(values.max())
+    scaled = values / largest  # before the sum, which might overflow
     total = math.fsum(scaled.tolist())
     parts = (scaled * (TOTAL / total)).ceil().to(torch.int64)
     digest = derive(str(_receipt_of_parts(parts)), size=4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from anyrank.steps.fsdp_groups import parameter_groups
 from anyrank.steps.gradient_sync import GradientSync
+from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.ranks import Ranks
 
+SAMPLED = 1 << 14  # elements of a buffer; larger ones are compared whole in a model's first step
 KEEPS_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -100,7 +102,7 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
                 f"exact=True: {name} is a SyncBatchNorm in train mode, whose sums run over the "
                 f"ranks: use GroupNorm or LayerNorm, or {name}.eval()"
             )
-        if updates_statistics(module):
+        if _updates_statistics(module):
             raise ValueError(
                 f"exact=True: {name} is a {type(module).__name__} in train mode, whose running "
                 "statistics are those of the microbatches that its rank runs: use GroupNorm or "
@@ -136,7 +138,7 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
         )
 
 
-def updates_statistics(module: nn.Module) -> bool:
+def _updates_statistics(module: nn.Module) -> bool:
     """Whether a forward pass changes a module's running statistics, which no version counts."""
     return isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats
 
@@ -159,8 +161,8 @@ def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
             "DDP over the ranks of the data"
         )
     mesh, placements = parameter.device_mesh, parameter.placements
-    sharded = [axis for axis, place in enumerate(placements) if isinstance(place, Shard)]
-    others = [place for place in placements if not isinstance(place, Shard | Replicate)]
+    sharded = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
+    others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
     if len(sharded) != 1 or len(placements) > 2 or others:
         raise ValueError(
             f"exact=True: {name} is laid out as {list(placements)} on {mesh}: shard it over one "
@@ -207,3 +209,73 @@ def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
                 "exact=True: DistributedDataParallel reduces over other ranks than those of the "
                 f"data, {ranks.ranks}: give the loader its process_group"
             )
+
+
+# -- what the loop over microbatches changes in a model: each rank would have its own changes -----
+#
+# A forward pass may update buffers (running statistics, counters) and parameters
+# (`Embedding(max_norm=...)`), and an optimizer may step in a gradient hook: refused.
+
+
+class ChangeWatch:
+    """The parameters and buffers of a model when a pass over the microbatches begins.
+
+    Args:
+        modules: of the model, by name.
+        parameters: the same.
+        is_first: it is the model's first pass: whole buffers, and writes through `.data`. In others
+            buffers are sampled, as an update may leave them as they were (DDP's broadcast).
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        is_first: bool,
+    ) -> None:
+        self.modules, self.is_first = modules, is_first
+        # FSDP2's forward works on copies, and its hooks are refused.
+        self.versions = {
+            name: (parameter, version_of(parameter))
+            for name, parameter in parameters.items()
+            if not isinstance(parameter, DTensor)
+        }
+        self.before = {
+            name: (buffer, version_of(buffer), self.sample(buffer).clone())
+            for name, buffer in self.buffers()
+        }
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of the modules, by name."""
+        for prefix, module in self.modules.items():
+            yield from module.named_buffers(prefix, recurse=False)
+
+    def sample(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer, or in later passes elements all over a large one."""
+        if self.is_first or buffer.numel() <= SAMPLED:
+            return buffer
+        return buffer.reshape(-1)[:: 1 + buffer.numel() // SAMPLED]
+
+    def changed(self) -> list[str]:
+        """Names of what was changed, and forget the samples."""
+        before, self.before = self.before, {}
+        parameters = [n for n, (tensor, old) in self.versions.items() if version_of(tensor) != old]
+        buffers = [
+            name
+            for name, buffer in self.buffers()
+            if name in before and self.is_changed(buffer, *before[name])
+        ]
+        modules = self.modules.items()
+        statistics = [f"{name}.running_mean" for name, m in modules if _updates_statistics(m)]
+        return parameters + buffers + statistics
+
+    def is_changed(
+        self, buffer: torch.Tensor, same: torch.Tensor, version: int, copy: torch.Tensor
+    ) -> bool:
+        """Whether a buffer has other values than its sample."""
+        if buffer is same and version_of(buffer) == version and not self.is_first:
+            return False
+        if buffer.shape != same.shape or buffer.dtype != same.dtype:  # another buffer
+            return False
+        now = self.sample(buffer)
+        return not torch.isclose(copy, now, rtol=0, atol=0, equal_nan=True).all()

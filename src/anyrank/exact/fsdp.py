@@ -36,7 +36,7 @@ class OrderedReduceScatter:
 
     def __init__(self, rounds: Rounds, shards: OrderedGroup, replicas: OrderedGroup | None) -> None:
         self.rounds, self.shards, self.replicas = rounds, shards, replicas
-        self.own = TreeSum(rounds.count)  # until the next exchange
+        self.own_sum = TreeSum(rounds.count)  # until the next exchange
         self.kept = TreeSum(rounds.count)  # this rank's shard
         self.number = -1  # of the last round with a gradient
         self.is_repeated = False  # there were several gradients in a round
@@ -77,42 +77,44 @@ class OrderedReduceScatter:
 
     def add(self, term: torch.Tensor) -> None:
         """Add a microbatch's term; those before it in which the unit did not run have none."""
-        self.rounds.add(self.own, term, self.rounds.unit_leaves())
+        self.rounds.add(self.own_sum, term, self.rounds.unit_leaves())
         if self.rounds.leaf is not None and term.device.type != "cpu":
             # It was allocated on the compute stream, and outlives FSDP2's own reference.
             term.record_stream(torch.accelerator.current_stream(term.device))
 
     def exchange(self, like: torch.Tensor, shards: OrderedGroup) -> None:
         """Add up what the ranks have added since the last exchange, each its shard. All ranks."""
-        every = self.rounds.unit_spans(self.number)
-        self.rounds.complete(self.own, self.rounds.unit_leaves())
-        found = start_reduce_scatter(self.own, like, shards, every)()
+        spans_by_rank = self.rounds.unit_spans(self.number)
+        self.rounds.complete(self.own_sum, self.rounds.unit_leaves())
+        shard_sum = start_reduce_scatter(self.own_sum, like, shards, spans_by_rank)()
         if self.replicas is not None:
-            found = self.across_replicas(found, like[: like.numel() // shards.size], every)
-        self.own = TreeSum(found.count)
-        self.kept.skip_to(found.nodes[0][0].start)  # rounds in which the unit did not run
-        self.kept.extend(found.nodes)
+            shard_sum = self.across_replicas(
+                shard_sum, like[: like.numel() // shards.size], spans_by_rank
+            )
+        self.own_sum = TreeSum(shard_sum.count)
+        self.kept.skip_to(shard_sum.nodes[0][0].start)  # rounds in which the unit did not run
+        self.kept.extend(shard_sum.nodes)
         if not self.rounds.is_last:
             self.kept.release()
 
     def across_replicas(
-        self, found: TreeSum, like: torch.Tensor, every: Sequence[Sequence[Span]]
+        self, shard_sum: TreeSum, like: torch.Tensor, spans_by_rank: Sequence[Sequence[Span]]
     ) -> TreeSum:
         """Add up a shard over the ranks that hold the same one, each a part of it. All of them.
 
         Args:
-            found: its nodes.
+            shard_sum: its nodes.
             like: gives its shape, dtype and device.
-            every: the nodes of each data-parallel rank.
+            spans_by_rank: the nodes of each data-parallel rank.
         """
         assert self.replicas is not None
         extra = -like.numel() % self.replicas.size
-        padded = TreeSum(found.count)
-        for span, value in found.nodes:
+        padded = TreeSum(shard_sum.count)
+        for span, value in shard_sum.nodes:
             assert value is not None
             padded.add(span, nn.functional.pad(value, (0, extra)))
         like = nn.functional.pad(like, (0, extra))
-        return start_reduce_scatter(padded, like, self.replicas, every)()
+        return start_reduce_scatter(padded, like, self.replicas, spans_by_rank)()
 
     def deliver(self, output: torch.Tensor) -> None:
         """Give FSDP2 the whole sum."""

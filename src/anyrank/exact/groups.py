@@ -49,9 +49,9 @@ class Bucket:
         Returns:
             What waits for the exchange, and gives each parameter's total. All ranks.
         """
-        for own in self.sums.values():
-            self.rounds.complete(own)
-        rows = zip(*(own.nodes for own in self.sums.values()), strict=True)
+        for sum_ in self.sums.values():
+            self.rounds.complete(sum_)
+        rows = zip(*(sum_.nodes for sum_ in self.sums.values()), strict=True)
         nodes = TreeSum(self.rounds.count)
         nodes.extend((row[0][0], self._flat([value for _, value in row])) for row in rows)
         self.sums = {}
@@ -63,8 +63,8 @@ class Bucket:
             shard = wait().total()
             assert shard is not None
             *places, _ = all_gather(shard, sent, self.ranks.group).split(self.sizes)
-            for (name, part), place in zip(self.parts.items(), places, strict=True):
-                yield name, place.view(part.shape)
+            for (name, part), piece in zip(self.parts.items(), places, strict=True):
+                yield name, piece.view(part.shape)
 
         return finish
 
@@ -75,19 +75,19 @@ class Bucket:
             return first.view(-1)
         like = next(iter(self.parts.values()))
         flat = like.new_empty(sum(self.sizes), dtype=sum_dtype(like.dtype))
-        for place, value in zip(flat.split(self.sizes), [*values, None], strict=True):
+        for piece, value in zip(flat.split(self.sizes), [*values, None], strict=True):
             if value is None:
-                place.zero_()
+                piece.zero_()
             else:
-                place.view(value.shape).copy_(value)
+                piece.view(value.shape).copy_(value)
         return flat
 
     def totals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's sum where there is one rank; without those that have no term."""
         sums, self.sums = self.sums, {}
-        for name, own in sums.items():
-            self.rounds.complete(own)
-            total = own.total()
+        for name, sum_ in sums.items():
+            self.rounds.complete(sum_)
+            total = sum_.total()
             if total is not None:
                 yield name, total
 
@@ -122,7 +122,7 @@ class GradientSums:
         self.repeated: set[str] = set()
         self.late: set[str] = set()
         self._earlier: dict[str, torch.Tensor] = {}  # gradients from before the pass
-        self._taken: set[str] = set()  # in the current microbatch
+        self._received: set[str] = set()  # in the current microbatch
 
     def set_earlier_aside(self) -> None:
         """Take the gradients from before the pass."""
@@ -154,10 +154,10 @@ class GradientSums:
 
     def begin_microbatch(self) -> None:
         """A microbatch begins."""
-        self._taken.clear()
+        self._received.clear()
 
     def _on_gradient(self, name: str) -> None:
-        if name in self._taken:
+        if name in self._received:
             self.repeated.add(name)
             return
         self._add_gradient(name)
@@ -169,14 +169,14 @@ class GradientSums:
                 continue
             if name not in self.bucket_of:
                 self.late.add(name)
-            elif name not in self._taken:
+            elif name not in self._received:
                 self._add_gradient(name)
             # A wrapper may give back what it has exchanged, after the gradient was taken from it.
             parameter.grad = None
 
     def _add_gradient(self, name: str) -> None:
         """Make a parameter's gradient a term of its sum."""
-        self._taken.add(name)
+        self._received.add(name)
         parameter = self.parameters[name]
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and self.rounds.leaf is not None:

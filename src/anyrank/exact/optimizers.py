@@ -113,7 +113,7 @@ def judge_optimizer(optimizer: optim.Optimizer) -> Iterator[str]:
             (parameter.dtype, parameter.device.type)
             for parameter in group["params"]
             if isinstance(parameter, DTensor)
-            and any(isinstance(place, Shard) for place in parameter.placements)
+            and any(isinstance(placement, Shard) for placement in parameter.placements)
         }
         for dtype, device in sorted(kinds, key=str):
             if note := judge(type(optimizer), group, dtype, device):

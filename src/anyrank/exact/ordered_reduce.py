@@ -35,40 +35,40 @@ class OrderedGroup:
     def size(self) -> int:
         return len(self.lines)
 
-    def spans(self, every: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    def spans(self, spans_by_rank: Sequence[Sequence[Span]]) -> list[list[Span]]:
         """The nodes of each rank of the group, from those of every data-parallel rank."""
         return [
-            merged(self.count, sorted(span for index in line for span in every[index]))
+            merged(self.count, sorted(span for index in line for span in spans_by_rank[index]))
             for line in self.lines
         ]
 
 
 def start_reduce_scatter(
-    own: TreeSum,
+    own_sum: TreeSum,
     like: torch.Tensor,
     ordered_group: OrderedGroup,
-    every: Sequence[Sequence[Span]],
+    spans_by_rank: Sequence[Sequence[Span]],
 ) -> Callable[[], TreeSum]:
     """Begin to add up the nodes of a group's ranks; each gets its shard. All ranks of the group.
 
     Args:
-        own: this rank's nodes; flat tensors of size * shard elements.
+        own_sum: this rank's nodes; flat tensors of size * shard elements.
         like: gives their shape, dtype and device.
         ordered_group: the ranks.
-        every: the nodes of each data-parallel rank.
+        spans_by_rank: the nodes of each data-parallel rank.
 
     Returns:
         What waits for nodes of `shard` elements; one node, if the group's ranks have all leaves.
     """
     size, index = ordered_group.size, dist.get_rank(ordered_group.group)
-    spans = ordered_group.spans(every)
-    assert own.spans() == spans[index]
+    spans = ordered_group.spans(spans_by_rank)
+    assert own_sum.spans() == spans[index]
     shard = like.numel() // size
-    values = [torch.zeros_like(like) if value is None else value for _, value in own.nodes]
+    values = [torch.zeros_like(like) if value is None else value for _, value in own_sum.nodes]
     parts = [value.view(size, 1, shard) for value in values]
     # The nodes for each owner; none on a rank that has no microbatch of a short step.
     sent = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] if parts else like.new_empty(0)
-    counts = [len(there) * shard for there in spans]
+    counts = [len(rank_spans) * shard for rank_spans in spans]
     received = like.new_empty(sum(counts))
     work: Any = dist.all_to_all_single(
         received,
@@ -82,9 +82,9 @@ def start_reduce_scatter(
     def finish() -> TreeSum:
         work.wait()
         trees: list[TreeSum] = []
-        for there, part in zip(spans, received.split(counts), strict=True):
+        for rank_spans, part in zip(spans, received.split(counts), strict=True):
             tree = TreeSum(ordered_group.count)
-            tree.extend(zip(there, part.view(-1, shard), strict=True))
+            tree.extend(zip(rank_spans, part.view(-1, shard), strict=True))
             trees.append(tree)
         return ordered(trees, ordered_group.count)
 

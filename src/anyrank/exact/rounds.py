@@ -29,7 +29,7 @@ class Rounds:
     Attributes:
         count: K, the microbatches of the step.
         number: of the current round; -1 before the first.
-        own: this rank's microbatches.
+        own_leaves: this rank's microbatches.
         whole_spans: the nodes that each rank holds when all rounds have run.
     """
 
@@ -41,7 +41,7 @@ class Rounds:
             [None if slot.is_copy else slot.k for slot in plan.slots(rank, ranks.size, takes_turns)]
             for rank in range(ranks.size)
         ]
-        self.own = [leaf for leaf in self._leaves[self.index] if leaf is not None]
+        self.own_leaves = [leaf for leaf in self._leaves[self.index] if leaf is not None]
         # Once a step: each unit and bucket asks for them.
         self.whole_spans = [_spans_of(self.count, leaves) for leaves in self._leaves]
         self._unit_spans = [self._spans_after(number) for number in range(len(self._leaves[0]))]
@@ -63,7 +63,7 @@ class Rounds:
     def unit_leaves(self) -> list[int]:
         """This rank's microbatches that are in the units' next exchange."""
         if not self.takes_turns:
-            return self.own
+            return self.own_leaves
         return [] if self.leaf is None else [self.leaf]
 
     def unit_spans(self, number: int) -> list[list[Span]]:
@@ -85,13 +85,13 @@ class Rounds:
             leaves: the microbatches of the sum; default: all of this rank.
         """
         if self.leaf is not None:
-            leaves = self.own if leaves is None else leaves
+            leaves = self.own_leaves if leaves is None else leaves
             _skip(sum_, (leaf for leaf in leaves if leaf < self.leaf))
             sum_.add(Span(self.leaf, self.leaf + 1), term)
 
     def complete(self, sum_: TreeSum, leaves: Sequence[int] | None = None) -> None:
         """Bring a sum to the nodes that its spans tell of this rank, for the exchange."""
-        _skip(sum_, self.own if leaves is None else leaves)
+        _skip(sum_, self.own_leaves if leaves is None else leaves)
 
 
 def _skip(sum_: TreeSum, leaves: Iterable[int]) -> None:

@@ -1,16 +1,25 @@
-"""A loader's exact=True: all that the steps know of this room."""
+"""A loader's exact=True: all that the steps know of this room.
+
+It looks at what an optimizer steps: gradients of exact sums, unchanged since then.
+`torch.nn.utils.clip_grad_norm_` adds up the squares of FSDP2's gradients by shard, so its factor
+depends on the number of ranks, and nothing announces it. What it leaves behind can be seen: every
+gradient is multiplied by a number that is no power of two. And parameters outside of the model, of
+a loss for instance, have the gradients of a rank's own microbatches.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.data.schedule import StepPlan
@@ -23,15 +32,23 @@ from anyrank.exact.checks import (
     environment,
     is_compiled,
 )
-from anyrank.exact.delivered import WARNING, DeliveredGradients
 from anyrank.exact.optimizers import judge_optimizer
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.sync import ExactSync
+from anyrank.steps.buckets import local
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.exact")
+
+MAX_SAMPLES = 4  # parameters: a norm scales all
+CORNER = 4  # elements of a sample along each dim
+WARNING = (
+    "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If by "
+    "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
+    "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
+)
 
 
 class ExactRun:
@@ -49,9 +66,10 @@ class ExactRun:
         self.record: dict[str, Any] = {}
         self.takes_turns: bool | None = None
         self._judged: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._delivered = DeliveredGradients()
+        self._known: dict[int, ref[nn.Parameter]] = {}  # parameters that the loader trains, by id
+        self._samples: dict[int, torch.Tensor] = {}  # of gradients of some sharded ones, by id
         self._has_begun, self._logs = False, True  # since a resume; whether this is the first rank
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     @contextmanager
     def watching(self, notes: list[str]) -> Generator[None, None, None]:
@@ -67,7 +85,7 @@ class ExactRun:
                 for note in judge_optimizer(optimizer):
                     self._tell(note, notes)
                 self._judged.add(optimizer)
-            self._delivered.check_strangers(optimizer)
+            self._check_strangers(optimizer)
             self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
 
         self.takes_turns = None
@@ -134,20 +152,57 @@ class ExactRun:
 
     def _tell(self, note: str, notes: list[str], anywhere: bool = False) -> None:
         """Note a sentence, once; the first rank logs it, or `anywhere` each that finds it."""
-        if note not in self._told:
-            self._told.add(note)
+        if note not in self._noted:
+            self._noted.add(note)
             notes.append(note)
             if self._logs or anywhere:
                 log.warning("%s", note)
 
     def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
         """Note, once, that the gradients of parameters were changed since `deliver`."""
-        if self._delivered.are_changed(parameters):
+        if WARNING not in self._noted and any(map(self._is_changed, parameters)):
             self._tell(WARNING, notes, anywhere=True)
 
-    def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
+    def deliver(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember the gradients of a model's parameters as the optimizer should find them."""
-        self._delivered.record([*parameters])
+        for parameter in parameters:
+            key = id(parameter)
+            if key not in self._known:
+                self._known[key] = ref(parameter, lambda _, key=key: self._known.pop(key, None))
+        if WARNING in self._noted:
+            return
+        sharded = (p for p in parameters if isinstance(p, DTensor) and p.grad is not None)
+        some = (p for p in sharded if local(p.detach()).numel())
+        self._samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient was changed since `deliver`, not only by a power of two."""
+        before = self._samples.get(id(parameter))
+        if before is None or parameter.grad is None:
+            return False
+        return not is_scaled_by_two(before, _sample_of(parameter))
+
+    def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that has parameters of a model, and others. One without any may step.
+
+        Raises:
+            ValueError: names the parameter by its place.
+        """
+        numbered = [
+            (number, index, parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter.grad is not None
+        ]
+        strangers = [row for row in numbered if id(row[2]) not in self._known]
+        if 0 < len(strangers) < len(numbered):
+            number, index, parameter = strangers[0]
+            raise ValueError(
+                f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
+                f"{list(parameter.shape)}, is not part of the model that microbatches() got, so "
+                "its gradient is that of this rank's microbatches alone: give microbatches() one "
+                "module that holds both, as nn.ModuleList([model, loss])"
+            )
 
     def check_saved(self, record: Mapping[str, Any]) -> None:
         """Raise CheckpointError for the record of a run with another number of threads."""
@@ -169,3 +224,22 @@ def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
     gradients are exchanged after the last backward, and neighbours add up most.
     """
     return ranks.size > 1 and any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _sample_of(parameter: Any) -> torch.Tensor:
+    """A corner of this rank's part of a parameter's gradient. Versions do not tell of changes:
+    operations on lists of DTensors leave them as they are.
+    """
+    part = local(parameter.grad.detach())
+    return part[tuple(slice(CORNER) for _ in part.shape)].clone()
+
+
+def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether all elements were multiplied by one power of two, as `GradScaler.unscale_` does."""
+    if before.shape != now.shape:
+        return False
+    before, now = (torch.view_as_real(t) if t.is_complex() else t for t in (before, now))
+    before, now = before.double(), now.double()
+    normal = before.isfinite() & now.isfinite() & (before != 0) & (now != 0)
+    factors = (now / before)[normal].unique()
+    return not len(factors) or (len(factors) == 1 and float(factors[0].frexp()[0]) == 0.5)

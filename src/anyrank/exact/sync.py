@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.exact.checks import check_wrappers
+from anyrank.exact.checks import ChangeWatch, check_wrappers
 from anyrank.exact.fsdp import (
     OrderedReduceScatter,
     exchanging,
@@ -29,7 +29,6 @@ from anyrank.exact.fsdp import (
 from anyrank.exact.groups import GradientSums
 from anyrank.exact.ordered_reduce import OrderedGroup
 from anyrank.exact.rounds import Rounds
-from anyrank.exact.watch import ChangeWatch
 from anyrank.steps.fsdp_groups import check_names, parameter_groups
 from anyrank.steps.gradient_sync import GradientSync, used_on_any_rank
 from anyrank.steps.step_record import StepRecord
@@ -129,19 +128,19 @@ class ExactSync(GradientSync):
 
     def complete(self, record: StepRecord, is_first: bool) -> StepRecord:
         used = [reduction.used for _, _, reduction in self.reductions]
-        own = self.refusal()
-        refusal = record.refusal or (own and f"exact=True: {own}")
+        reason = self.refusal()
+        refusal = record.refusal or (reason and f"exact=True: {reason}")
         return replace(record, states=self.sums.states(), used=used, refusal=refusal)
 
     def finish(self, records: Sequence[StepRecord], factor: float | None) -> None:
         """Exchange the sums and put them in place, then scale all gradients. All ranks."""
         self.sums.exchange(used_on_any_rank(self.summed, records))
-        for (_, group, reduction), *there in zip(
+        for (_, group, reduction), *used_by_rank in zip(
             self.reductions, *(record.used for record in records), strict=True
         ):
             # FSDP2 gave zeros to parameters that no microbatch used: as without it, they have none.
             for number, param in enumerate(group.fsdp_params):
-                if number in reduction.without and not any(number in used for used in there):
+                if number in reduction.without and not any(number in used for used in used_by_rank):
                     param.sharded_param.grad = None
         if factor is not None:
             self.scale(factor)

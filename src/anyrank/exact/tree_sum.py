@@ -25,15 +25,15 @@ class Span(NamedTuple):
 @lru_cache(maxsize=64)
 def inner_nodes(count: int) -> frozenset[tuple[int, int, int]]:
     """The inner nodes of the tree over `count` leaves, as (start, middle, stop)."""
-    found: set[tuple[int, int, int]] = set()
+    nodes: set[tuple[int, int, int]] = set()
     todo = [(0, count)]
     while todo:
         start, stop = todo.pop()
         if stop - start > 1:
             middle = start + (stop - start + 1) // 2
-            found.add((start, middle, stop))
+            nodes.add((start, middle, stop))
             todo += [(start, middle), (middle, stop)]
-    return frozenset(found)
+    return frozenset(nodes)
 
 
 class TreeSum:

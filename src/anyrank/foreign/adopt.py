@@ -105,7 +105,7 @@ def _plan_module(
     module, listing, tensors = inner.parts[part], source.model(part), None
     headers = header_reader(module, path, ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
-    if inner.given.is_used:
+    if inner.given_parts.is_used:
         tensors = ranks.run("looking at the model", lambda: inner.tensors()[part])
     try:
         sources = ranks.together("looking at the source", tell)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -115,50 +115,25 @@ def allocate(nbytes: int, device: torch.device) -> Buffer:
 Event = torch.Event | None
 
 
-class CopyEngine(Protocol):
-    """Copies of one device. A copy returns an event, or None if it has already ended."""
+class CopyEngine:
+    """Copies of one device: on one stream for each direction, beside the stream that computes.
 
-    def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
-    ) -> Event: ...
-
-    def to_device(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
-    ) -> Event: ...
-
-    def wait(self, event: Event) -> None:
-        """Let the computing stream wait for the copy."""
-        ...
-
-
-class _SynchronousCopies:
-    """Copies that have ended when the call returns."""
-
-    def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
-    ) -> None:
-        target.copy_(source)
-
-    def to_device(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
-    ) -> None:
-        target.copy_(source)
-
-    def wait(self, event: Event) -> None:
-        assert event is None
-
-
-class StreamCopies:
-    """Copies on one stream for each direction, beside the stream that computes."""
+    A copy returns an event. On the CPU it has ended when the call returns, and there is none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.out = torch.Stream(device)
-        self.back = torch.Stream(device)
+        self.is_cpu = device.type == "cpu"
+        if not self.is_cpu:
+            self.out = torch.Stream(device)
+            self.back = torch.Stream(device)
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event:
+        if self.is_cpu:
+            target.copy_(source)
+            return None
         event = self.copy(self.out, target, source, after)
         # Memory allocated on another stream than the one that waits for the copy may be used again
         # there only after that wait. For memory of the waiting stream this call does nothing.
@@ -168,6 +143,9 @@ class StreamCopies:
     def to_device(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[torch.Event]
     ) -> Event:
+        if self.is_cpu:
+            target.copy_(source)
+            return None
         event = self.copy(self.back, target, source, after)
         # The target may be dropped before anything waits for the copy.
         target.record_stream(self.back)
@@ -192,11 +170,7 @@ class StreamCopies:
             return stream.record_event()
 
     def wait(self, event: Event) -> None:
+        """Let the computing stream wait for the copy."""
         if event is not None:
             with torch.accelerator.device_index(self.device.index):
                 torch.accelerator.current_stream(self.device).wait_event(event)
-
-
-def copy_engine_for(device: torch.device) -> CopyEngine:
-    """The copy engine of a device."""
-    return _SynchronousCopies() if device.type == "cpu" else StreamCopies(device)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool, copy_engine_for
+from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool
 from anyrank.tensors.sharded_tensor import version_of
 
 
@@ -75,7 +75,7 @@ class OffloadEngine:
                 packed.append(
                     _OffloadedTensor(tensor, self.storage(tensor) if moves else None, name)
                 )
-            block = _BlockTensors(packed, self, self.last)
+            block = _BlockTensors(packed, self.last)
             self.last = weakref.ref(block)
             self.waiting.append(self.last)
             while len(self.waiting) > self.keep_last:
@@ -123,17 +123,12 @@ class OffloadEngine:
             self.shared += 1
             return entry
         if storage.device not in self.copy_engines:
-            self.copy_engines[storage.device] = copy_engine_for(storage.device)
-        entry = OffloadedStorage(
-            storage, version_of(tensor), self.copy_engines[storage.device], self.count_loaded
-        )
+            self.copy_engines[storage.device] = CopyEngine(storage.device)
+        entry = OffloadedStorage(storage, version_of(tensor), self)
         if known is None:  # an id is used again once the storage is gone
             weakref.finalize(storage, self.storages.pop, id(storage), None).atexit = False
         self.storages[id(storage)] = weakref.ref(entry)
         return entry
-
-    def count_loaded(self, nbytes: int) -> None:
-        self.loaded_bytes += nbytes
 
     def buffer(self, nbytes: int, device: torch.device, name: str) -> Buffer | None:
         """Host memory, or None to keep the tensor where it is."""
@@ -164,15 +159,14 @@ class OffloadedStorage:
         self,
         source: torch.UntypedStorage,
         version: int,
-        copies: CopyEngine,
-        on_load: Callable[[int], None],
+        engine: OffloadEngine,
     ) -> None:
         self.source: torch.UntypedStorage | None = source
         self.version = version
         self.nbytes = source.nbytes()
         self.device = source.device
-        self.copies = copies
-        self.on_load = on_load
+        self.engine = engine
+        self.copies = engine.copy_engines[source.device]
         self.buffer: Buffer | None = None
         self.is_kept = False
         self.out: Event = None
@@ -180,11 +174,11 @@ class OffloadedStorage:
         self.loaded: weakref.ref[torch.UntypedStorage] | None = None
         self.prefetched: torch.UntypedStorage | None = None
 
-    def send(self, owner: OffloadEngine, name: str) -> None:
+    def send(self, name: str) -> None:
         """Start the copy to the host, unless it has started or there is no room."""
         if self.buffer is not None or self.source is None or self.is_kept:
             return
-        self.buffer = owner.buffer(self.nbytes, self.device, name)
+        self.buffer = self.engine.buffer(self.nbytes, self.device, name)
         if self.buffer is None:
             self.is_kept = True
             return
@@ -193,7 +187,7 @@ class OffloadedStorage:
         self.out = self.copies.to_host(self.buffer.data, _as_bytes(self.source), after)
         self.buffer.busy = self.out
         # When the graph ends, the buffer returns to the pool; its next user waits for `busy`.
-        weakref.finalize(self, owner.pool.returned.append, self.buffer).atexit = False
+        weakref.finalize(self, self.engine.pool.returned.append, self.buffer).atexit = False
 
     def release(self) -> None:
         """Free the device memory after the copy to the host."""
@@ -211,7 +205,7 @@ class OffloadedStorage:
         after = () if self.out is None else (self.out,)
         self.back = self.copies.to_device(target, self.buffer.data, after)
         self.buffer.busy = self.back
-        self.on_load(self.nbytes)
+        self.engine.loaded_bytes += self.nbytes
         storage = target.untyped_storage()
         self.loaded = weakref.ref(storage)
         return storage
@@ -240,7 +234,7 @@ class _OffloadedTensor:
         self.tensor: torch.Tensor | None = tensor
         self.alive = weakref.ref(tensor)
         local = tensor
-        self.wrap: Callable[[torch.Tensor], torch.Tensor] = _keep_unchanged
+        self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         if storage is not None and isinstance(tensor, DTensor):
             local = tensor.to_local()
             self.wrap = _dtensor_wrapper(tensor)
@@ -273,7 +267,8 @@ class _OffloadedTensor:
         assert self.storage is not None
         loaded = self.storage.on_device()
         local = torch.empty(0, dtype=self.dtype, device=loaded.device)
-        return self.wrap(local.set_(loaded, *self.view))
+        local.set_(loaded, *self.view)
+        return local if self.wrap is None else self.wrap(local)
 
 
 class _BlockTensors:
@@ -282,18 +277,16 @@ class _BlockTensors:
     def __init__(
         self,
         tensors: list[_OffloadedTensor],
-        owner: OffloadEngine,
         preceding: weakref.ref[_BlockTensors] | None,
     ) -> None:
         self.tensors = tensors
-        self.owner = owner
         self.preceding = preceding
 
     def send(self) -> None:
         for tensor in self.tensors:
             if tensor.storage is not None:
                 tensor.check()
-                tensor.storage.send(self.owner, tensor.name)
+                tensor.storage.send(tensor.name)
 
     def release(self) -> None:
         for tensor in self.tensors:
@@ -313,10 +306,6 @@ class _BlockTensors:
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as uint8[nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _keep_unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _dtensor_wrapper(like: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:

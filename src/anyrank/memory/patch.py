@@ -177,7 +177,7 @@ def tile_(
         options = (chunk_size, ins, outs, grad_dtype, name in unchecked)
         tiled = Tiled(forward, f"tile({name})", *options)
         result = tiled(*args, **kwargs)
-        if not tiled._is_unchecked:  # pyright: ignore[reportPrivateUsage]
+        if not tiled.is_unchecked:
             unchecked.discard(name)
         return result
 

@@ -110,7 +110,7 @@ class SavedStreams:
         by_data = len({*zip(data, states, strict=True)}) == len({*data}) < count
         return "dp" if by_data else "rank"
 
-    def of(self, rank: int) -> dict[str, StreamState]:
+    def states_on(self, rank: int) -> dict[str, StreamState]:
         """Stream -> state on a rank that saved."""
         return {name: self.states[digest] for name, digest in self.digests[rank].items()}
 
@@ -250,13 +250,13 @@ def _choose(stream: Stream, saved: SavedStreams, coords: RankCoords) -> tuple[An
         CorruptCheckpoint: as `restore`.
     """
     is_known = coords in saved.coords
-    own = saved.of(coords.rank if is_known else 0)
-    if stream.name not in own:
+    states = saved.states_on(coords.rank if is_known else 0)
+    if stream.name not in states:
         return None, StreamOutcome("derived", "it was not saved")
     if saved.scope(stream.name) == "global":
-        return _decoded(stream, own[stream.name], "equal on all ranks")
+        return _decoded(stream, states[stream.name], "equal on all ranks")
     if is_known:
-        return _decoded(stream, own[stream.name], "same ranks")
+        return _decoded(stream, states[stream.name], "same ranks")
     fewer = coords.rank >= len(saved.coords)
     before = "on fewer ranks" if fewer else str(saved.coords[coords.rank])
     return None, StreamOutcome("derived", f"saved {before}, now {coords}")

@@ -112,11 +112,11 @@ class _NumpyStream:
         return values, twister["key"].astype("<u4").tobytes()
 
     def decode(self, values: Any, data: bytes) -> Any:
-        place, has_gauss, gauss = values
+        position, has_gauss, gauss = values
         words = words_of(data)
-        if type(place) is not int or not 0 <= place <= MT_WORDS or len(words) != MT_WORDS:
+        if type(position) is not int or not 0 <= position <= MT_WORDS or len(words) != MT_WORDS:
             raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
-        return ("MT19937", words, place, int(bool(has_gauss)), float(gauss))
+        return ("MT19937", words, position, int(bool(has_gauss)), float(gauss))
 
 
 class _NumpyGenerator:
@@ -132,13 +132,29 @@ class _NumpyGenerator:
         self.bits.state = state
 
 
-class TorchStream:
+class _StateOfTorch:
+    """How a state of one of torch's generators is saved: its bytes alone."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        # States of two names do not fit each other.
+        self.algorithm = "mt19937" if device.type == "cpu" else f"{device.type} philox"
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        return [], bytes(state.tolist())
+
+    def decode(self, values: Any, data: bytes) -> Any:
+        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        torch.Generator(self.device).set_state(state)  # raises for what is no state
+        return state
+
+
+class TorchStream(_StateOfTorch):
     """A generator of torch: the CPU's default one, or one that a user made."""
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
-        self.name = name
+        super().__init__(name, generator.device)
         self.generator = generator
-        self.algorithm = _algorithm_on(generator.device)
 
     def get(self) -> Any:
         return self.generator.get_state()
@@ -149,20 +165,12 @@ class TorchStream:
     def seed(self, number: int) -> None:
         self.generator.manual_seed(number)
 
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        return [], bytes(state.tolist())
 
-    def decode(self, values: Any, data: bytes) -> Any:
-        return _checked_state(data, self.generator.device)
-
-
-class _DeviceStream:
+class _DeviceStream(_StateOfTorch):
     """The default generator of an accelerator, whichever device is current."""
 
     def __init__(self, device: torch.device) -> None:
-        self.name = "device"
-        self.device = device
-        self.algorithm = _algorithm_on(device)
+        super().__init__("device", device)
         self.module: Any = torch.get_device_module(device)
         # Of one device only, without a number
         self.where = () if device.type == "mps" else (device,)
@@ -175,12 +183,6 @@ class _DeviceStream:
 
     def seed(self, number: int) -> None:
         self.put(torch.Generator(self.device).manual_seed(number).get_state())
-
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        return [], bytes(state.tolist())
-
-    def decode(self, values: Any, data: bytes) -> Any:
-        return _checked_state(data, self.device)
 
 
 def source_of(value: Any) -> Source | None:
@@ -218,8 +220,8 @@ def own_accelerator() -> list[torch.device]:
 
 def accelerators_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.device]:
     """The accelerators that a model with these parameters computes on, and the rank's own."""
-    found = {parameter.device for parameter in parameters}
-    return sorted({*filter(is_in_use, found), *own_accelerator()}, key=str)
+    devices = {parameter.device for parameter in parameters}
+    return sorted({*filter(is_in_use, devices), *own_accelerator()}, key=str)
 
 
 def is_in_use(device: torch.device) -> bool:
@@ -272,18 +274,6 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-def _algorithm_on(device: torch.device) -> str:
-    """How states of a device are to be read: states of two names do not fit each other."""
-    return "mt19937" if device.type == "cpu" else f"{device.type} philox"
-
-
 def words_of(data: bytes) -> tuple[int, ...]:
     """Little-endian 32-bit numbers."""
     return tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
-
-
-def _checked_state(data: bytes, device: torch.device) -> torch.Tensor:
-    """A generator's state, uint8, that a spare generator of the device has accepted."""
-    state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    torch.Generator(device).set_state(state)
-    return state

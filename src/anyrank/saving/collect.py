@@ -179,7 +179,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         aliases={k: name for saved in parts.values() for k, name in saved.aliases.items()},
         streams=_select_streams(summaries, states, ranks),
         loader_state=state.data.state_dict() if has_receipt else None,
-        receipt_skips={tensor.name for name in by_rank for tensor in parts[name].own},
+        receipt_skips={tensor.name for name in by_rank for tensor in parts[name].own_tensors},
     )
 
 
@@ -204,7 +204,7 @@ def _plan_items(
     own_tensors = [
         tensor
         for part, saved in parts.items()
-        for tensor in saved.own
+        for tensor in saved.own_tensors
         if saved.agreement == "equal" or "by_rank" in records[part] or ranks.index == 0
     ]
     return make_items(tensors, own_tensors, writes, ranks.rank)
@@ -256,7 +256,9 @@ def _summarize(
         for part, saved in parts.items()
     }
     records = {
-        part: _digest([saved.record, [content_hash(tensor.local()) for tensor in saved.own]])
+        part: _digest(
+            [saved.record, [content_hash(tensor.local()) for tensor in saved.own_tensors]]
+        )
         for part, saved in parts.items()
         if saved.agreement == "per rank"
     }
@@ -288,7 +290,10 @@ def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
     """
     seen: set[str] = set()
     for part, saved in parts.items():
-        for name in [*(tensor.name for tensor in (*saved.tensors, *saved.own)), *saved.aliases]:
+        for name in [
+            *(tensor.name for tensor in (*saved.tensors, *saved.own_tensors)),
+            *saved.aliases,
+        ]:
             if name in seen:
                 raise CheckpointError(
                     f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "

@@ -30,11 +30,11 @@ class Base:
     """
 
     def __init__(self, source: Any) -> None:
-        several = [source] if isinstance(source, str | os.PathLike) else source
-        check_type("base", several, Sequence, "a path, a URL or a list of them")
-        if not several:
+        paths = [source] if isinstance(source, str | os.PathLike) else source
+        check_type("base", paths, Sequence, "a path, a URL or a list of them")
+        if not paths:
             raise ValueError(f"base={source!r}: give a path, a URL or a list of them")
-        self.source = [check_path("base", path) for path in several]
+        self.source = [check_path("base", path) for path in paths]
         self.digest: str | None = None
         self._writes: dict[str, int] = {}
 
@@ -58,21 +58,21 @@ class Base:
             CheckpointError: the base is on meta; replicas of it differ; on all ranks.
         """
         compare_arguments(ranks, "TrainState", {"base": self.source}, CheckpointError)
-        mine = [target for target in targets if _is_of_base(target, trained)]
+        base_tensors = [target for target in targets if _is_of_base(target, trained)]
 
         def is_known() -> bool:
-            on_meta = [target.name for target in mine if target.is_meta]
+            on_meta = [target.name for target in base_tensors if target.is_meta]
             if on_meta:
                 raise CheckpointError(
                     f"{on_meta[0]}: the base is on meta: anyrank.load(model, "
                     f"{self.source[0]!r}) before the run is resumed or saved"
                 )
-            return self.digest is not None and self._writes == _writes(mine)
+            return self.digest is not None and self._writes == _writes(base_tensors)
 
         if not all(ranks.together("looking at the base", is_known)):
-            described = [[t.name, list(t.shape), str(t.dtype)] for t in mine]
-            rows = ranks.together("comparing the base", lambda: (described, _digests(mine)))
-            self.digest, self._writes = _joined(rows), _writes(mine)
+            described = [[t.name, list(t.shape), str(t.dtype)] for t in base_tensors]
+            rows = ranks.together("comparing the base", lambda: (described, _digests(base_tensors)))
+            self.digest, self._writes = _joined(rows), _writes(base_tensors)
 
     def record(self, targets: Sequence[ModelTensor], trained: Collection[int]) -> dict[str, Any]:
         """What a save keeps of the base.
@@ -118,14 +118,14 @@ def _is_of_base(target: ModelTensor, trained: Collection[int]) -> bool:
     return free and target.frozen is None and id(tensor) not in trained
 
 
-def _writes(mine: Sequence[ModelTensor]) -> dict[str, int]:
-    return {target.name: version_of(target.tensor) for target in mine}
+def _writes(base_tensors: Sequence[ModelTensor]) -> dict[str, int]:
+    return {target.name: version_of(target.tensor) for target in base_tensors}
 
 
-def _digests(mine: Sequence[ModelTensor]) -> list[list[Any]]:
+def _digests(base_tensors: Sequence[ModelTensor]) -> list[list[Any]]:
     """Of each piece that this rank holds: number of its tensor, box, digest."""
     rows: list[list[Any]] = []
-    for number, target in enumerate(mine):
+    for number, target in enumerate(base_tensors):
         local = target.local()
         for piece in target.pieces:
             where = [list(piece.box.offsets), list(piece.box.sizes)]
@@ -141,18 +141,18 @@ def _joined(answers: Sequence[tuple[list[Any], list[Any]]]) -> str:
         CheckpointError: two ranks hold different values of the same part.
     """
     described = answers[0][0]
-    totals, found = [0] * len(described), dict[str, int]()
+    totals, digests = [0] * len(described), dict[str, int]()
     for others, rows in answers:
         if others != described:
             raise CheckpointError(
                 "model: the ranks have different frozen parameters: freeze the same on all of them"
             )
         for number, offsets, sizes, digest in rows:
-            place = f"{number} {offsets} {sizes}"
-            if place not in found:
-                found[place] = digest
+            piece = f"{number} {offsets} {sizes}"
+            if piece not in digests:
+                digests[piece] = digest
                 totals[number] = (totals[number] + digest) % (1 << 64)
-            elif found[place] != digest:
+            elif digests[piece] != digest:
                 raise CheckpointError(
                     f"model.{described[number][0]}: the frozen base differs between the ranks: "
                     "load the same on all of them"

@@ -32,22 +32,22 @@ def start_digests(
     Raises:
         CheckpointError: a tensor's memory was released.
     """
-    found = [0] * len(tensors)
+    digests = [0] * len(tensors)
     waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, (name, tensor) in enumerate(tensors):
         check()
         check_memory(name, tensor)
         if tensor.is_cpu:
-            found[number] = on_cpu(tensor.detach())
+            digests[number] = on_cpu(tensor.detach())
         else:
             waiting.setdefault(tensor.device, []).append((number, on_device(tensor.detach())))
 
     def finish() -> list[int]:
-        for several in waiting.values():
-            values: list[int] = torch.stack([value for _, value in several]).tolist()
-            for (number, _), value in zip(several, values, strict=True):
-                found[number] = value
-        return found
+        for rows in waiting.values():
+            values: list[int] = torch.stack([value for _, value in rows]).tolist()
+            for (number, _), value in zip(rows, values, strict=True):
+                digests[number] = value
+        return digests
 
     return finish
 

@@ -47,7 +47,7 @@ class GivenParts:
             return
 
         def look() -> list[ModelTensor]:
-            return [in_part(part, tensor) for part, held in find().items() for tensor in held]
+            return [in_part(part, tensor) for part, members in find().items() for tensor in members]
 
         try:
             tensors = ranks.run("looking at the state", look)
@@ -56,19 +56,19 @@ class GivenParts:
             raise CheckpointError(str(error), causes=error.causes) from error
         parts = {index: (tensors[index], mesh) for index, mesh in meshes["the model"].items()}
         ranks.together("comparing layout= with the data", lambda: _check_data(parts.values(), data))
-        self._known = {held.name: held for held, _ in parts.values()}
+        self._known = {target.name: target for target, _ in parts.values()}
 
-    def apply(self, found: Modules) -> None:
+    def apply(self, modules: Modules) -> None:
         """Say of each part what it is a part of.
 
         Args:
-            found: the tensors of each module; changed in place.
+            modules: the tensors of each module; changed in place.
 
         Raises:
             CheckpointError: a tensor has another shape than when the ranks agreed.
         """
-        for part, several in found.items():
-            for tensor in several:
+        for part, tensors in modules.items():
+            for tensor in tensors:
                 known = self._known.get(f"{part}.{tensor.name}")
                 if known is None or tensor.layout is not None:
                     continue
@@ -91,24 +91,24 @@ def _check_data(parts: Iterable[tuple[ModelTensor, RankMesh]], data: object) -> 
     if not isinstance(data, ElasticLoader):
         return
     averaged = data.position.data_ranks()
-    for held, mesh in parts:
-        if not held.tensor.requires_grad:
+    for target, mesh in parts:
+        if not target.tensor.requires_grad:
             continue
         others = [
             rank
             for rank in mesh.ranks
-            if local_pieces(held.shape, held.layout, mesh.coordinate(rank)) != held.pieces
+            if local_pieces(target.shape, target.layout, mesh.coordinate(rank)) != target.pieces
         ]
         shared = [rank for rank in others if rank in averaged]
         if shared:
             raise CheckpointError(
-                f"{held.name}: rank {shared[0]} holds another part of it by layout=, and the "
+                f"{target.name}: rank {shared[0]} holds another part of it by layout=, and the "
                 "loader would average the gradients of both: give it the data-parallel "
                 "process_group, whose ranks hold the same parts"
             )
         if others and data.position.exact:
             raise CheckpointError(
-                f"exact=True: {held.name} is sharded over ranks {list(mesh.ranks)} by layout=: "
+                f"exact=True: {target.name} is sharded over ranks {list(mesh.ranks)} by layout=: "
                 "tensor parallelism adds up in an order of its own; use FSDP2 or DDP over the "
                 "ranks of the data"
             )

@@ -77,8 +77,8 @@ def save_module(
         if info.source is not None and info.digest is not None:
             elsewhere.append(inner)
             frozen[name] = {"source": info.source, "digest": info.digest}
-    mine = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
-    on_meta = [target.name for target in mine if target.is_meta]
+    written = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
+    on_meta = [target.name for target in written if target.is_meta]
     if on_meta:
         raise CheckpointError(
             listed(f"{part}: on meta, so there is nothing to save", on_meta)
@@ -93,17 +93,17 @@ def save_module(
             )
             + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
         )
-    named = [in_part(part, target) for target in mine]
+    named = [in_part(part, target) for target in written]
     for target in named:
         check_has_bytes(target.name, target.tensor)
     saved = Saved(None, [*named])
-    saved.aliases = {f"{part}.{place.name}": t.name for t in named for place in t.registrations[1:]}
+    saved.aliases = {f"{part}.{alias.name}": t.name for t in named for alias in t.registrations[1:]}
     is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
     saved.may_differ = {
         t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
     }
-    layout, own = layout_digest(named), _with_extra(module, elsewhere)
-    extra = {name: _save_extra(part, name, owner, saved) for name, owner in own}
+    layout, owners = layout_digest(named), _with_extra(module, elsewhere)
+    extra = {name: _save_extra(part, name, owner, saved) for name, owner in owners}
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
     return saved
 
@@ -118,21 +118,21 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
 
     Frozen parts that are kept `elsewhere` are left out, with what is below them.
     """
-    found: list[tuple[str, nn.Module]] = []
+    owners: list[tuple[str, nn.Module]] = []
     for raw, submodule in walk(module, "", {*elsewhere}):
         if type(submodule).get_extra_state is not nn.Module.get_extra_state:
             parts = [segment for segment in raw.split(".") if segment not in WRAPPERS]
             if isinstance(module, DistributedDataParallel):
                 parts = parts[1:]
-            found.append((".".join(parts), submodule))
-    return found
+            owners.append((".".join(parts), submodule))
+    return owners
 
 
 def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
     def put(where: str, tensor: torch.Tensor) -> Any:
-        held = hold_to_save(where, tensor.detach())
-        saved.tensors.append(held)
-        if held.layout is None:
+        sharded = hold_to_save(where, tensor.detach())
+        saved.tensors.append(sharded)
+        if sharded.layout is None:
             saved.may_differ.add(where)
         return {"~whole": where}
 
@@ -186,7 +186,7 @@ def _fit_tensors(
     fresh: list[str] = []
     used: set[str] = set()
     # A copy that an adapter trains has the name of its original as well.
-    owners = {f"{part}.{place.name}": t for t in wanted for place in t.registrations}
+    owners = {f"{part}.{registration.name}": t for t in wanted for registration in t.registrations}
     for target in wanted:
         names = [f"{part}.{name}" for name in target.flat_names()]
         names = [name for name in names if owners.get(name, target) is target]
@@ -221,24 +221,27 @@ def _fit_tensors(
 
 
 def _fit_extra(
-    part: str, here: Mapping[str, nn.Module], record: Any, stored: Stored, matched: Matched
+    part: str, modules: Mapping[str, nn.Module], record: Any, stored: Stored, matched: Matched
 ) -> list[tuple[nn.Module, Any]]:
     """Modules with the extra state that they are to have; adds fills and what is wrong with it."""
 
     def take(table: Any) -> torch.Tensor:
         saved = stored.listing.tensors[table["~whole"]]
-        held = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
-        matched.fills.append(Fill(held, saved, held.tensor, stored.listing))
-        return held.tensor
+        sharded = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
+        matched.fills.append(Fill(sharded, saved, sharded.tensor, stored.listing))
+        return sharded.tensor
 
     saved: dict[str, Any] = record["extra"]
     for title, names in (
-        (f"{part}: extra state that the checkpoint does not hold", here.keys() - saved.keys()),
-        (f"{part}: extra state of modules that are not in the model", saved.keys() - here.keys()),
+        (f"{part}: extra state that the checkpoint does not hold", modules.keys() - saved.keys()),
+        (
+            f"{part}: extra state of modules that are not in the model",
+            saved.keys() - modules.keys(),
+        ),
     ):
         if names:
             matched.problems.append(listed(title, sorted(names)))
-    return [(here[name], from_json(saved[name], take)) for name in saved if name in here]
+    return [(modules[name], from_json(saved[name], take)) for name in saved if name in modules]
 
 
 def _memory(target: ModelTensor, device: torch.device) -> torch.Tensor:
@@ -273,14 +276,14 @@ def _frozen(
             problems.append(f"{part}.{name}: its source cannot be read: {error}")
             continue
         targets = in_state_dict(find_tensors(inner))
-        found = match_keys(
+        matches = match_keys(
             [target.all_names() for target in targets], listing.tensors, lambda key: key
         )
-        if found.missing:
-            names = [targets[index].name for index in found.missing]
+        if matches.missing:
+            names = [targets[index].name for index in matches.missing]
             problems.append(listed(f"{part}.{name}: not in its source", names))
             continue
-        for index, key in found.keys.items():
+        for index, key in matches.keys.items():
             target, saved = targets[index], listing.tensors[key]
             problem = misfits(saved, target)
             if problem:

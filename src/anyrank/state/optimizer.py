@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -106,12 +105,12 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
         "extra": extra,
         "layout": layout_digest(saved.tensors),
     }
-    saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.tensors])
+    saved.unsaved = attribute_tensors(optimizer, [sharded.tensor for sharded in saved.tensors])
     return saved
 
 
 def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Tensor, str]:
-    found: dict[torch.Tensor, str] = {}
+    named: dict[torch.Tensor, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -120,8 +119,8 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
                     f"{list(parameter.shape)}, belongs to no module of the state: pass its module "
                     "to TrainState, and make the optimizer after the model is wrapped or sharded"
                 )
-            found[parameter] = names[id(parameter)].name
-    return found
+            named[parameter] = names[id(parameter)].name
+    return named
 
 
 def _putter(
@@ -130,28 +129,30 @@ def _putter(
     """Keeps tensors of the state, and says how each lies in terms of its parameter."""
 
     def put(where: str, tensor: torch.Tensor) -> Any:
-        held = hold_to_save(where, tensor)
+        sharded = hold_to_save(where, tensor)
         layout = None if parameter is None else parameter.layout
-        if parameter is not None and _is_part(where, held, parameter):
-            held = ShardedTensor(where, held.tensor, parameter.shape, layout, parameter.coordinate)
-        if held.layout is None and layout is not None and held.tensor.ndim:
-            held.name = own_name(where, rank)
-            saved.own.append(held)
+        if parameter is not None and _is_part(where, sharded, parameter):
+            sharded = ShardedTensor(
+                where, sharded.tensor, parameter.shape, layout, parameter.coordinate
+            )
+        if sharded.layout is None and layout is not None and sharded.tensor.ndim:
+            sharded.name = own_name(where, rank)
+            saved.own_tensors.append(sharded)
             return {"~rank": [where, str(layout)]}
-        saved.tensors.append(held)
-        if held.layout is None:
+        saved.tensors.append(sharded)
+        if sharded.layout is None:
             return {"~whole": [where, ""]}
         if parameter is not None and layout is None:
-            return {"~laid": [where, str(held.layout)]}
-        return {"~like" if held.layout == layout else "~whole": [where, str(held.layout)]}
+            return {"~laid": [where, str(sharded.layout)]}
+        return {"~like" if sharded.layout == layout else "~whole": [where, str(sharded.layout)]}
 
     return put
 
 
-def _is_part(where: str, held: ShardedTensor, parameter: ShardedTensor) -> bool:
+def _is_part(where: str, sharded: ShardedTensor, parameter: ShardedTensor) -> bool:
     """Whether plain state belongs, element by element, to a plain parameter that is a part."""
     is_plain = parameter.layout is not None and not parameter.is_dtensor
-    same = held.layout is None and held.tensor.shape == parameter.tensor.shape
+    same = sharded.layout is None and sharded.tensor.shape == parameter.tensor.shape
     return is_plain and same and not _is_count(where)
 
 
@@ -199,7 +200,7 @@ def match_optimizer(
     matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
-    matched.commit = _NewState(optimizer, by_name, states, extra, pairs).commit
+    matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
 
 
@@ -213,11 +214,16 @@ def _with_notes(matched: Matched, part: str, record: Any) -> Matched:
     return matched
 
 
-@dataclass(frozen=True)
-class _NewState:
-    """What an optimizer gets.
+def _put_state(
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    states: Mapping[str, Any],
+    extra: Mapping[Any, Any],
+    options: Sequence[tuple[dict[str, Any], dict[Any, Any]]],
+) -> None:
+    """Give an optimizer its state.
 
-    Attributes:
+    Args:
         optimizer: that gets it.
         parameters: all of its own, by name.
         states: name of a parameter -> its state.
@@ -225,33 +231,26 @@ class _NewState:
         options: its groups, each with the options that it gets.
     """
 
-    optimizer: Optimizer
-    parameters: dict[str, torch.Tensor]
-    states: dict[str, Any]
-    extra: dict[Any, Any]
-    options: list[tuple[dict[str, Any], dict[Any, Any]]]
+    def fill() -> None:
+        for parameter in parameters.values():
+            optimizer.state.pop(parameter, None)
+        for name, state in states.items():
+            optimizer.state[parameters[name]] = state
+        optimizer.state.update(extra)
 
-    def place(self) -> None:
-        for parameter in self.parameters.values():
-            self.optimizer.state.pop(parameter, None)
-        for name, state in self.states.items():
-            self.optimizer.state[self.parameters[name]] = state
-        self.optimizer.state.update(self.extra)
-
-    def commit(self) -> None:
-        self.place()
-        for group, saved in self.options:
-            for key, value in saved.items():
-                if key in IMPLEMENTATION and key in group:
-                    continue
-                if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
-        if overrides(self.optimizer, "load_state_dict"):
-            # It may rebuild what hangs on the state, and cast the state itself.
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
-            self.place()
+    fill()
+    for group, saved in options:
+        for key, value in saved.items():
+            if key in IMPLEMENTATION and key in group:
+                continue
+            if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    if overrides(optimizer, "load_state_dict"):
+        # It may rebuild what hangs on the state, and cast the state itself.
+        optimizer.load_state_dict(optimizer.state_dict())
+        fill()
 
 
 def _table(tree: Any, take: Callable[[Any], torch.Tensor]) -> dict[Any, Any]:
@@ -310,10 +309,10 @@ class _Room:
                     "another shape than its parameter: only as many ranks with the same layout can "
                     "go on with it"
                 )
-            device, here = self._device(where, parameter), now.get(where)
+            device, current = self._device(where, parameter), now.get(where)
             lie: _Lie = None
-            if isinstance(here, DTensor) and here.shape == saved.shape and not is_own:
-                lie = here, here.placements  # as the optimizer itself has laid it out
+            if isinstance(current, DTensor) and current.shape == saved.shape and not is_own:
+                lie = current, current.placements  # as the optimizer itself has laid it out
             elif parameter is not None and parameter.layout is None:
                 lie = self._as_saved(where, layout, device) if kind == "~laid" else None
             elif parameter is not None and not is_own:
@@ -321,10 +320,10 @@ class _Room:
         except _Unplaced as error:
             self.matched.problems.append(str(error))
             return torch.empty(0, device="cpu")
-        held = _hold(key, lie, saved.shape, self._dtype(saved, where, parameter), device)
-        self.tensors += [] if is_own else [held]
-        self.matched.fills.append(Fill(held, saved, held.local(), self.stored.listing))
-        return held.tensor
+        sharded = _hold(key, lie, saved.shape, self._dtype(saved, where, parameter), device)
+        self.tensors += [] if is_own else [sharded]
+        self.matched.fills.append(Fill(sharded, saved, sharded.local(), self.stored.listing))
+        return sharded.tensor
 
     def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
         """How a tensor of a plain parameter lies that was a DTensor: on all ranks, as it did.
@@ -334,8 +333,8 @@ class _Room:
         """
         if not dist.is_initialized():
             return None
-        found = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
-        if found is None or int(found[3]) != self.stored.ranks:
+        parsed = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
+        if parsed is None or int(parsed[3]) != self.stored.ranks:
             raise _Unplaced(
                 f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so only "
                 "the optimizer knows its mesh: let the optimizer make its state before the resume"
@@ -344,12 +343,12 @@ class _Room:
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             empty = torch.empty(0, device=device)
             self.meshes[device] = DTensor.from_local(empty, mesh, [Replicate()], run_check=False)
-        return self.meshes[device], [Shard(int(found[2])) if found[2] else Replicate()]
+        return self.meshes[device], [Shard(int(parsed[2])) if parsed[2] else Replicate()]
 
     def _dtype(self, saved: StoredTensor, where: str, parameter: ModelTensor | None) -> torch.dtype:
-        mine = saved.dtype if parameter is None else parameter.dtype
+        own_dtype = saved.dtype if parameter is None else parameter.dtype
         casts = self.stored.casts and not _is_count(where) and saved.dtype.is_floating_point
-        return mine if casts and mine.is_floating_point else saved.dtype
+        return own_dtype if casts and own_dtype.is_floating_point else saved.dtype
 
     def _device(self, where: str, parameter: ModelTensor | None) -> torch.device:
         """State lives with its parameter; a step count only where a kernel reads it."""
@@ -373,11 +372,11 @@ def _by_parameter(
         _Unplaced: it does not say which part belongs to which rank.
     """
     tensor = parameter.tensor
-    own: _Lie = (tensor, tensor.placements) if isinstance(tensor, DTensor) else parameter
+    as_parameter: _Lie = (tensor, tensor.placements) if isinstance(tensor, DTensor) else parameter
     if kind == "~like" and (shape == parameter.shape or layout == str(parameter.layout)):
-        return own
+        return as_parameter
     if kind == "~laid" and shape == parameter.shape:
-        return own
+        return as_parameter
     if layout:
         if isinstance(tensor, DTensor):
             return tensor, [Replicate()] * tensor.device_mesh.ndim
@@ -387,7 +386,7 @@ def _by_parameter(
     pairs = zip(shape, parameter.shape, strict=False)
     factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
     if factored if isinstance(tensor, DTensor) else shape == parameter.shape:
-        return own
+        return as_parameter
     raise _Unplaced(
         f"{where}: has shape {list(shape)}, its parameter {list(parameter.shape)} is sharded now: "
         "it does not say which part belongs to which rank"
@@ -406,7 +405,9 @@ def _hold(
         return ShardedTensor(key, local, shape, lie.layout, lie.coordinate)
     like, placements = lie
     mesh: Any = like.device_mesh
-    layout = Layout(tuple(mesh.shape), tuple(placement_of(place, "") for place in placements))
+    layout = Layout(
+        tuple(mesh.shape), tuple(placement_of(placement, "") for placement in placements)
+    )
     local = torch.empty(
         local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
     )
@@ -425,8 +426,8 @@ def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any])
     """
     lr = saved.get("lr", ...)
     if "lr" in now and _kind_of(lr) not in ("number", "None"):
-        found = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
-        raise CorruptCheckpoint(f"{where} has {found} in the checkpoint, which is damaged")
+        reason = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
+        raise CorruptCheckpoint(f"{where} has {reason} in the checkpoint, which is damaged")
     return [
         f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
         "optimizer as it was"
@@ -486,10 +487,10 @@ def _fit_groups(
                     f"{differences(first, options)}): group them as they were"
                 )
         chosen.append(sources[0])
-    gone = [name for name in home if name not in seen]
-    if gone:
+    absent = [name for name in home if name not in seen]
+    if absent:
         problems.append(
-            listed(f"{part}: parameters of the checkpoint's that it no longer has", gone)
+            listed(f"{part}: parameters of the checkpoint's that it no longer has", absent)
         )
     return chosen, fresh
 

@@ -27,7 +27,7 @@ class Saved:
     Attributes:
         record: JSON, of which `agreement` says how it is on the ranks.
         tensors: what the ranks hold together; the same list on all of them.
-        own: what this rank alone holds; its names end with the rank.
+        own_tensors: what this rank alone holds; its names end with the rank.
         aliases: other name -> name, of tied tensors.
         may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
             one rank keeps); the first rank's are saved.
@@ -38,7 +38,7 @@ class Saved:
 
     record: Any
     tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
-    own: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
+    own_tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     may_differ: set[str] = field(default_factory=set[str])
     agreement: Literal["equal", "first", "per rank"] = "equal"
@@ -115,13 +115,13 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
     """
     check_has_bytes(name, tensor)
     try:
-        plain = tensor if hasattr(tensor, "placements") else _resolved(tensor)
-        held = as_sharded(name, plain)
-        if held.is_dtensor:
-            as_sharded(name, held.local())  # which may be of a class that hides its bytes
+        plain = tensor if hasattr(tensor, "placements") else tensor.resolve_conj().resolve_neg()
+        sharded = as_sharded(name, plain)
+        if sharded.is_dtensor:
+            as_sharded(name, sharded.local())  # which may be of a class that hides its bytes
     except LoadError as error:
         raise _cannot_be_saved(name, _kind(tensor)) from error
-    return held
+    return sharded
 
 
 def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
@@ -155,25 +155,20 @@ def _cannot_be_saved(name: str, kind: str) -> CheckpointError:
     )
 
 
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy whose bytes are the values of a conj or neg view."""
-    return tensor.resolve_conj().resolve_neg()
-
-
 def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
     """One hash of how tensors lie on the ranks."""
-    table = [(held.name, str(held.layout)) for held in tensors]
+    table = [(sharded.name, str(sharded.layout)) for sharded in tensors]
     return hashlib.blake2b(repr(table).encode(), digest_size=8).hexdigest()
 
 
-def misfits(stored: StoredTensor, held: ShardedTensor) -> str | None:
+def misfits(stored: StoredTensor, target: ShardedTensor) -> str | None:
     """Why a stored tensor cannot fill this one, or None."""
-    if stored.shape != held.shape:
-        return f"{held.name}: has shape {list(held.shape)}, the checkpoint {list(stored.shape)}"
-    if stored.dtype != held.dtype:
+    if stored.shape != target.shape:
+        return f"{target.name}: has shape {list(target.shape)}, the checkpoint {list(stored.shape)}"
+    if stored.dtype != target.dtype:
         return (
-            f"{held.name}: is {held.dtype}, the checkpoint has {stored.dtype}: resume changes no "
-            "dtype; make it as it was, or anyrank.load() the weights alone"
+            f"{target.name}: is {target.dtype}, the checkpoint has {stored.dtype}: resume changes "
+            "no dtype; make it as it was, or anyrank.load() the weights alone"
         )
     return None
 
@@ -199,6 +194,6 @@ def differences(record: Any, other: Any, where: str = "") -> str:
                 return differences(record.get(key), other.get(key), f"{where}.{key}")
     if isinstance(record, list) and isinstance(other, list) and len(record) == len(other):
         pairs = enumerate(zip(cast("list[Any]", record), cast("list[Any]", other), strict=True))
-        number, (mine, theirs) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-        return differences(mine, theirs, f"{where}.{number}")
+        number, (first, second) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+        return differences(first, second, f"{where}.{number}")
     return f"{where.lstrip('.') or 'value'}: {str(record)[:80]} and {str(other)[:80]}"

@@ -59,7 +59,7 @@ def compare_replicas(
     if not differing:
         return []
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    wrong = {name: held for name, held in differing.items() if name not in may_differ}
+    wrong = {name: groups for name, groups in differing.items() if name not in may_differ}
     if wrong:
         raise CheckpointError(_in_words("nothing was saved, as", wrong, parts))
     if ranks.index == 0:
@@ -78,34 +78,36 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
         CheckpointError: a tensor differs that must not; names it, the ranks and the step.
     """
 
-    def here() -> tuple[dict[str, Saved], tuple[int, Coordinates]]:
+    def look() -> tuple[dict[str, Saved], tuple[int, Coordinates]]:
         parts = state.parts.save_tensors(ranks.index)
-        tensors = [held for saved in parts.values() for held in saved.tensors]
-        names = "\n".join(held.name for held in tensors)
+        tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+        names = "\n".join(sharded.name for sharded in tensors)
         return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
 
-    parts, every = ranks.run_and_gather("looking at the replicas", here)
-    if len({names for names, _ in every}) > 1:
+    parts, answers = ranks.run_and_gather("looking at the replicas", look)
+    if len({names for names, _ in answers}) > 1:
         raise CheckpointError(
             f"step {state.step}: the ranks hold tensors of different names: build the model and "
             "the optimizer alike on all ranks; save() says which differ"
         )
-    coordinates = {r: one for r, (_, one) in zip(ranks.ranks, every, strict=True)}
+    coordinates = {r: coords for r, (_, coords) in zip(ranks.ranks, answers, strict=True)}
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    held = _replicas(parts, coordinates, None, ranks.rank)
-    differing = _differing([one for one in held if one.name not in may_differ], ranks)
+    own_replicas = _replicas(parts, coordinates, None, ranks.rank)
+    differing = _differing([r for r in own_replicas if r.name not in may_differ], ranks)
     if differing:
         raise CheckpointError(_in_words(f"step {state.step}:", differing, parts))
 
 
-def _differing(mine: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
+def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
     """Name of each tensor that differs -> the ranks that are alike. All ranks."""
 
-    def here() -> tuple[list[int], dict[Members, str]]:
-        digests = start_digests([(one.name, one.values) for one in mine], ranks.check)()
-        return digests, _by_members(mine, digests)
+    def digest_own() -> tuple[list[int], dict[Members, str]]:
+        digests = start_digests(
+            [(replica.name, replica.values) for replica in own_replicas], ranks.check
+        )()
+        return digests, _by_members(own_replicas, digests)
 
-    digests, answers = ranks.run_and_gather("comparing the replicas", here)
+    digests, answers = ranks.run_and_gather("comparing the replicas", digest_own)
     by_rank = dict(zip(ranks.ranks, answers, strict=True))
     if all(
         len({by_rank[rank].get(members) for rank in members}) == 1
@@ -113,26 +115,31 @@ def _differing(mine: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[in
         for members in answer
     ):
         return {}
-    table = {(one.name, one.members): digest for one, digest in zip(mine, digests, strict=True)}
-    found: dict[tuple[str, Members], dict[int, list[int]]] = {}
+    table = {
+        (replica.name, replica.members): digest
+        for replica, digest in zip(own_replicas, digests, strict=True)
+    }
+    ranks_by_digest: dict[tuple[str, Members], dict[int, list[int]]] = {}
     for rank, other in zip(ranks.ranks, ranks.gather(table), strict=True):
         for key, digest in other.items():
-            found.setdefault(key, {}).setdefault(digest, []).append(rank)
-    return {name: [*held.values()] for (name, _), held in found.items() if len(held) > 1}
+            ranks_by_digest.setdefault(key, {}).setdefault(digest, []).append(rank)
+    return {
+        name: [*groups.values()] for (name, _), groups in ranks_by_digest.items() if len(groups) > 1
+    }
 
 
 def _replicas(
     parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int | None, rank: int
 ) -> list[_Replica]:
     """What is compared of the tensors that this rank holds with others."""
-    found: list[_Replica] = []
-    tensors = [held for saved in parts.values() for held in saved.tensors]
-    for index, held in enumerate(tensors):
-        for members in replicas(index, held, coordinates).values():
+    own_replicas: list[_Replica] = []
+    tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+    for index, sharded in enumerate(tensors):
+        for members in replicas(index, sharded, coordinates).values():
             if len(members) > 1 and rank in members:
-                values = held.local() if turn is None else _ninth(held.local(), turn)
-                found.append(_Replica(held.name, members, values))
-    return found
+                values = sharded.local() if turn is None else _ninth(sharded.local(), turn)
+                own_replicas.append(_Replica(sharded.name, members, values))
+    return own_replicas
 
 
 def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
@@ -144,29 +151,29 @@ def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     return tensor.reshape(-1)[low:high]
 
 
-def _by_members(mine: Sequence[_Replica], digests: Sequence[int]) -> dict[Members, str]:
+def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[int]) -> dict[Members, str]:
     """One digest of everything that the same ranks hold."""
     tables: dict[Members, Any] = {}
-    for one, digest in zip(mine, digests, strict=True):
-        hashed = tables.setdefault(one.members, hashlib.blake2b(digest_size=16))
+    for replica, digest in zip(own_replicas, digests, strict=True):
+        hashed = tables.setdefault(replica.members, hashlib.blake2b(digest_size=16))
         hashed.update(digest.to_bytes(9, "little", signed=True))
     return {members: hashed.hexdigest() for members, hashed in tables.items()}
 
 
 def _in_words(head: str, wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) -> str:
     """What differs, and what has happened: replicas have diverged, or an optimizer is sharded."""
-    found = [
-        f"{name}: " + " unlike ".join(f"ranks {held}" for held in groups)
+    texts = [
+        f"{name}: " + " unlike ".join(f"ranks {alike}" for alike in groups)
         for name, groups in wrong.items()
     ]
     optimizers = [
         part
         for part, saved in parts.items()
         if saved.record["kind"] == "optimizer"
-        and wrong.keys() & {held.name for held in saved.tensors}
+        and wrong.keys() & {tensor.name for tensor in saved.tensors}
     ]
-    of_optimizers = {held.name for part in optimizers for held in parts[part].tensors}
-    each_its_own = all(len(held) == 1 for groups in wrong.values() for held in groups)
+    of_optimizers = {tensor.name for part in optimizers for tensor in parts[part].tensors}
+    each_its_own = all(len(alike) == 1 for groups in wrong.values() for alike in groups)
     if each_its_own and wrong.keys() <= of_optimizers:
         reason = (
             f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "
@@ -181,7 +188,7 @@ def _in_words(head: str, wrong: Mapping[str, list[list[int]]], parts: Mapping[st
         )
     lines = [
         f"{head} ranks hold different values of what they should hold alike:",
-        *(f"  {line}" for line in first_few(found, SHOWN)),
+        *(f"  {line}" for line in first_few(texts, SHOWN)),
         reason,
     ]
     return "\n".join(lines)

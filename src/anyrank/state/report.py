@@ -18,9 +18,9 @@ class Outcome(str):
     reason: str
 
     def __new__(cls, kind: str, reason: str = "") -> Outcome:
-        made = super().__new__(cls, kind)
-        made.reason = reason
-        return made
+        outcome = super().__new__(cls, kind)
+        outcome.reason = reason
+        return outcome
 
     def __reduce__(self) -> tuple[type[Outcome], tuple[str, str]]:
         return Outcome, (str(self), self.reason)

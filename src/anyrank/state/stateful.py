@@ -64,12 +64,12 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     saved = Saved({}, agreement="per rank")
 
     def put(where: str, tensor: torch.Tensor) -> Any:
-        held = hold_to_save(where, tensor.detach())
-        if held.layout is None:
-            held.name = own_name(where, rank)
-            saved.own.append(held)
+        sharded = hold_to_save(where, tensor.detach())
+        if sharded.layout is None:
+            sharded.name = own_name(where, rank)
+            saved.own_tensors.append(sharded)
             return {"~rank": where}
-        saved.tensors.append(held)
+        saved.tensors.append(sharded)
         return {"~whole": own_name(where, 0)}
 
     tree = to_json(thing.state_dict(), part, put)
@@ -79,9 +79,9 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
         "layout": layout_digest(saved.tensors),
         "tree": tree,
     }
-    for held in saved.tensors:  # as where they are plain: receipts compare them by name
-        held.name = own_name(held.name, 0)
-    saved.may_differ = {held.name for held in saved.tensors}
+    for sharded in saved.tensors:  # as where they are plain: receipts compare them by name
+        sharded.name = own_name(sharded.name, 0)
+    saved.may_differ = {sharded.name for sharded in saved.tensors}
     return saved
 
 
@@ -110,13 +110,13 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         return Matched(Outcome("fresh", "it had no state when it was saved"))
     if stored.fresh and isinstance(current, dict):
         record = record | {"tree": _with_new_groups(record["tree"], current)}
-    own = rank if "by_rank" in record else 0
+    own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: _tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
         ((kind, written),) = table.items()
-        key = own_name(written, own) if kind == "~rank" else written
+        key = own_name(written, own_rank) if kind == "~rank" else written
         where = written.removesuffix(own_name("", 0))
         saved = stored.listing.tensors[key]
         like = now().get(where)
@@ -126,9 +126,9 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         else:
             device = None if like is None else like.device
             tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-        held = as_sharded(where, tensor)
-        tensors.append(held)
-        matched.fills.append(Fill(held, saved, held.local(), stored.listing))
+        sharded = as_sharded(where, tensor)
+        tensors.append(sharded)
+        matched.fills.append(Fill(sharded, saved, sharded.local(), stored.listing))
         return tensor
 
     tree: Any = from_json(record["tree"], take)
@@ -141,7 +141,7 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
             raise
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
-    if tensors and any(held.layout for held in tensors):
+    if tensors and any(sharded.layout for sharded in tensors):
         matched.outcome = stored.moved(record["layout"], layout_digest(tensors))
     matched.commit = lambda: _give(part, thing, tree)
     return matched
@@ -178,13 +178,13 @@ def _with_new_groups(tree: Any, current: Mapping[str, Any]) -> Any:
 
 def _tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
     """The tensors that the object has now: what it loads is where they are, and laid out so."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def put(where: str, tensor: torch.Tensor) -> None:
-        found[where] = tensor.detach()
+        tensors[where] = tensor.detach()
 
     to_json(thing.state_dict(), part, put)
-    return found
+    return tensors
 
 
 # -- optimizers with methods of their own ---------------------------------------------------------
@@ -197,8 +197,8 @@ def has_own_methods(optimizer: Optimizer) -> bool:
 
 def overrides(optimizer: Optimizer, method: str) -> bool:
     """Whether a method of an optimizer is not torch's own."""
-    own = getattr(type(optimizer), method) is getattr(Optimizer, method)
-    return not own or method in vars(optimizer)
+    is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
+    return not is_inherited or method in vars(optimizer)
 
 
 def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> Saved:
@@ -223,7 +223,7 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> Saved:
         )
     saved.record["kind"] = "optimizer"
     saved.record["opaque"] = True
-    saved.unsaved = attribute_tensors(optimizer, [held.tensor for held in saved.own])
+    saved.unsaved = attribute_tensors(optimizer, [sharded.tensor for sharded in saved.own_tensors])
     return saved
 
 
@@ -241,8 +241,8 @@ def match_own_methods(
     def commit() -> None:
         load()
         now = _tensors_now(part, optimizer)
-        given = {fill.held.name: fill.local for fill in matched.fills}
-        lost = [key for key, value in given.items() if not _is_same(now.get(key), value)]
+        filled = {fill.held.name: fill.local for fill in matched.fills}
+        lost = [key for key, value in filled.items() if not _is_same(now.get(key), value)]
         if lost:
             call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"
             matched.outcome = Outcome("derived", listed(call, lost))
@@ -251,24 +251,24 @@ def match_own_methods(
     return matched
 
 
-def _is_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    if one is None or one.dtype != other.dtype:
+def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    if actual is None or actual.dtype != expected.dtype:
         return False
-    return one is other or content_hash(one) == content_hash(other)
+    return actual is expected or content_hash(actual) == content_hash(expected)
 
 
 def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
     """Names of an optimizer's attributes that hold tensors, or optimizers with state, that are
     not among the saved ones, nor copies of them: a resume does not bring them back.
     """
-    known = {_place(tensor) for tensor in saved}
-    known |= {_place(param) for group in optimizer.param_groups for param in group["params"]}
+    known = {_memory_of(tensor) for tensor in saved}
+    known |= {_memory_of(param) for group in optimizer.param_groups for param in group["params"]}
     left = [
         (name, tensor)
         for name, value in vars(optimizer).items()
         if name not in PLAIN
         for tensor in _tensors_in(value, NESTED)
-        if _place(tensor) not in known
+        if _memory_of(tensor) not in known
     ]
     if left and has_own_methods(optimizer):  # its state_dict() may hold copies
         values = {content_hash(tensor) for tensor in saved}
@@ -288,7 +288,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, depth - 1)
 
 
-def _place(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
+def _memory_of(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
     local = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    place = local.data_ptr() if local.layout == torch.strided else id(tensor)
-    return place, local.shape, local.dtype
+    address = local.data_ptr() if local.layout == torch.strided else id(tensor)
+    return address, local.shape, local.dtype

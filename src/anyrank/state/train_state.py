@@ -107,16 +107,16 @@ class TrainState:
             check_model(model)
         if isinstance(optimizer, nn.Module):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer")
-        given = {
+        named_parts = {
             "model": model,
             "optimizer": optimizer,
             "scheduler": scheduler,
             "scaler": scaler,
             "data": data,
         }
-        parts = {name: part for name, part in (given | others).items() if part is not None}
-        own = {} if generators is None else generators
-        self.parts = RunParts(parts, seed, own, first_rank, base, layout)
+        parts = {name: part for name, part in (named_parts | others).items() if part is not None}
+        own_generators = {} if generators is None else generators
+        self.parts = RunParts(parts, seed, own_generators, first_rank, base, layout)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -138,7 +138,7 @@ class RunParts:
         generators: the run's own, by name.
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
-        given: the plain tensors that are parts of a whole.
+        given_parts: the plain tensors that are parts of a whole.
         warned: optimizers of which it was said that attributes are not saved.
         unusable: why the values are those of no step, or None.
         saves: of the state in this process, whose replicas were compared.
@@ -177,7 +177,7 @@ class RunParts:
         if base is not None and not isinstance(self.parts.get("model"), nn.Module):
             raise ValueError("base= is where a model's frozen parameters come from: give model=")
         check_layout(layout)
-        self.given = GivenParts(layout)
+        self.given_parts = GivenParts(layout)
         self.seed = check_int("seed", seed)
         check_type("generators", generators, Mapping, "a dict of names to torch.Generators")
         for name, generator in generators.items():
@@ -207,17 +207,17 @@ class RunParts:
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module that a run writes, by part."""
-        found = self.tensors()
+        targets = self.tensors()
         if self.base is not None:
-            found["model"] = self.base.without(found["model"], self._trained())
-        return found
+            targets["model"] = self.base.without(targets["model"], self._trained())
+        return targets
 
     def tensors(self) -> dict[str, list[ModelTensor]]:
         """All tensors of each module, by part; plain parts as `agree` found them."""
         modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
-        found = {part: targets_of(module) for part, module in modules.items()}
-        self.given.apply(found)
-        return found
+        tensors = {part: targets_of(module) for part, module in modules.items()}
+        self.given_parts.apply(tensors)
+        return tensors
 
     def _trained(self) -> set[int]:
         """Ids of the parameters that the optimizers hold."""
@@ -232,13 +232,13 @@ class RunParts:
             CheckpointError: the state's own arguments differ between ranks; parts that make no
                 whole; the base is on meta, or differs between ranks.
         """
-        own = {
+        arguments = {
             "seed": self.seed,
             "generators": sorted(self.generators),
             "first_rank": sorted(self.first_rank),
         }
-        compare_arguments(ranks, "TrainState", own, CheckpointError)
-        self.given.agree(self.tensors, self.parts.get("data"), ranks)
+        compare_arguments(ranks, "TrainState", arguments, CheckpointError)
+        self.given_parts.agree(self.tensors, self.parts.get("data"), ranks)
         if self.base is not None:
             self.base.measure(self.tensors()["model"], self._trained(), ranks)
 
@@ -343,13 +343,13 @@ class RunParts:
 
 def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:
     """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
-    found: dict[int, ModelTensor] = {}
-    for part, several in targets.items():
-        for target in in_state_dict(several):
+    named: dict[int, ModelTensor] = {}
+    for part, members in targets.items():
+        for target in in_state_dict(members):
             # Not with a ".", which names have already.
             name = target.name if part == "model" else f"{part}/{target.name}"
-            found.setdefault(id(target.tensor), replace(target, name=name))
-    return found
+            named.setdefault(id(target.tensor), replace(target, name=name))
+    return named
 
 
 def _kind(part: Any) -> str:
@@ -369,7 +369,7 @@ def _warn_of_copies(part: str, optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if not (isinstance(parameter, DTensor) and parameter.is_complex()):
                 continue
-            is_sharded = any(isinstance(place, Shard) for place in parameter.placements)
+            is_sharded = any(isinstance(placement, Shard) for placement in parameter.placements)
             if is_sharded and parameter.device_mesh.size() > 1 and dist.get_rank() == 0:
                 log.warning(
                     "%s: group %d has complex parameters that are sharded, of shape %s, and "

@@ -44,12 +44,12 @@ def buckets(
         names: list[str] = []
         size = 0
         for name in members:
-            own = local(parameters[name]).numel() * dtype.itemsize
-            if own >= nbytes:  # alone, it is exchanged without a copy
+            grad_bytes = local(parameters[name]).numel() * dtype.itemsize
+            if grad_bytes >= nbytes:  # alone, it is exchanged without a copy
                 yield [name]
                 continue
             names.append(name)
-            size += own
+            size += grad_bytes
             if size >= nbytes:
                 yield names
                 names, size = [], 0

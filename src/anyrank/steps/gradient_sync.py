@@ -212,7 +212,7 @@ def used_on_any_rank(
 ) -> dict[str, nn.Parameter]:
     """Those of the parameters that have a gradient on some rank."""
     rows = zip(summed.items(), *(record.states for record in records), strict=True)
-    return {name: parameter for (name, parameter), *there in rows if GRADIENT in there}
+    return {name: parameter for (name, parameter), *states in rows if GRADIENT in states}
 
 
 def _state_of(parameter: nn.Parameter) -> int:

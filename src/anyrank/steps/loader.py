@@ -27,7 +27,7 @@ from anyrank.data.shards import Shards
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
-from anyrank.steps.loader_position import LoaderPass, LoaderPosition
+from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.step import Step
 from anyrank.world.ranks import open_ranks
 
@@ -225,11 +225,10 @@ class ElasticLoader(ElasticData):
             check_length(position.dataset.dataset, position.schedule.order.n)
             if exact is not None:
                 stack.enter_context(exact.watching(self.notes))
-            batches = chain.from_iterable(self._start_fetching())
-            this_pass = LoaderPass(position, ranks, batches)
+            position.begin_pass(ranks, chain.from_iterable(self._start_fetching()))
             try:
                 while position.epoch == epoch:
-                    yield Step(position.begin_step(), this_pass)
+                    yield Step(position.begin_step(), position)
                     if position.num_passes != number:
                         raise CheckpointError(
                             "the loader was iterated again, or loaded a state, within this loop: "
@@ -238,10 +237,11 @@ class ElasticLoader(ElasticData):
                     position.commit()
                 position.check_receipt(ranks)
             finally:
-                this_pass.close()
-                # A complete step stays current, so that in_step is true until it is committed.
-                if position.num_passes == number and not position.is_step_complete:
-                    position.abandon_step()
+                if position.num_passes == number:
+                    position.end_pass()
+                    # A complete step stays current: in_step is true until it is committed.
+                    if not position.is_step_complete:
+                        position.abandon_step()
 
     @property
     def in_step(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -33,6 +32,8 @@ class LoaderPosition(Position):
         current: the step that was begun and is not counted.
         was_left: whether the next step was begun before, and left.
         num_passes: how often the loader was iterated, or loaded a state.
+        ranks: the data-parallel ranks; None outside of an iteration.
+        batches: those still to be fetched in it; the first one starts the fetching.
         checked: models whose gradient exchange was verified, by id.
         exponent: of the power of two near the first `weight`; None before it.
     """
@@ -53,6 +54,8 @@ class LoaderPosition(Position):
         self.current: StepRun | None = None
         self.was_left = False
         self.num_passes = 0
+        self.ranks: Ranks | None = None
+        self.batches: Iterator[FetchedBatch] = iter(())
         self.exponent: int | None = None
         self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
@@ -61,6 +64,14 @@ class LoaderPosition(Position):
             "exact": self.exact is not None,
             "len(dataset)": len(self.dataset.dataset),
         }
+
+    def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
+        """An iteration of the loader begins."""
+        self.ranks, self.batches = ranks, batches
+
+    def end_pass(self) -> None:
+        """Release workers and ranks: a user may keep a step after its loop."""
+        self.ranks, self.batches = None, iter(())
 
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
         """The microbatches of a step that this rank runs."""
@@ -105,10 +116,10 @@ class LoaderPosition(Position):
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
-        found = super().check_state_dict(state_dict)
+        checked_state = super().check_state_dict(state_dict)
         if self.exact is not None:
             self.exact.check_saved(state_dict.get("exact") or {})
-        return found
+        return checked_state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -124,22 +135,4 @@ class LoaderPosition(Position):
             )
         self.current = None
         self.num_passes += 1
-
-
-@dataclass
-class LoaderPass:
-    """What the steps of one iteration of the loader share.
-
-    Attributes:
-        position: of the loader.
-        ranks: the data-parallel ranks; None after the iteration.
-        batches: the batches still to be fetched; the first one starts the fetching.
-    """
-
-    position: LoaderPosition
-    ranks: Ranks | None
-    batches: Iterator[FetchedBatch]
-
-    def close(self) -> None:
-        """Release workers and ranks: a user may keep a step after its loop."""
-        self.ranks, self.batches = None, iter(())
+        self.end_pass()

@@ -57,7 +57,7 @@ class _ShardedGradients:
 
 def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
     """The gradients' local parts, by how they are sharded; in the same order on all ranks."""
-    found: dict[Any, _ShardedGradients] = {}
+    groups: dict[Any, _ShardedGradients] = {}
     for gradient in gradients:
         mesh, axes, part = None, (), gradient
         if isinstance(gradient, DTensor):
@@ -71,8 +71,8 @@ def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
             part = part.coalesce().values()
         key = (mesh, axes) if axes else (None, ())
         part = torch.view_as_real(part.detach()) if part.is_complex() else part.detach()
-        found.setdefault(key, _ShardedGradients(*key, [])).parts.append(part)
-    return list(found.values())
+        groups.setdefault(key, _ShardedGradients(*key, [])).parts.append(part)
+    return list(groups.values())
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
@@ -86,9 +86,9 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
         The same value on all ranks; inf or nan if an element is.
     """
     groups = _by_sharding(gradients)
-    found = [_largest_element(group) for group in groups]
-    largest = max((value for _, value in found), default=0.0)
-    if any(is_nan for is_nan, _ in found):
+    extremes = [_largest_element(group) for group in groups]
+    largest = max((value for _, value in extremes), default=0.0)
+    if any(is_nan for is_nan, _ in extremes):
         return math.nan
     if norm_type == math.inf or largest in (0.0, math.inf):
         return largest

@@ -45,7 +45,7 @@ class Pace:
 
     Attributes:
         waited_sec: seconds in which this rank has waited for others, and exchanged with them.
-        said: what was said of slow ranks: each once.
+        named_slow: slow ranks, with the part of their step, that were named: once.
     """
 
     running: Pace | None = None
@@ -57,7 +57,7 @@ class Pace:
         on_first: Callable[[], object] = lambda: None,
     ) -> None:
         self.waited_sec = 0.0
-        self.said: set[tuple[int, str]] = set()
+        self.named_slow: set[tuple[int, str]] = set()
         self._on_first = on_first
         self._times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._rows: list[list[float]] = []
@@ -66,7 +66,7 @@ class Pace:
         self._last, self._agreed_sec = time.perf_counter(), Wait.spent_sec
         # FSDP2 sets the gradients of its parameters itself, and calls no hook.
         trained = [p for p in model.parameters() if p.requires_grad and type(p) is nn.Parameter]
-        ends = {id(one): one for one in (*trained[:ENDS], *trained[-ENDS:])}
+        ends = {id(parameter): parameter for parameter in (*trained[:ENDS], *trained[-ENDS:])}
         self._handles: list[Any] = [model.register_forward_pre_hook(_begin_forward)]
         self._handles += [p.register_post_accumulate_grad_hook(_gradient) for p in ends.values()]
         for optimizer in optimizers:
@@ -115,11 +115,11 @@ class Pace:
 
     def say(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
         """Name the slow one of the ranks, by what each of them has told, once, on the first."""
-        found = slow_rank(spent)
-        if found is None or (ranks[found[0]], found[1]) in self.said:
+        slowest = slow_rank(spent)
+        if slowest is None or (ranks[slowest[0]], slowest[1]) in self.named_slow:
             return
-        index, part, seconds = found
-        self.said.add((ranks[index], part))
+        index, part, seconds = slowest
+        self.named_slow.add((ranks[index], part))
         log.warning(
             "rank %d is slow: the others wait %.0f ms a step for it, in its %s",
             ranks[index],
@@ -158,10 +158,10 @@ def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None
     """
     if len(spent) < 2:
         return None
-    step = max(sum(median for median, _ in own) for own in spent)
+    step = max(sum(median for median, _ in parts) for parts in spent)
     for number, part in enumerate(PARTS):
-        medians = [own[number][0] for own in spent]
-        chance = SPREADS * max(own[number][1] for own in spent)
+        medians = [parts[number][0] for parts in spent]
+        chance = SPREADS * max(parts[number][1] for parts in spent)
         index = max(range(len(medians)), key=medians.__getitem__)
         others = statistics.median(medians[:index] + medians[index + 1 :])
         excess = medians[index] - others

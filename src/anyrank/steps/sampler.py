@@ -120,10 +120,10 @@ class SamplerPosition(Position):
                 "(dispatch_batches=True of Accelerate) is not supported"
             )
         plan = self.next_step()
-        taken, needed = self.num_yielded(plan), len(self.slots(plan))
-        if taken < needed:
+        num_batches, needed = self.num_yielded(plan), len(self.slots(plan))
+        if num_batches < needed:
             raise CheckpointError(
-                f"step {plan.number} has {needed} batches on this rank, and {taken} were "
+                f"step {plan.number} has {needed} batches on this rank, and {num_batches} were "
                 "yielded by the sampler: call commit once for each optimizer step, and without a "
                 "second sharding (BatchSamplerShard of accelerator.prepare)"
             )

@@ -24,9 +24,9 @@ What happens between two steps of the optimizer, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,15 +36,17 @@ from anyrank.data.fetch import request_for
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
-from anyrank.steps.collective_result import one_ahead
 from anyrank.steps.gradient_sync import GradientSync
-from anyrank.steps.loader_position import LoaderPass
+from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
 from anyrank.steps.step_record import StepRecord, check_alike, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Step:
@@ -71,10 +73,9 @@ class Step:
             print(step.number, step.loss())
     """
 
-    def __init__(self, run: StepRun, loader_pass: LoaderPass) -> None:
+    def __init__(self, run: StepRun, position: LoaderPosition) -> None:
         self.number, self.epoch, self.samples = run.plan.number, run.plan.epoch, run.plan.samples
-        self._run = run
-        self._pass, self._position = loader_pass, loader_pass.position
+        self._run, self._position = run, position
 
     @property
     def k(self) -> int:
@@ -138,7 +139,7 @@ class Step:
         slots = self._position.slots(run.plan)
         again = (run.num_passes,) if run.num_passes else ()
         take = self._take_again if run.num_passes else self._take
-        batches = one_ahead(self._ranks, "fetching a batch", take, slots)
+        batches = _one_ahead(self._ranks, "fetching a batch", take, slots)
         run.begin_pass(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
         seed = self._position.schedule.order.seed
@@ -188,11 +189,11 @@ class Step:
         and errors are those of `backward`. Run backward of each result once.
         """
         slot = self._current_slot()
-        own = self._run.add_loss(slot, loss, weight)
-        whole = self.samples if weight is None else self._divisor(own)
+        units = self._run.add_loss(slot, loss, weight)
+        whole = self.samples if weight is None else self._divisor(units)
         # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
         ranks = 1 if self._position.exact is not None else self._ranks.size
-        return loss * (0.0 if slot.is_copy else own / whole * ranks)
+        return loss * (0.0 if slot.is_copy else units / whole * ranks)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -235,9 +236,9 @@ class Step:
                 kinds = "1, 2 or inf with exact=True" if exact else "at least 1, or inf"
                 raise ValueError(f"norm_type is {norm_type}: give {kinds}")
 
-        given = {"max_norm": max_norm, "norm_type": norm_type}
-        given |= {"error_if_nonfinite": error_if_nonfinite}
-        compare_arguments(self._ranks, "clip_grad_norm_", given, CheckpointError, check)
+        arguments = {"max_norm": max_norm, "norm_type": norm_type}
+        arguments |= {"error_if_nonfinite": error_if_nonfinite}
+        compare_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
         sync = run.sync
         assert sync is not None
         sync.reshard()
@@ -264,9 +265,9 @@ class Step:
         """The batch of a slot, compared with the plan."""
         run = self._run
         ids = self._position.schedule.ids(run.plan, slot.k)
-        fetched = next(self._pass.batches, None)
-        found = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
-        if fetched is None or found != (self.epoch, ids):
+        fetched = next(self._position.batches, None)
+        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
+        if fetched is None or samples != (self.epoch, ids):
             got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
             raise CheckpointError(
                 f"step {self.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
@@ -285,7 +286,7 @@ class Step:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
         return self._run.slot
 
-    def _divisor(self, own: float) -> float:
+    def _divisor(self, units: float) -> float:
         """The divisor of weights until the step's total is known: one for all losses of a step.
 
         It is the number of microbatches times a power of two near an ordinary weight, that of the
@@ -294,14 +295,14 @@ class Step:
         call, until the power is known.
 
         Args:
-            own: weight of the current microbatch.
+            units: weight of the current microbatch.
         """
         run, position = self._run, self._position
         if run.divisor is None:
             if position.exponent is None:
                 slot = self._current_slot()
                 is_first = slot.k == 0 and not slot.is_copy
-                weight = max(self._ranks.gather(own if is_first else 0.0, "comparing weights"))
+                weight = max(self._ranks.gather(units if is_first else 0.0, "comparing weights"))
                 position.exponent = round(math.log2(weight)) if weight else None
             run.divisor = math.ldexp(run.plan.num_microbatches, position.exponent or 0)
         return run.divisor
@@ -337,12 +338,12 @@ class Step:
         losses = [float(loss) for _, loss in run.losses] if is_new else []
         values = sync.values() if is_new and self._ranks.size > 1 else {}
         digest = f"{derive(repr(values)):x}"
-        mine = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
-        mine = sync.complete(mine, is_new)
+        record = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
+        record = sync.complete(record, is_new)
         # If each gradient is a wrapper's and no weights are given, the last backward was the
         # meeting.
         meets = sync.meets or bool(run.is_weighted) or is_new
-        records = self._ranks.gather(mine, "comparing the step") if meets else [mine]
+        records = self._ranks.gather(record, "comparing the step") if meets else [record]
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
         check_alike(values, records, self._ranks)
         weights = [weight for record in records for weight in record.weights]
@@ -357,13 +358,63 @@ class Step:
             factor = self._divisor(0.0) / total if total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
-            self._position.exact.deliver(sync.named.values())
+            self._position.exact.deliver([*sync.named.values()])
 
     @property
     def _ranks(self) -> Ranks:
         """The data-parallel ranks, available during the iteration of the loader."""
-        if self._pass.ranks is None:
+        if self._position.ranks is None:
             raise ValueError(
                 f"step {self.number}: the loop over the loader has ended; use the step within it"
             )
-        return self._pass.ranks
+        return self._position.ranks
+
+
+# -- values that every rank computes by itself, and whose failure is raised on all ---------------
+
+
+def _one_ahead(ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """`work` of each of at least one item, once all ranks have theirs. All ranks.
+
+    The next result is computed before one is returned, so that no rank waits for another longer
+    than one takes. The ranks so agree on the first two at once.
+
+    Raises:
+        Exception: in one process, what `work` raises; on several ranks an AnyrankError as from
+            `Ranks.together`, with the exception of each rank.
+    """
+    *first, last = _start(ranks, what, work, items[:2])()
+    yield from first
+    del first  # else its memory stays until the end
+    for item in items[2:]:
+        ahead = _start(ranks, what, work, [item])
+        yield last
+        (last,) = ahead()
+    yield last
+
+
+def _start(
+    ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]
+) -> Callable[[], list[T]]:
+    """Compute this rank's values at once. Returns what waits until all ranks have theirs.
+
+    Between the two the rank may do other work: the ranks exchange their success meanwhile.
+    """
+    values: list[T] = []
+    failure: Exception | None = None
+    try:
+        values += map(work, items)
+    except Exception as error:
+        failure = error
+    failed = ranks.start_any(failure is not None, what)
+
+    def fail() -> None:
+        if failure is not None:
+            raise failure
+
+    def finish() -> list[T]:
+        if failed():
+            ranks.together(what, fail)
+        return values
+
+    return finish

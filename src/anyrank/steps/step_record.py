@@ -107,12 +107,15 @@ def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks
         ValueError: on all ranks; names the first such parameter.
     """
     if len(set(map(len, states))) > 1:
-        counts = {rank: str(len(there)) for rank, there in zip(ranks.ranks, states, strict=True)}
+        counts = {
+            rank: str(len(rank_states))
+            for rank, rank_states in zip(ranks.ranks, states, strict=True)
+        }
         title = "the number of parameters without a wrapper differs between ranks"
         text = describe_values(title, counts, ranks.name_ranks)
         raise ValueError(f"{text}: build the same model on all ranks")
-    for name, *there in zip(names, *states, strict=True):
-        trained = {rank: str(s != FROZEN) for rank, s in zip(ranks.ranks, there, strict=True)}
+    for name, *rank_states in zip(names, *states, strict=True):
+        trained = {rank: str(s != FROZEN) for rank, s in zip(ranks.ranks, rank_states, strict=True)}
         if len(set(trained.values())) > 1:
             title = f"requires_grad of {name} differs between ranks"
             text = describe_values(title, trained, ranks.name_ranks)
@@ -134,10 +137,10 @@ def check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks:
         return
     tables = ranks.gather(dict(values), "comparing the weights")
     for name in dict.fromkeys(name for table in tables for name in table):
-        there = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, tables, strict=True)}
-        if len(set(there.values())) > 1:
+        by_rank = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, tables, strict=True)}
+        if len(set(by_rank.values())) > 1:
             title = f"{name} differs between ranks, as shape and hash"
-            differing = describe_values(title, there, ranks.name_ranks)
+            differing = describe_values(title, by_rank, ranks.name_ranks)
             raise ValueError(
                 f"{differing}: begin with the same weights on all ranks, by torch.manual_seed(0) "
                 "before the model is made, by anyrank.load(), or by DistributedDataParallel, "

@@ -88,21 +88,21 @@ class StepRun:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
         check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
-        own = as_float("weight", self.plan.size(slot.k) if weight is None else weight)
+        units = as_float("weight", self.plan.size(slot.k) if weight is None else weight)
         if self.is_weighted is (weight is None):
             raise ValueError(f"step {self.plan.number}: give weight= in each backward or in none")
         self.is_weighted = weight is not None
-        if not 0 <= own < math.inf or self.weights.get(slot.k, own) != own:
+        if not 0 <= units < math.inf or self.weights.get(slot.k, units) != units:
             raise ValueError(
-                f"weight is {own}: give at least 0, and the same value throughout a microbatch"
+                f"weight is {units}: give at least 0, and the same value throughout a microbatch"
             )
         if not slot.is_copy:
-            self.weights[slot.k] = own
-            self.losses.append((own, loss.detach()))
+            self.weights[slot.k] = units
+            self.losses.append((units, loss.detach()))
         # Before the wrapper's backward, which would wait for ranks that are elsewhere.
         check_backwards(self.plan.number, self.weights, self.without)
         self.in_own_backward = True
-        return own
+        return units
 
     def end_microbatch(self, slot: MicrobatchSlot) -> None:
         """The body of a microbatch has ended.
@@ -121,8 +121,8 @@ class StepRun:
         Raises:
             ValueError: no rank has had a backward.
         """
-        own = [(weight, float(loss)) for weight, loss in self.losses]
-        rows = ranks.gather((own, list(self.weights.values())), "step.loss()")
+        own_losses = [(weight, float(loss)) for weight, loss in self.losses]
+        rows = ranks.gather((own_losses, list(self.weights.values())), "step.loss()")
         total = math.fsum(weight for _, weights in rows for weight in weights)
         if not any(losses for losses, _ in rows):
             raise ValueError(f"step {self.plan.number}: no loss yet, call step.backward first")

@@ -81,7 +81,8 @@ def as_failure(error: Exception) -> _Failure:
         return _Failure(RankError, str(error))
     if isinstance(error, AnyrankError):
         return _Failure(type(error), str(error))
-    return _Failure(RankError, f"{type(error).__name__}: {error}", is_foreign=True)
+    text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return _Failure(RankError, text, is_foreign=True)
 
 
 def join_failures(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
