@@ -66,6 +66,29 @@ def test_replicas_that_diverged_are_refused(tmp_path: Path, what: str, backgroun
     assert not list(tmp_path.glob("step-*"))
 
 
+def job_update_from_a_buffer(path: str) -> list[str]:
+    net, optimizer = build()
+    net[1].register_buffer("usage", torch.full((8,), float(dist.get_rank() % 2)))
+    with torch.no_grad():
+        net[1].weight += net[1].usage
+    ckpts = anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer), replicas_every=1)
+    saved = complaint(ckpts)
+    try:
+        ckpts.step_done()
+    except anyrank.CheckpointError as error:
+        return [saved, str(error)]
+    return [saved, ""]
+
+
+def test_buffers_that_differ_beside_the_weights_are_named(tmp_path: Path) -> None:
+    for saved, stepped in run_ranks(2, job_update_from_a_buffer, str(tmp_path)):
+        assert "a ninth of each tensor was compared: Checkpoints(replicas_every=1)" in saved
+        assert stepped.startswith("step 1: ranks hold different values")
+        for text in (saved, stepped):
+            assert "model.1.weight: ranks [0] unlike ranks [1]" in text
+            assert "which they may, unless an update reads them: model.1.usage" in text
+
+
 def job_hybrid(path: str) -> list[str]:
     """Two replicas of two shards each, one of which has diverged; then the same with none."""
     torch.manual_seed(0)

@@ -61,7 +61,10 @@ def compare_replicas(
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     wrong = {name: groups for name, groups in differing.items() if name not in may_differ}
     if wrong:
-        raise CheckpointError(_in_words("nothing was saved, as", wrong, parts))
+        others = sorted(differing.keys() - wrong.keys())
+        text = _in_words("nothing was saved, as", wrong, parts, others)
+        way = "Checkpoints(replicas_every=1) compares all of each tensor, and names the step"
+        raise CheckpointError(f"{text}\na ninth of each tensor was compared: {way}")
     if ranks.index == 0:
         log.warning(
             "%d tensors differ between the ranks; the first rank's are saved: %s",
@@ -95,7 +98,8 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     own_replicas = _replicas(parts, coordinates, None, ranks.rank)
     differing = _differing([r for r in own_replicas if r.name not in may_differ], ranks)
     if differing:
-        raise CheckpointError(_in_words(f"step {state.step}:", differing, parts))
+        others = _differing([r for r in own_replicas if r.name in may_differ], ranks)
+        raise CheckpointError(_in_words(f"step {state.step}:", differing, parts, sorted(others)))
 
 
 def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
@@ -160,8 +164,20 @@ def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[int]) -> dic
     return {members: hashed.hexdigest() for members, hashed in tables.items()}
 
 
-def _in_words(head: str, wrong: Mapping[str, list[list[int]]], parts: Mapping[str, Saved]) -> str:
-    """What differs, and what has happened: replicas have diverged, or an optimizer is sharded."""
+def _in_words(
+    head: str,
+    wrong: Mapping[str, list[list[int]]],
+    parts: Mapping[str, Saved],
+    others: Sequence[str],
+) -> str:
+    """What differs, and what has happened: replicas have diverged, or an optimizer is sharded.
+
+    Args:
+        head: what was not done for it, or at which step.
+        wrong: name of each tensor that must not differ -> the ranks that are alike.
+        parts: of the state.
+        others: names of tensors that differ too, and may.
+    """
     texts = [
         f"{name}: " + " unlike ".join(f"ranks {alike}" for alike in groups)
         for name, groups in wrong.items()
@@ -183,9 +199,13 @@ def _in_words(head: str, wrong: Mapping[str, list[list[int]]], parts: Mapping[st
         )
     else:
         reason = (
-            "the replicas have diverged (a forward around the wrapper, an update on one rank "
-            "alone): make them alike, or resume the last step"
+            "the replicas have diverged (a forward around the wrapper; an update on one rank "
+            "alone, or from what each rank has by itself: a buffer, its data, its random "
+            "numbers): make them alike, or resume the last step"
         )
+        if others:
+            names = ", ".join(others[:SHOWN])
+            reason += f"\nthese differ too, which they may, unless an update reads them: {names}"
     lines = [
         f"{head} ranks hold different values of what they should hold alike:",
         *(f"  {line}" for line in first_few(texts, SHOWN)),
