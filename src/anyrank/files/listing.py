@@ -212,6 +212,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     )
 
 
+NOTHING = Listing("nothing", (), {})
 EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns
 
 

@@ -105,14 +105,7 @@ class DTensorRef:
     spec: Record
 
 
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A storage class such as torch.FloatStorage; only its dtype matters."""
-
-    dtype: torch.dtype
-
-
-STORAGES = {
+STORAGES = {  # torch's classes of storages, of which only the dtype matters
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -241,9 +234,9 @@ TABLE: dict[str, Any] = {
     "builtins.complex": complex,
     "builtins.bytes": _encoded,
     "_codecs.encode": _encoded,
-    "torch.storage.UntypedStorage": StorageType(torch.uint8),
-    **{f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
-    **{f"torch.storage.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{f"torch.{name}": dtype for name, dtype in STORAGES.items()},
+    **{f"torch.storage.{name}": dtype for name, dtype in STORAGES.items()},
 }
 
 
@@ -295,11 +288,11 @@ class TensorUnpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any, /) -> StorageRef:
-        kind, storage_type, key = pid[0], pid[1], pid[2]
-        if kind != "storage" or not isinstance(storage_type, StorageType):
+        kind, dtype, key = pid[0], pid[1], pid[2]
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise UnsafeFile(f"{self.path}: unknown persistent id {str(pid)[:80]}")
         view = pid[5] if len(pid) > 5 else None  # legacy: (view key, offset, size) in elements
-        return StorageRef(str(key), storage_type.dtype, int(view[1]) if view else 0)
+        return StorageRef(str(key), dtype, int(view[1]) if view else 0)
 
 
 def load(file: Any, path: str) -> Any:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from anyrank.checks import check_model, check_path, check_type
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.content_hash import content_hash
+from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.walk import walk
 
@@ -353,10 +354,7 @@ def _describe(module: nn.Module) -> dict[str, str] | None:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """`FrozenInfo.versions` of the tensors that the part has now."""
-    return {
-        name: (id(tensor), -1 if tensor.is_inference() else tensor._version)
-        for name, tensor in _tensors(module).items()
-    }
+    return {name: (id(t), version_of(t)) for name, t in _tensors(module).items()}
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.model.allocate import allocate
 from anyrank.model.initialise import Initialiser
 from anyrank.model.replace import Replacement, replace
+from anyrank.model.share import allocate
 from anyrank.model.tensors import ModelTensor
 from anyrank.world.ranks import Ranks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,16 +65,16 @@ class ModelMatch:
 
     tensors: list[ModelTensor]
     listing: Listing
-    stored: dict[int, StoredTensor]
-    compared: dict[int, StoredTensor]
-    initialise: list[int]
-    keep: list[int]
-    missing: list[str]
-    unexpected: list[str]
-    duplicates: dict[str, str]
-    ignored: list[str]
-    frozen: dict[str, str]
-    own_code: OwnCode
+    stored: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
+    compared: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
+    initialise: list[int] = field(default_factory=list[int])
+    keep: list[int] = field(default_factory=list[int])
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
+    ignored: list[str] = field(default_factory=list[str])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
+    own_code: OwnCode = field(default_factory=OwnCode)
 
     def of(self, tensors: list[ModelTensor]) -> ModelMatch:
         """The same match of a model with the same tensors, or of none."""
@@ -177,21 +177,7 @@ def match_model(
 
 def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
     """A match without a source: rules fill some of the tensors, and the others stay as they are."""
-    nothing = Listing("initial values", (), {})
-    return ModelMatch(
-        tensors=tensors,
-        listing=nothing,
-        stored={},
-        compared={},
-        initialise=initialise,
-        keep=[],
-        missing=[],
-        unexpected=[],
-        duplicates={},
-        ignored=[],
-        frozen={},
-        own_code=OwnCode([], nothing, renamer(None)),
-    )
+    return ModelMatch(tensors, Listing("initial values", (), {}), initialise=initialise)
 
 
 def _tied_to(filled: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:

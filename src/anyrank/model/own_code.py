@@ -17,7 +17,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES
-from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.listing import EXTRA_STATE, NOTHING, Listing
 from anyrank.files.reader import Reader
 from anyrank.model.tensors import ModelTensor, Place, find_places, tensors_of
 from anyrank.model.wrappers import plain_class
@@ -56,7 +56,10 @@ class OwnCode:
     """
 
     def __init__(
-        self, places: Sequence[Place], listing: Listing, rename: Callable[[str], str]
+        self,
+        places: Sequence[Place] = (),
+        listing: Listing = NOTHING,
+        rename: Callable[[str], str] = lambda key: key,
     ) -> None:
         self.modules = {p.name or "the model": p.module for p in places if _loads_by_own_code(p)}
         self.takers = {

@@ -9,7 +9,7 @@ for the swap; with any other the module gets a new object, as from torch's `assi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,20 +73,10 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
             done.append(replacement)
             replacement.toggle()
     except BaseException:
-        _take_back(done[:-1])
+        for replacement in done[:-1]:  # what was on meta is there again
+            replacement.toggle()
         raise
     return [each.target.name for each in done if not each.same]
-
-
-def _take_back(replacements: Iterable[Replacement]) -> None:
-    """Undo `replace`: what was on meta is there again."""
-    for replacement in replacements:
-        replacement.toggle()
-
-
-def put_in_place(target: ModelTensor, local: torch.Tensor) -> None:
-    """Make `local` the target's memory."""
-    Replacement(target, local).toggle()
 
 
 def _like(target: ModelTensor, local: torch.Tensor) -> Any:

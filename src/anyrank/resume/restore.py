@@ -15,9 +15,9 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
 from anyrank.filling.read import read_own
-from anyrank.model.allocate import buffer_for, default_device
 from anyrank.model.buffers import rebuild
 from anyrank.model.initialise import Initialiser
+from anyrank.model.share import buffer_for, default_device
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     StreamOutcome,
