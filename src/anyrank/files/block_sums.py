@@ -37,12 +37,12 @@ class BlockDigester:
         self.digest = xxhash.xxh3_64_digest
         self.new = xxhash.xxh3_64
         self.rest = self.new()  # of the block that is not complete
-        self.held = 0  # bytes of it
+        self.rest_bytes = 0
         self.digests: list[bytes] = []
 
     def update(self, view: memoryview) -> None:
         """Take the next bytes."""
-        begin = min(-self.held % BLOCK_BYTES, len(view))
+        begin = min(-self.rest_bytes % BLOCK_BYTES, len(view))
         self._add(view[:begin])
         stop = len(view) - (len(view) - begin) % BLOCK_BYTES
         # Few steps for each block, which together would take half as long as the hashing.
@@ -53,17 +53,17 @@ class BlockDigester:
 
     def _add(self, part: memoryview) -> None:
         self.rest.update(part)
-        self.held += len(part)
-        if self.held == BLOCK_BYTES:
+        self.rest_bytes += len(part)
+        if self.rest_bytes == BLOCK_BYTES:
             self._close()
 
     def _close(self) -> None:
         self.digests.append(self.rest.digest())
-        self.rest, self.held = self.new(), 0
+        self.rest, self.rest_bytes = self.new(), 0
 
     def finish(self) -> bytes:
         """The digests of all blocks, once all bytes are taken."""
-        if self.held:
+        if self.rest_bytes:
             self._close()
         return b"".join(self.digests)
 
@@ -101,19 +101,19 @@ class BlockSums:
         digester = BlockDigester()
         for view in views:
             digester.update(view)
-        found, first = digester.finish(), start // BLOCK_BYTES * DIGEST_BYTES
-        if found == self.digests[first : first + len(found)]:
+        digests, first = digester.finish(), start // BLOCK_BYTES * DIGEST_BYTES
+        if digests == self.digests[first : first + len(digests)]:
             return
-        for low in range(0, len(found), DIGEST_BYTES):
-            mine = found[low : low + DIGEST_BYTES]
+        for low in range(0, len(digests), DIGEST_BYTES):
+            actual = digests[low : low + DIGEST_BYTES]
             expected = self.digests[first + low : first + low + DIGEST_BYTES]
-            if mine != expected:
+            if actual != expected:
                 begin = (first + low) // DIGEST_BYTES * BLOCK_BYTES
                 low, high = self.around(begin, begin + 1)
                 raise CorruptCheckpoint(
                     f"{path}: {self.names(low, high)}bytes {low} to {high} are not those that were "
-                    f"written: their xxh3-64 is {mine.hex()}, it was {expected.hex()}: the file is "
-                    "damaged"
+                    f"written: their xxh3-64 is {actual.hex()}, it was {expected.hex()}: the file "
+                    "is damaged"
                 )
 
 

@@ -105,7 +105,7 @@ def _published(listing: Listing) -> list[tuple[str, str]]:
     The Hugging Face cache names each large file's blob by its digest and links to it; a download
     into a plain folder leaves it in `.cache/huggingface/download/NAME.metadata`, line 2.
     """
-    pairs = ((info.path, _sha256_beside(info.path)) for info in listing.files if info.place)
+    pairs = ((info.path, _sha256_beside(info.path)) for info in listing.files if info.location)
     return [(path, digest) for path, digest in pairs if digest]
 
 

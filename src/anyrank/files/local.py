@@ -111,8 +111,8 @@ class LocalStorage:
 
     def entries(self, path: str) -> dict[str, bool]:
         """Each name in a folder, and whether it is a folder."""
-        with os.scandir(path) as found:
-            return {entry.name: entry.is_dir() for entry in found}
+        with os.scandir(path) as entries:
+            return {entry.name: entry.is_dir() for entry in entries}
 
     def open(self, path: str) -> LocalFile:
         return LocalFile(path)
@@ -154,8 +154,8 @@ class LocalStorage:
 
 
 def _info_of(path: str, status: os.stat_result) -> FileInfo:
-    place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
-    return FileInfo(path, status.st_size, str(status.st_mtime_ns), place=place)
+    location = f"{_machine()}:{status.st_dev}:{status.st_ino}"
+    return FileInfo(path, status.st_size, str(status.st_mtime_ns), location=location)
 
 
 @cache

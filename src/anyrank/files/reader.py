@@ -107,7 +107,7 @@ class Reader:
             same = (now.size, now.version) == (info.size, info.version)
             if same or _is_copy(now, info):
                 continue
-            if now.place != info.place:
+            if now.location != info.location:
                 raise LoadError(
                     f"{info.path}: is another file here than where its header was read "
                     f"({info.size} bytes there, {now.size} here): give all machines the same file"
@@ -220,7 +220,7 @@ class Reader:
 
 def _is_copy(now: FileInfo, listed: FileInfo) -> bool:
     """Whether a file is a machine's own copy of the one that was listed on another."""
-    may_be = listed.fingerprint and now.place != listed.place and now.size == listed.size
+    may_be = listed.fingerprint and now.location != listed.location and now.size == listed.size
     return bool(may_be) and fingerprint(now) == listed.fingerprint
 
 
@@ -324,12 +324,12 @@ class _Worker:
             for stream in self.streams.values():  # this thread is the worker's own then
                 torch.accelerator.set_stream(stream)
             pinned = bool(self.streams)
-            made = [
+            scratches = [
                 torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for _ in range(self.slots)
             ]
             self.buffers = itertools.cycle(
-                [_Slot(scratch, memory_of(scratch), []) for scratch in made]
+                [_Slot(scratch, memory_of(scratch), []) for scratch in scratches]
             )
         slot = next(self.buffers)
         while slot.busy:

@@ -141,7 +141,7 @@ class FileFlows:
         places = [HeldBox(read.box, {reader: start}, self.nodes) for read, reader in blocks]
         pieces = {taker: pieces for pieces, takers in groups.items() for taker in takers}
         found = transfers_of(rank, [strip], [places], pieces)
-        return sorted(found, key=lambda transfer: transfer.place)
+        return sorted(found, key=lambda transfer: transfer.box_number)
 
 
 def _flow(
@@ -172,7 +172,7 @@ def _flow(
 
 def _at(transfers: Sequence[Transfer], place: int) -> int:
     """Where the transfers of a place begin."""
-    return bisect_left(transfers, place, key=lambda transfer: transfer.place)
+    return bisect_left(transfers, place, key=lambda transfer: transfer.box_number)
 
 
 def wire_dtype(stored: torch.dtype, held: torch.dtype) -> torch.dtype:

@@ -237,7 +237,7 @@ class Planner:
         group: int,
         sources: Sequence[SourceTensor],
     ) -> Flow:
-        at = {rank: self.summaries[rank].dst_at.of(filling.index) for rank in to_ranks}
+        at = {rank: self.summaries[rank].dst_at.coordinate(filling.index) for rank in to_ranks}
         wanted_key = (row.shape, row.layout, tuple(at.values()), group)
         found = self.wanted.get(wanted_key)
         if found is None:

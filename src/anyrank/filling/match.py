@@ -115,7 +115,9 @@ def sources_of(
                     f"{ours}, rank {other} as {theirs}: give src on the ranks of one layout, with "
                     "the same adapters merged, and None on the others"
                 )
-            found.coordinates.update({rank: known.of(index) for rank, known in ranks.items()})
+            found.coordinates.update(
+                {rank: known.coordinate(index) for rank, known in ranks.items()}
+            )
     for tensor in known.values():
         if tensor.row.kind == "buffer" and tensor.layout is None:
             # Plain buffers may differ between ranks: those of the first one count, as in a save.
@@ -194,7 +196,7 @@ def match_ends(
     )
     facts = _facts(dst, match, len(fillings), sources)
     matched = MatchedEnd(dst.rows, fillings, facts, left)
-    return match.of([]), matched
+    return match.with_tensors([]), matched
 
 
 def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
@@ -270,7 +272,7 @@ def check_all_shards(
         for index, row in enumerate(end.rows):
             if row.layout is not None:
                 at = held.setdefault(row.layout, (row.keys[0], set()))[1]
-                at.update(own.of(index) for own in known.values())
+                at.update(own.coordinate(index) for own in known.values())
     for layout, (name, at) in held.items():
         count, given = math.prod(layout.mesh_shape), len(at - {None})
         if given < count:

@@ -76,9 +76,9 @@ class Record(Inert):
     """
 
     def __new__(cls, *args: Any, **kwargs: object) -> Record:
-        made = object.__new__(cls)
-        made.arguments, made.fields = args, {}
-        return made
+        record = object.__new__(cls)
+        record.arguments, record.fields = args, {}
+        return record
 
     arguments: tuple[Any, ...]
     fields: Any
@@ -327,7 +327,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
             table = cast("dict[Any, Any]", inner)
             others = {key: value for key, value in entries.items() if key != name}
             others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
-            return table, [_why_not(*entry, taken=name) for entry in others.items()]
+            return table, [_why_not(*entry, chosen=name) for entry in others.items()]
     if direct:
         known = {*direct, *extras_of(entries)}
         return entries, [_why_not(k, v) for k, v in entries.items() if k not in known]
@@ -341,9 +341,9 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     )
 
 
-def _why_not(key: Any, value: Any, taken: str = "") -> str:
+def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
-        return f"{key}: weights too, and those of {taken or 'the root'} were read"
+        return f"{key}: weights too, and those of {chosen or 'the root'} were read"
     return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
 
 
@@ -375,6 +375,6 @@ def _trusted_by_user() -> set[str]:
     names: set[str] = set()
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, "")
-        own = (getattr(value, part, "") for part in ("__module__", "__qualname__"))
-        names.add(name or ".".join(own))
+        path = (getattr(value, part, "") for part in ("__module__", "__qualname__"))
+        names.add(name or ".".join(path))
     return names

@@ -168,10 +168,10 @@ class _Converter:
         lost = [p for p in converter.source_patterns if p not in collected]
         counts = {len(parts) for parts in collected.values()}
         if len(converter.source_patterns) > 1 and (lost or len(counts) > 1):
-            held = {pattern: len(parts) for pattern, parts in collected.items()}
+            part_counts = {pattern: len(parts) for pattern, parts in collected.items()}
             raise LoadError(
                 f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
-                f"{held}"
+                f"{part_counts}"
             )
         values: dict[str, Any] = dict(collected)
         for operation in converter.operations:

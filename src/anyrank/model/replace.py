@@ -57,8 +57,8 @@ class Replacement:
     def _assign(self, new: Any) -> None:
         self.same = not self.same
         self.other, self.target.tensor = self.target.tensor, new
-        for place in self.target.registrations:
-            setattr(place.module, place.attribute, new)
+        for entry in self.target.registrations:
+            setattr(entry.module, entry.attribute, new)
 
 
 def replace(replacements: Sequence[Replacement]) -> list[str]:
@@ -76,7 +76,7 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
         for replacement in done[:-1]:  # what was on meta is there again
             replacement.toggle()
         raise
-    return [each.target.name for each in done if not each.same]
+    return [replacement.target.name for replacement in done if not replacement.same]
 
 
 def _like(target: ModelTensor, local: torch.Tensor) -> Any:
@@ -102,8 +102,8 @@ def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
         return []
     return [
         (entries, n)
-        for place in target.registrations
-        for entries in vars(place.module).values()
+        for owner in target.registrations
+        for entries in vars(owner.module).values()
         if isinstance(entries, list)
         for n, entry in enumerate(entries)
         if isinstance(entry, weakref.ref) and entry() is target.tensor
@@ -114,8 +114,8 @@ def _cut_graphs(target: ModelTensor) -> None:
     """Drop the graph of what an owning module computed from its parameters while on meta: a hook
     computes it again before the module runs.
     """
-    for place in target.registrations:
-        attributes = vars(place.module)
+    for entry in target.registrations:
+        attributes = vars(entry.module)
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is not None:
                 attributes[name] = value.detach()

@@ -52,17 +52,17 @@ class ModelShare:
         meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
         self.initialiser = Initialiser(model, seed, init)
         self.allocated: dict[int, torch.Tensor] = {}
-        self._own: dict[int, torch.Tensor] = {}  # of real tensors: a DTensor's takes 5 us to find
+        self._real: dict[int, torch.Tensor] = {}  # of real tensors: a DTensor's takes 5 us to find
         self.rules: dict[str, str] = {}
         self.has_moved = False  # plain tensors from meta to the device
 
-    def allocate(self, apart: Collection[int] = ()) -> None:
-        """Memory for what is filled and on meta, and for the real tensors of `apart`, which keep
+    def allocate(self, copied: Collection[int] = ()) -> None:
+        """Memory for what is filled and on meta, and for the real tensors of `copied`, which keep
         their values until `commit`.
         """
         for index in (*self.match.stored, *self.match.initialise):
             target = self.match.tensors[index]
-            if index in apart or target.is_meta:
+            if index in copied or target.is_meta:
                 self.allocated[index] = self.memory_for(index)
             self.has_moved |= index in self.match.stored and target.is_meta and not target.layout
 
@@ -73,11 +73,11 @@ class ModelShare:
 
     def local(self, index: int) -> torch.Tensor:
         """The memory to fill: the tensor's own, if it is real and nothing else was allocated."""
-        found = self.allocated.get(index)
-        found = self._own.get(index) if found is None else found
-        if found is None:
-            found = self._own[index] = self.match.tensors[index].local()
-        return found
+        memory = self.allocated.get(index)
+        memory = self._real.get(index) if memory is None else memory
+        if memory is None:
+            memory = self._real[index] = self.match.tensors[index].local()
+        return memory
 
     def real(self) -> dict[int, torch.Tensor]:
         """The memory of the real tensors that the source fills, by position; before `allocate`."""
@@ -123,7 +123,7 @@ class ModelShare:
         new = [Replacement(tensors[i], t) for i, t in self.allocated.items() if tensors[i].is_meta]
         for index, values in self.allocated.items():
             if not tensors[index].is_meta:
-                self._own[index].copy_(values)
+                self._real[index].copy_(values)
         renewed = replace([*replacements, *new])
         self._remember_frozen()
         self.move_buffers()
@@ -131,7 +131,7 @@ class ModelShare:
 
     def _remember_frozen(self) -> None:
         """Record what the frozen parts hold that were filled."""
-        paths = [place.path for target in self.filled() for place in target.registrations]
+        paths = [entry.path for target in self.filled() for entry in target.registrations]
         for part in {module: None for path in paths for module in path}:
             if "anyrank_frozen" in part.__dict__:
                 remember(part)
@@ -143,8 +143,8 @@ class ModelShare:
         for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
                 moved = target.tensor.to(self.device)
-                for place in target.registrations:
-                    setattr(place.module, place.attribute, moved)
+                for entry in target.registrations:
+                    setattr(entry.module, entry.attribute, moved)
 
 
 # -- where memory goes, and how much is staged for it ----------------------------------------------
@@ -161,18 +161,18 @@ def device_for(target: ModelTensor, default: torch.device) -> torch.device:
     if not target.is_dtensor:
         return default
     mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    groups = [group for place in target.registrations for group in _groups(place.path)]
+    groups = [group for entry in target.registrations for group in _groups(entry.path)]
     policies = [type(getattr(group, "offload_policy", None)).__name__ for group in groups]
     if mesh.device_type == "cpu" or "CPUOffloadPolicy" in policies:
         return torch.device("cpu")
-    own = rank_device()
-    for device in {getattr(group, "device", own) for group in groups} - {own}:
+    own_device = rank_device()
+    for device in {getattr(group, "device", own_device) for group in groups} - {own_device}:
         raise LoadError(
             f"{target.name}: its FSDP2 unit computes on {device}, which was the current device in "
-            f"fully_shard, and this rank's is {own}: call torch.accelerator.set_device_index"
-            f"({own.index}) before fully_shard"
+            f"fully_shard, and this rank's is {own_device}: call torch.accelerator.set_device_index"
+            f"({own_device.index}) before fully_shard"
         )
-    return own
+    return own_device
 
 
 def default_device(targets: list[ModelTensor]) -> torch.device:

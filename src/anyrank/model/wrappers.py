@@ -53,24 +53,24 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return plain_of(type(module))
 
 
-def plain_copy(module: nn.Module, made: dict[int, nn.Module] | None = None) -> Any:
+def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> Any:
     """The same module tree, not frozen, in the classes that the user wrote; all else is shared.
 
     Args:
         module: stays as it is.
-        made: gets the copy of each module, by the module's id.
+        copies: gets the copy of each module, by the module's id.
     """
-    made = {} if made is None else made
-    if id(module) not in made:
+    copies = {} if copies is None else copies
+    if id(module) not in copies:
         kind = plain_class(module)
         copy: Any = kind.__new__(kind)
-        made[id(module)] = copy
+        copies[id(module)] = copy
         copy.__dict__ = without_answers(module.__dict__)
         copy.__dict__["_modules"] = {
-            name: None if child is None else plain_copy(child, made)
+            name: None if child is None else plain_copy(child, copies)
             for name, child in module.__dict__["_modules"].items()
         }
-    return made[id(module)]
+    return copies[id(module)]
 
 
 def plain_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -145,7 +145,7 @@ def match_module(
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
     problems, fills = _frozen(part, module, record, device)
-    checked = {id(fill.held.tensor) for fill in fills}
+    checked = {id(fill.target.tensor) for fill in fills}
     parts = dict(frozen_parts(module))
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
@@ -162,8 +162,8 @@ def match_module(
 
     def commit() -> None:
         for fill in fills:
-            if isinstance(fill.held, ModelTensor) and fill.held.is_meta:
-                Replacement(fill.held, fill.local).toggle()
+            if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
+                Replacement(fill.target, fill.local).toggle()
         for submodule, value in restored:
             submodule.set_extra_state(value)
         for name, inner in parts.items():
