@@ -97,6 +97,7 @@ def test_each_rank_gets_its_elements_once_and_each_byte_is_read_once(data: st.Da
         assert torch.equal(got, torch.stack([wanted, wanted]))
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_rank_stages_no_more_in_a_round_than_it_may(data: st.DataObject) -> None:
     ranks, readers = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([None, (0,)]))

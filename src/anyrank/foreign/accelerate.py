@@ -50,11 +50,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         if ENGINE in names:
             return deepspeed.list_folder(storage, join_path(folder, ENGINE))
         if any(FSDP_MODEL.match(name) for name in names):
-            return _of_fsdp(storage, folder, names)
+            return _list_fsdp(storage, folder, names)
     return huggingface.list_folder(storage, folder)
 
 
-def _of_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
+def _list_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
     models = _models(storage, folder, names)
     if len(models) > 1:
         shown = ", ".join(name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name))
@@ -178,7 +178,7 @@ def _optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOpt
     for name in names:
         path = files.named(name)
         if match := SHARDED_OPTIMIZER.match(name):
-            optimizers[_numbered("optimizer", match[1])] = dcp_state.optimizer(files, path)
+            optimizers[_numbered("optimizer", match[1])] = dcp_state.read_optimizer(files, path)
         elif match := OPTIMIZER.match(name):
             optimizers[_numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
     return optimizers

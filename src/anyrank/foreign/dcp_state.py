@@ -25,25 +25,25 @@ from anyrank.formats import dcp
 STATE, GROUPS = "state.", "param_groups."
 
 
-def optimizer(files: Collector, folder: str) -> ForeignOptimizer:
+def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
     """The optimizer in a DCP folder that holds nothing else.
 
     Raises:
         LoadError: it holds none.
     """
     content = dcp.read_folder(files.storage, folder, lambda key: "param_groups." in key)
-    tree = rebased(files, content).tree()
-    return of_tree(tree.get("optimizer", tree), folder)
+    tree = add_folder(files, content).tree()
+    return read_tree(tree.get("optimizer", tree), folder)
 
 
-def rebased(files: Collector, content: dcp.DcpFolder) -> dcp.DcpFolder:
-    """The folder, whose files became files of the checkpoint."""
+def add_folder(files: Collector, content: dcp.DcpFolder) -> dcp.DcpFolder:
+    """Make the files of a folder files of the checkpoint; the folder, counting those."""
     listing = files.add(content.listing)
     objects = bound(content.objects, files.folder, lambda key, ref: Unread("Tensor"))
     return dcp.DcpFolder(listing, content.paths, objects, content.others)
 
 
-def of_tree(tree: Any, path: str) -> ForeignOptimizer:
+def read_tree(tree: Any, path: str) -> ForeignOptimizer:
     """An optimizer's part of a saved state dict, nested or flat.
 
     Raises:

@@ -57,7 +57,7 @@ def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
     tree = files.tree(path)
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
-    return _of_table(files, cast("dict[Any, Any]", tree), path)
+    return _read_table(files, cast("dict[Any, Any]", tree), path)
 
 
 def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
@@ -70,7 +70,7 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
     content = dcp.read_folder(
         storage, folder, lambda key: not key.removeprefix("app.").startswith(NOT_READ)
     )
-    table: dict[Any, Any] = {**dcp_state.rebased(files, content).tree()}
+    table: dict[Any, Any] = {**dcp_state.add_folder(files, content).tree()}
     if storage.is_file(join_path(folder, META)):
         rest = files.tree(files.named(META))
         table |= rest if isinstance(rest, dict) else {}
@@ -78,14 +78,14 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
         if any(isinstance(value, StoredTensor) for value in inner.values()):
             break
         table = {**cast("dict[Any, Any]", inner)}  # as in {"app": AppState()}
-    run = _of_table(files, table, folder)
+    run = _read_table(files, table, folder)
     ranks = {match[1] for info in content.listing.files if (match := DATA.search(info.path))}
     not_read = dict.fromkeys({key.split(".")[0] for key in content.others}, WHY)
     name = run.tool if run.tool == "Lightning" else "torch.distributed.checkpoint"
     return replace(run, tool=name, ranks=len(ranks) or None, not_read=run.not_read | not_read)
 
 
-def _of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
+def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
     """The parts of a checkpoint by their names in a table.
 
     Raises:
@@ -168,7 +168,7 @@ def _take_parts(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, A
 def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
     if isinstance(tree.get("param_groups"), list):
         return optimizer_of(tree, path)
-    return dcp_state.of_tree(tree, path)
+    return dcp_state.read_tree(tree, path)
 
 
 def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:

@@ -9,28 +9,10 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.model.initialise import Initialiser
-from anyrank.model.replace import Replacement, replace
+from anyrank.model.replace import Replacement
 from anyrank.model.share import allocate
 from anyrank.model.tensors import ModelTensor
 from anyrank.world.ranks import Ranks
-
-
-def rebuild(
-    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
-) -> dict[str, str]:
-    """Give each non-persistent buffer on meta its values. All ranks, with all targets of the model.
-
-    They come from the first rank that has the buffer, else from the module's rule.
-
-    Returns:
-        Name -> where its values came from; the union over the ranks.
-
-    Raises:
-        LoadError: a buffer that neither gives; names each of them.
-    """
-    sources, replacements = rebuilt_values(targets, ranks, initialiser, device)
-    replace(replacements)
-    return sources
 
 
 def rebuilt_values(
@@ -40,10 +22,21 @@ def rebuilt_values(
     device: torch.device,
     givers: Sequence[ModelTensor] = (),
 ) -> tuple[dict[str, str], list[Replacement]]:
-    """As `rebuild`, and the buffers are still to be put in place.
+    """Values for each non-persistent buffer on meta, still to be put in place. All ranks.
+
+    They come from the first rank that has the buffer, else from the module's rule.
 
     Args:
+        targets: all tensors of the model.
+        ranks, initialiser: of the call.
+        device: where plain buffers go.
         givers: tensors of another model, whose buffers of the same names count as well.
+
+    Returns:
+        Name -> where its values came from, the union over the ranks; and this rank's buffers.
+
+    Raises:
+        LoadError: a buffer that neither gives; names each of them.
     """
     wanted = {t.name: t for t in targets if t.kind == "derived" and t.is_meta}
     real = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}

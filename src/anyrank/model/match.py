@@ -155,8 +155,10 @@ def match_model(
     problems += _untied(inner, tensors, missing)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
-    problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
-    problems += _of_adapters(tensors, filled, unknown_adapters(tensors, stored, initialise, keep))
+    problems += _quantised_problems(listing, tensors, filled, bool(absent or unexpected))
+    problems += _adapter_problems(
+        tensors, filled, unknown_adapters(tensors, stored, initialise, keep)
+    )
     if problems:
         raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     return ModelMatch(
@@ -357,16 +359,16 @@ def _dtypes_by_name(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
     return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}
 
 
-def _quantised(
+def _quantised_problems(
     listing: Listing,
     targets: list[ModelTensor],
     filled: list[tuple[int, StoredTensor]],
-    misfits: bool,
+    has_other_problems: bool,
 ) -> list[str]:
     """Small numbers that would be taken for weights."""
     wide = [stored for i, stored in filled if is_wide(targets[i].dtype)]
     unknown = unknown_method(listing)
-    if unknown and (misfits or any(not is_wide(stored.dtype) for stored in wide)):
+    if unknown and (has_other_problems or any(not is_wide(stored.dtype) for stored in wide)):
         return [unknown]
     return [
         f"{stored.name}: is {stored.dtype} in the source, with a scale beside it; without the "
@@ -376,7 +378,7 @@ def _quantised(
     ]
 
 
-def _of_adapters(
+def _adapter_problems(
     targets: list[ModelTensor], filled: list[tuple[int, StoredTensor]], unknown: list[str]
 ) -> list[str]:
     """Adapters that are in the base, or that PEFT may compute from it."""

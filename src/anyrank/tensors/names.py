@@ -116,12 +116,12 @@ def candidates(key: str) -> Iterator[str]:
     yield ".".join(part for part in base.split(".") if part not in PEFT_SEGMENTS)
 
 
-def of_adapter(key: str) -> bool:
+def is_of_adapter(key: str) -> bool:
     """Whether a key is one that PEFT saved, and so never of a base model by itself."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))
 
 
-def of_own_adapter(key: str) -> bool:
+def is_own_factor(key: str) -> bool:
     """Whether a key is a factor as a model under PEFT names it: `up.lora_A.default.weight`."""
     return _OWN_FACTOR.search(key) is not None
 
@@ -205,7 +205,7 @@ def match_keys(
     filled: dict[tuple[int, int], str] = {}
     result = KeyMatch()
     renamed = {key: rename(key) for key in keys}
-    adapters = {key: None for key, name in renamed.items() if of_adapter(name)}
+    adapters = {key: None for key, name in renamed.items() if is_of_adapter(name)}
     # A trained copy that a run saved by its own name takes that, and not its original's.
     trained = {key: None for key, name in renamed.items() if _TRAINED_COPY.search(name)}
     first = {**adapters, **trained}
