@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.wrappers import Path, Registration, plain_class, plain_of
+from anyrank.model.wrappers import ModelTensor, Path, Registration, plain_class, plain_of
 from anyrank.tensors.names import PEFT_SEGMENTS
 from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import warn_if_untested
@@ -30,21 +29,6 @@ KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values 
 PROMPTS = ["prompt_encoder", "embedding", "weight"]  # of the prompt methods, but for the adapter
 LORA_KINDS = ("Linear", "Embedding")  # of peft.tuners.lora, whose products `merge=True` adds
 MERGE_BEFORE = "merge with PEFT (merge_and_unload) before"
-
-
-class Placed(Protocol):
-    """What is asked of a tensor of a model; `ModelTensor` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tensor(self) -> torch.Tensor: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def adapter(self) -> bool: ...
-    @property
-    def registrations(self) -> Sequence[Registration]: ...
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -120,7 +104,7 @@ def is_adapter(entry: Registration) -> bool:
 # -- adapters and the base under them --------------------------------------------------------------
 
 
-def merged_layers(targets: Iterable[Placed]) -> list[str]:
+def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
     """PEFT's layers whose base weights hold their adapters: what `unmerge` would take out of other
     base weights, or with other adapters, is not what was put in.
     """
@@ -134,7 +118,7 @@ def merged_layers(targets: Iterable[Placed]) -> list[str]:
     )
 
 
-def is_merged(tensor: Placed) -> bool:
+def is_merged(tensor: ModelTensor) -> bool:
     """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
     return any(
         "base_layer" in entry.raw and _is_below_merged(entry) for entry in tensor.registrations
@@ -145,7 +129,7 @@ def _is_below_merged(entry: Registration) -> bool:
     return any(is_peft(module) and getattr(module, "merged", False) for module in entry.path)
 
 
-def scaling_of(tensor: Placed) -> float | None:
+def scaling_of(tensor: ModelTensor) -> float | None:
     """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
     if not tensor.adapter:
         return None
@@ -156,7 +140,7 @@ def scaling_of(tensor: Placed) -> float | None:
 
 
 def unknown_adapters(
-    tensors: Sequence[Placed],
+    tensors: Sequence[ModelTensor],
     stored: Mapping[int, StoredTensor],
     initialise: Collection[int],
     keep: Collection[int],
@@ -283,7 +267,7 @@ class Lora:
     dropped: frozenset[int]
 
 
-def find_lora(tensors: Sequence[Placed]) -> Lora:
+def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
     """What merging the active adapters of a model adds to which weight.
 
     Raises:
@@ -369,7 +353,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
     return tuple(factors)
 
 
-def _check_weight(weight: Placed) -> None:
+def _check_weight(weight: ModelTensor) -> None:
     """Raises LoadError: a weight to which nothing can be added."""
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(f"{weight.name}: is {weight.dtype}, to which no adapter can be added")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -14,38 +13,11 @@ from torch.nn.parameter import is_lazy
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import frozen_info
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
-from anyrank.model.wrappers import Path, Registration, is_wrapping, plain_of
-from anyrank.tensors.names import TensorNames
-from anyrank.tensors.sharded_tensor import ShardedTensor, global_shape, layout_of
+from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
+from anyrank.tensors.sharded_tensor import global_shape, layout_of
 
-Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
-
-
-@dataclass
-class ModelTensor(ShardedTensor):
-    """One tensor of the model, with all its names.
-
-    Attributes:
-        kind: parameter, buffer, or derived (a non-persistent buffer).
-        registrations: where the model has it; several when it is tied.
-        adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
-        frozen: the module passed to `freeze()` that it belongs to, if any.
-    """
-
-    kind: Kind
-    registrations: list[Registration]
-    adapter: bool = False
-    frozen: nn.Module | None = None
-
-    def all_names(self) -> TensorNames:
-        """All names that a source may have for it, by registration."""
-        return tuple([entry.names for entry in self.registrations])
-
-    def flat_names(self) -> list[str]:
-        """All names that a source may have for it."""
-        return [name for entry in self.registrations for name in entry.names]
 
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
