@@ -118,7 +118,7 @@ class BlockSums:
 
 
 def read_verified(
-    file: OpenFile, path: str, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
+    file: OpenFile, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
 ) -> None:
     """Fill the views from `start`, `most` bytes at a time, each compared with its checksums while
     it is in the cache. They begin and end with blocks, as does every part of `most` bytes.
@@ -128,8 +128,8 @@ def read_verified(
         LoadError: the file cannot be read.
     """
     for part in split(views, itertools.repeat(most)):
-        read_exactly(file, path, part, start)
-        sums.check(start, part, path)
+        read_exactly(file, part, start)
+        sums.check(start, part, file.path)
         start += sum(map(len, part))
 
 
@@ -170,4 +170,4 @@ def check_file(
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, READ_BYTES):
             check()
-            read_verified(file, path, [memory[: stop - low]], low, sums, READ_BYTES)
+            read_verified(file, [memory[: stop - low]], low, sums, READ_BYTES)

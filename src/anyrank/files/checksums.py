@@ -95,7 +95,7 @@ def _blocks(path: str, start: int, stop: int, check: Callable[[], None]) -> Iter
         for low in range(start, stop, BLOCK_BYTES):
             check()
             part = block[: min(BLOCK_BYTES, stop - low)]
-            read_exactly(file, path, [part], low)
+            read_exactly(file, [part], low)
             yield part
 
 

@@ -33,7 +33,8 @@ ITEM = torch.float32.itemsize
 class DequantisedFile:
     """The float32 values of a quantised tensor, as if they were the bytes of a file."""
 
-    def __init__(self, quantised: Quantised, fetch: Fetch) -> None:
+    def __init__(self, path: str, quantised: Quantised, fetch: Fetch) -> None:
+        self.path = path
         self.quantised = quantised
         self.fetch = fetch
 

@@ -95,7 +95,7 @@ class Reader:
             if info.quantised is not None:
                 parts = (info.quantised.values, info.quantised.scales)
                 self.open({part.chunks[0].file for part in parts})
-                self.opened[number] = DequantisedFile(info.quantised, self.fetch)
+                self.opened[number] = DequantisedFile(info.path, info.quantised, self.fetch)
                 continue
             try:
                 file = self.opened[number] = storage_for(info.path).open(info.path)
@@ -190,7 +190,7 @@ class Reader:
         if info.tensor is not None:
             return info.tensor.reshape(-1).view(torch.uint8)[start:stop].cpu()
         data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        read_exactly(self.opened[chunk.file], info.path, [memory_of(data)], chunk.offset + start)
+        read_exactly(self.opened[chunk.file], [memory_of(data)], chunk.offset + start)
         with self.lock:
             self.bytes_read += stop - start
         return data
@@ -254,9 +254,8 @@ class _Worker:
         number, batch = item
         self.reader.check()
         faults.point("load.read")
-        path = self.reader.listing.files[number].path
         if batch[0].runs is not None:
-            self._take_runs(number, path, batch[0], batch[0].runs)
+            self._take_runs(number, batch[0], batch[0].runs)
             return
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
@@ -282,21 +281,21 @@ class _Worker:
         views.append(after)
         file = self.reader.opened[number]
         if sums is None:
-            read_exactly(file, path, views, low)
+            read_exactly(file, views, low)
         else:
             # A request over the network takes too long for more than one.
-            most = high - low if "://" in path else READ_BYTES
-            read_verified(file, path, views, low, sums, most)
+            most = high - low if "://" in file.path else READ_BYTES
+            read_verified(file, views, low, sums, most)
         self._unstage(staged, slot)
         self.reader.count(high - low, self.reader.listing.files[number].quantised)
 
-    def _take_runs(self, number: int, path: str, segment: Segment, runs: Runs) -> None:
+    def _take_runs(self, number: int, segment: Segment, runs: Runs) -> None:
         """Read what lies in runs, each by a call of its own."""
         slot = self._slot([segment])
         memory = slot.memory if segment.direct is None else segment.direct
         file, nbytes, offset = self.reader.opened[number], runs.nbytes, runs.start
         for low in range(0, runs.count * nbytes, nbytes):
-            read_exactly(file, path, [memory[low : low + nbytes]], offset)
+            read_exactly(file, [memory[low : low + nbytes]], offset)
             offset += runs.step_bytes
         if segment.direct is None:
             self._unstage([(segment, 0)], slot)

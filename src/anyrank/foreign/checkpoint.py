@@ -123,7 +123,7 @@ class Collector:
         chunk = stored.chunks[0]
         path = self.files[chunk.file].path
         with closing(self.storage.open(path)) as file:
-            data = read_range(file, path, chunk.offset, stored.dtype.itemsize)
+            data = read_range(file, chunk.offset, stored.dtype.itemsize)
         return torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
 
     def steps_of(self, optimizer: ForeignOptimizer) -> int | None:

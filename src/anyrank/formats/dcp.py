@@ -157,12 +157,12 @@ class _Reader:
         return StoredTensor(fqn, shape, dtypes.pop(), tuple(chunks))
 
     def _chunk(self, fqn: str, box: Box, span: dict[str, Any]) -> tuple[Chunk, Any]:
-        number, tree, records, checksums = self._record(fqn, span)
+        number, record = self._record(fqn, span)
         path, start = self.files[number].path, span["offset"]
-        if not isinstance(tree, pickles.TensorRef) or tree.shape != box.sizes:
+        if not isinstance(record.tree, pickles.TensorRef) or record.tree.shape != box.sizes:
             raise UnsafeFile(f"{path}: {fqn}: byte {start} does not hold its piece {box.sizes}")
-        stored = torch_file.stored_tensor(fqn, tree, records, self.files[number], path)
-        self.checksums += (replace(c, file=number) for c in checksums)
+        stored = record.stored(fqn, record.tree)
+        self.checksums += (replace(c, file=number) for c in record.checksums)
         inner = stored.chunks[0]
         return Chunk(box, number, inner.offset, inner.strides), stored.dtype
 
@@ -171,15 +171,13 @@ class _Reader:
         span = places.get((fqn, ()))
         if span is None:
             raise LoadError(f"{self.folder}: {fqn}: no file holds it")
-        tree = self._record(fqn, span)[1]
+        tree = self._record(fqn, span)[1].tree
         if isinstance(tree, pickles.TensorRef):
             raise UnsafeFile(f"{self.folder}: {fqn}: is a tensor, which {METADATA} does not say")
         return tree
 
-    def _record(
-        self, fqn: str, span: dict[str, Any]
-    ) -> tuple[int, Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
-        """Number of the file, tree, storages and checksums of what lies at a place."""
+    def _record(self, fqn: str, span: dict[str, Any]) -> tuple[int, torch_file.TorchFile]:
+        """The number of a file, and the small torch file that lies in a span of it."""
         if span.get("transform_descriptors"):
             raise LoadError(f"{self.folder}: {fqn}: compressed pieces are not supported")
         number, file = self._open(str(span["relative_path"]))
@@ -194,7 +192,8 @@ class _Reader:
                 f"{start + size}: the file is truncated; copy it again"
             )
         with torch_file.parsing(path):
-            return number, *torch_file.read_zip(file, path, start, size)
+            parts = torch_file.read_zip(file, start, size)
+        return number, torch_file.TorchFile("torch zip", self.files[number], *parts)
 
     def _open(self, name: str) -> tuple[int, OpenFile]:
         if name not in self.opened:
