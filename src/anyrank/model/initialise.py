@@ -8,6 +8,7 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,8 +132,8 @@ class Initialiser:
             model: Any = next(models, None)
             if model is not None:
                 has_model = True
-                stand_in = self._stand_in(entry.path[depth])
-                yield f"{plain_class(model).__name__}._init_weights", _bound(model, stand_in)
+                init = partial(model._init_weights, self._stand_in(entry.path[depth]))
+                yield f"{plain_class(model).__name__}._init_weights", init
         for module in reversed(entry.path):
             if not has_model and hasattr(module, "init_weights"):
                 rule: Any = self._stand_in(module)
@@ -157,10 +158,6 @@ def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None
     for piece in target.pieces:
         part = local[Box(piece.local, piece.box.sizes).slices()]
         part.copy_(value.detach()[piece.box.slices()])
-
-
-def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
-    return lambda: model._init_weights(stand_in)
 
 
 def _fills(dtype: torch.dtype) -> tuple[float, ...]:

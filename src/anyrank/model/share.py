@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from anyrank.errors import LoadError
-from anyrank.frozen.freeze import remember
+from anyrank.frozen.freeze import frozen_info, remember
 from anyrank.model.initialise import Init, Initialiser
 from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
@@ -133,7 +133,7 @@ class ModelShare:
         """Record what the frozen parts hold that were filled."""
         paths = [entry.path for target in self.filled() for entry in target.registrations]
         for part in {module: None for path in paths for module in path}:
-            if "anyrank_frozen" in part.__dict__:
+            if frozen_info(part):
                 remember(part)
 
     def move_buffers(self) -> None:
