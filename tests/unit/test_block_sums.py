@@ -125,7 +125,7 @@ def read(path: Path, box: Box, destination: torch.Tensor) -> int:
     with Reader(listing, buffer_bytes=256 << 10, threads=2, verify=True) as reader:
         reader.open(range(len(listing.files)))
         reads = plan_reads(stored, [Piece(box, (0, 0))])
-        reader.run([Job(one, one.of(destination)) for one in reads])
+        reader.run([Job(one, one.view_of(destination)) for one in reads])
         return reader.bytes_read
 
 

@@ -22,7 +22,7 @@ from anyrank.files.output import FileSpan
 from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.tensors.box import Box
 from anyrank.tensors.low_rank import product
-from anyrank.tensors.names import PEFT_PREFIX, of_adapter
+from anyrank.tensors.names import PEFT_PREFIX, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
 
 CONFIG = "adapter_config.json"
@@ -75,7 +75,7 @@ def merged(selection: Selection, paths: Sequence[str]) -> tuple[Selection, dict[
         LoadError: no adapter, one that is not plain LoRA, or that does not fit the base.
     """
     config = _config(paths)
-    adapter = {name: t for name, t in selection.tensors.items() if of_adapter(name)}
+    adapter = {name: t for name, t in selection.tensors.items() if is_of_adapter(name)}
     base = {name: t for name, t in selection.tensors.items() if name not in adapter}
     trained: list[str] = []  # whole
     if not adapter or not base:

@@ -28,7 +28,7 @@ from anyrank.files.storage import join_path, write_file
 from anyrank.formats import dcp_output, torch_zip
 from anyrank.formats.safetensors import plan_file, plan_folder
 from anyrank.formats.sources import Source, list_source
-from anyrank.tensors.names import of_adapter, of_own_adapter
+from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
 from anyrank.wording import count
 
@@ -126,10 +126,10 @@ def _selected(
     """What is written, by its names in the output, and what an adapter adds to some of it."""
     selection = select(listing, options.rename)
     added: dict[str, LowRank] = {}
-    unmerged = [name for name in selection.tensors if of_own_adapter(name)]
+    unmerged = [name for name in selection.tensors if is_own_factor(name)]
     if options.merge:
         selection, added = merged(selection, _paths(src))
-    elif len({of_adapter(name) for name in selection.tensors}) > 1:
+    elif len({is_of_adapter(name) for name in selection.tensors}) > 1:
         raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
     elif unmerged and options.to == "safetensors":
         raise LoadError(
@@ -161,7 +161,7 @@ def _base_of(src: Source) -> Source:
 
 def _stem(listing: Listing, selection: Selection) -> str:
     """What the files' names begin with, by which other tools find them."""
-    if all(map(of_adapter, selection.tensors)):
+    if all(map(is_of_adapter, selection.tensors)):
         return "adapter_model"
     names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
     return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")

@@ -37,12 +37,12 @@ class BlockDigester:
         self.digest = xxhash.xxh3_64_digest
         self.new = xxhash.xxh3_64
         self.rest = self.new()  # of the block that is not complete
-        self.held = 0  # bytes of it
+        self.rest_bytes = 0
         self.digests: list[bytes] = []
 
     def update(self, view: memoryview) -> None:
         """Take the next bytes."""
-        begin = min(-self.held % BLOCK_BYTES, len(view))
+        begin = min(-self.rest_bytes % BLOCK_BYTES, len(view))
         self._add(view[:begin])
         stop = len(view) - (len(view) - begin) % BLOCK_BYTES
         # Few steps for each block, which together would take half as long as the hashing.
@@ -53,17 +53,17 @@ class BlockDigester:
 
     def _add(self, part: memoryview) -> None:
         self.rest.update(part)
-        self.held += len(part)
-        if self.held == BLOCK_BYTES:
+        self.rest_bytes += len(part)
+        if self.rest_bytes == BLOCK_BYTES:
             self._close()
 
     def _close(self) -> None:
         self.digests.append(self.rest.digest())
-        self.rest, self.held = self.new(), 0
+        self.rest, self.rest_bytes = self.new(), 0
 
     def finish(self) -> bytes:
         """The digests of all blocks, once all bytes are taken."""
-        if self.held:
+        if self.rest_bytes:
             self._close()
         return b"".join(self.digests)
 
@@ -101,24 +101,24 @@ class BlockSums:
         digester = BlockDigester()
         for view in views:
             digester.update(view)
-        found, first = digester.finish(), start // BLOCK_BYTES * DIGEST_BYTES
-        if found == self.digests[first : first + len(found)]:
+        digests, first = digester.finish(), start // BLOCK_BYTES * DIGEST_BYTES
+        if digests == self.digests[first : first + len(digests)]:
             return
-        for low in range(0, len(found), DIGEST_BYTES):
-            mine = found[low : low + DIGEST_BYTES]
+        for low in range(0, len(digests), DIGEST_BYTES):
+            actual = digests[low : low + DIGEST_BYTES]
             expected = self.digests[first + low : first + low + DIGEST_BYTES]
-            if mine != expected:
+            if actual != expected:
                 begin = (first + low) // DIGEST_BYTES * BLOCK_BYTES
                 low, high = self.around(begin, begin + 1)
                 raise CorruptCheckpoint(
                     f"{path}: {self.names(low, high)}bytes {low} to {high} are not those that were "
-                    f"written: their xxh3-64 is {mine.hex()}, it was {expected.hex()}: the file is "
-                    "damaged"
+                    f"written: their xxh3-64 is {actual.hex()}, it was {expected.hex()}: the file "
+                    "is damaged"
                 )
 
 
 def read_verified(
-    file: OpenFile, path: str, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
+    file: OpenFile, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
 ) -> None:
     """Fill the views from `start`, `most` bytes at a time, each compared with its checksums while
     it is in the cache. They begin and end with blocks, as does every part of `most` bytes.
@@ -128,8 +128,8 @@ def read_verified(
         LoadError: the file cannot be read.
     """
     for part in split(views, itertools.repeat(most)):
-        read_exactly(file, path, part, start)
-        sums.check(start, part, path)
+        read_exactly(file, part, start)
+        sums.check(start, part, file.path)
         start += sum(map(len, part))
 
 
@@ -170,4 +170,4 @@ def check_file(
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, READ_BYTES):
             check()
-            read_verified(file, path, [memory[: stop - low]], low, sums, READ_BYTES)
+            read_verified(file, [memory[: stop - low]], low, sums, READ_BYTES)

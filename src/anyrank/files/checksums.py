@@ -36,7 +36,8 @@ def mismatches(
     sizes = {info.path: info.size for info in listing.files}
     for path, published in _published(listing)[number::count]:
         digest = hashlib.sha256()
-        _feed(path, 0, sizes[path], digest.update, check)
+        for block in _blocks(path, 0, sizes[path], check):
+            digest.update(block)
         if digest.hexdigest() != published:
             yield (
                 path,
@@ -58,13 +59,14 @@ def record_mismatches(
     """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
-        crc = _Crc32()
-        _feed(path, record.start, record.stop, crc.update, check)
-        if crc.hexdigest() != record.digest:
+        crc = 0
+        for block in _blocks(path, record.start, record.stop, check):
+            crc = zlib.crc32(block, crc)
+        if f"{crc:08x}" != record.digest:
             names = listing.names_at(record.file, record.start, record.stop)
             yield (
                 path,
-                f"{names}{record.what}: CRC-32 is {crc.hexdigest()}, it was {record.digest} when "
+                f"{names}{record.what}: CRC-32 is {crc:08x}, it was {record.digest} when "
                 "it was written: the file is corrupt; copy it again",
             )
 
@@ -86,33 +88,15 @@ def checked_bytes(listing: Listing) -> int:
     return nbytes + sum(listing.files[number].size for number in listing.sums)
 
 
-class _Crc32:
-    """zlib's CRC-32 with hashlib's methods."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, block: memoryview) -> None:
-        self.value = zlib.crc32(block, self.value)
-
-    def hexdigest(self) -> str:
-        return f"{self.value:08x}"
-
-
-def _feed(
-    path: str,
-    start: int,
-    stop: int,
-    take: Callable[[memoryview], object],
-    check: Callable[[], None],
-) -> None:
+def _blocks(path: str, start: int, stop: int, check: Callable[[], None]) -> Iterator[memoryview]:
+    """The bytes [start, stop) of a file, a block at a time, in memory that is used again."""
     block = memoryview(bytearray(BLOCK_BYTES))
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, BLOCK_BYTES):
             check()
             part = block[: min(BLOCK_BYTES, stop - low)]
-            read_exactly(file, path, [part], low)
-            take(part)
+            read_exactly(file, [part], low)
+            yield part
 
 
 def _published(listing: Listing) -> list[tuple[str, str]]:
@@ -121,7 +105,7 @@ def _published(listing: Listing) -> list[tuple[str, str]]:
     The Hugging Face cache names each large file's blob by its digest and links to it; a download
     into a plain folder leaves it in `.cache/huggingface/download/NAME.metadata`, line 2.
     """
-    pairs = ((info.path, _sha256_beside(info.path)) for info in listing.files if info.place)
+    pairs = ((info.path, _sha256_beside(info.path)) for info in listing.files if info.location)
     return [(path, digest) for path, digest in pairs if digest]
 
 

@@ -155,9 +155,9 @@ def _from_json(value: Any, take: Take) -> Any:
     inner = table[mark]
     if mark in TABLES.values():
         factory, pairs = inner if mark == "~defaultdict" else (None, inner)
-        made = {_from_json(key, take): _from_json(item, take) for key, item in pairs}
+        entries = {_from_json(key, take): _from_json(item, take) for key, item in pairs}
         kind = next(kind for kind, name in TABLES.items() if name == mark)
-        return defaultdict(FACTORIES[factory], made) if kind is defaultdict else kind(made)
+        return defaultdict(FACTORIES[factory], entries) if kind is defaultdict else kind(entries)
     if mark in SEQUENCES.values():
         kind = next(kind for kind, name in SEQUENCES.items() if name == mark)
         return kind([_from_json(item, take) for item in inner])

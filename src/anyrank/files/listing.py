@@ -27,7 +27,7 @@ class FileInfo:
         size: bytes.
         version: modification time in ns, or an object store's tag.
         in_memory: the bytes are a tensor's, not a file's.
-        place: machine and file number of a local file; another place holds another copy.
+        location: machine and file number of a local file; another one is of another copy.
         fingerprint: digest of a local file's first and last bytes, by which copies on other
             machines are known.
         tensor: for a tensor in memory, on the rank that has it, the tensor.
@@ -38,7 +38,7 @@ class FileInfo:
     size: int
     version: str
     in_memory: bool = False
-    place: str = ""
+    location: str = ""
     fingerprint: str = ""
     tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
     quantised: Quantised | None = None
@@ -149,14 +149,14 @@ class Fill:
     """A tensor that is to be filled, and the bytes that fill it.
 
     Attributes:
-        held: the tensor, and what this rank holds of it.
+        target: the tensor, and what this rank holds of it.
         stored: where its bytes are.
-        local: this rank's memory, of the held tensor's local shape.
+        local: this rank's memory, of the target's local shape.
         listing: whose files `stored` counts.
         index: position in the list that the ranks' `Coordinates` count, where they exchange.
     """
 
-    held: ShardedTensor
+    target: ShardedTensor
     stored: StoredTensor
     local: torch.Tensor
     listing: Listing
@@ -168,8 +168,8 @@ def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     tied: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, stored in tensors.items():
-        place = (stored.shape, stored.dtype, stored.chunks)
-        if stored.nbytes and (owner := first.setdefault(place, name)) != name:
+        content = (stored.shape, stored.dtype, stored.chunks)
+        if stored.nbytes and (owner := first.setdefault(content, name)) != name:
             tied[name] = owner
     return tied
 
@@ -180,12 +180,12 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     Raises:
         LoadError: two of them hold the same key.
     """
-    given = [*listings]
+    parts = [*listings]
     files: list[FileInfo] = []
     tensors: dict[str, StoredTensor] = {}
     checksums: list[Checksum] = []
     sums: dict[int, str] = {}
-    for listing in given:
+    for listing in parts:
         base = len(files)
         files += (info.with_file_offset(base) for info in listing.files)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
@@ -202,16 +202,17 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         format=format_name,
         files=tuple(files),
         tensors=tensors,
-        metadata={k: v for listing in given for k, v in listing.metadata.items()},
-        skipped=(*skipped, *(note for listing in given for note in listing.skipped)),
+        metadata={k: v for listing in parts for k, v in listing.metadata.items()},
+        skipped=(*skipped, *(note for listing in parts for note in listing.skipped)),
         checksums=tuple(checksums),
         sums=sums,
-        extras={k: v for listing in given for k, v in listing.extras.items()},
-        unreadable={k: v for listing in given for k, v in listing.unreadable.items()},
-        quantisation=next((one.quantisation for one in given if one.quantisation), {}),
+        extras={k: v for listing in parts for k, v in listing.extras.items()},
+        unreadable={k: v for listing in parts for k, v in listing.unreadable.items()},
+        quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
     )
 
 
+NOTHING = Listing("nothing", (), {})
 EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns
 
 

@@ -13,7 +13,6 @@ import platform
 import shutil
 import stat
 from collections.abc import Sequence
-from functools import cache
 
 from anyrank import faults
 from anyrank.files.listing import FileInfo
@@ -29,6 +28,7 @@ class LocalFile:
     """A file that is read with preadv: no mapping, so nothing ever aliases it."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         # Not to wait for a pipe's writer; for a regular file the flag means nothing.
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(self.descriptor)
@@ -111,8 +111,8 @@ class LocalStorage:
 
     def entries(self, path: str) -> dict[str, bool]:
         """Each name in a folder, and whether it is a folder."""
-        with os.scandir(path) as found:
-            return {entry.name: entry.is_dir() for entry in found}
+        with os.scandir(path) as entries:
+            return {entry.name: entry.is_dir() for entry in entries}
 
     def open(self, path: str) -> LocalFile:
         return LocalFile(path)
@@ -154,15 +154,5 @@ class LocalStorage:
 
 
 def _info_of(path: str, status: os.stat_result) -> FileInfo:
-    place = f"{_machine()}:{status.st_dev}:{status.st_ino}"
-    return FileInfo(path, status.st_size, str(status.st_mtime_ns), place=place)
-
-
-@cache
-def _machine() -> str:
-    """This machine since it was started."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return platform.node()
+    location = f"{platform.node()}:{status.st_dev}:{status.st_ino}"
+    return FileInfo(path, status.st_size, str(status.st_mtime_ns), location=location)

@@ -144,8 +144,8 @@ def _manifest(table: dict[str, Any]) -> Manifest:
     if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
         raise ValueError(f"run: {table['run'][:40]!r} is not an id of a run")
     _check_files(files)
-    own = {field.name for field in fields(Manifest)} & table.keys()
-    values: dict[str, Any] = {name: table[name] for name in own} | {"files": files}
+    known = {field.name for field in fields(Manifest)} & table.keys()
+    values: dict[str, Any] = {name: table[name] for name in known} | {"files": files}
     values |= {"saved_on": saved_on, "lineage": [dict(entry) for entry in table["lineage"]]}
     values["differed"] = [str(name) for name in table["differed"]]
     return Manifest(**values)
@@ -192,10 +192,10 @@ def read_small(
         raise CheckpointError(str(error)) from error
     expected = None if known is None else known[name]
     if expected is not None:
-        found = digest_of(data)
-        if (found.size, found.xxh3_64) != (expected.size, expected.xxh3_64):
+        actual = digest_of(data)
+        if (actual.size, actual.xxh3_64) != (expected.size, expected.xxh3_64):
             raise CorruptCheckpoint(
-                f"{path}: {found.size} bytes with checksum {found.xxh3_64}, the manifest says "
+                f"{path}: {actual.size} bytes with checksum {actual.xxh3_64}, the manifest says "
                 f"{expected.size} with {expected.xxh3_64}: the file is damaged"
             )
     return data

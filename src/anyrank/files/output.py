@@ -104,11 +104,11 @@ class Output:
 def shards_of(tensors: Sequence[OutputTensor], most_bytes: int | None) -> list[list[OutputTensor]]:
     """Tensors in order, in groups of at most `most_bytes`; a larger tensor is a group by itself."""
     groups: list[list[OutputTensor]] = [[]]
-    held = 0
+    group_bytes = 0
     for tensor in tensors:
-        if most_bytes is not None and groups[-1] and held + tensor.nbytes > most_bytes:
+        if most_bytes is not None and groups[-1] and group_bytes + tensor.nbytes > most_bytes:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(tensor)
-        held += tensor.nbytes
+        group_bytes += tensor.nbytes
     return groups

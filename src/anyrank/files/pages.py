@@ -33,7 +33,11 @@ def use_large_pages(tensors: Iterable[torch.Tensor], ranks_on_node: int) -> bool
         ranks_on_node: how many processes do the same at this time.
     """
     storages = [t.untyped_storage() for t in tensors if t.is_cpu and t.layout == torch.strided]
-    ranges = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes() >= MIN_BYTES}
+    ranges = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in storages
+        if storage.nbytes() >= MIN_BYTES
+    }
     needed = sum(ranges.values()) * ranks_on_node * HEADROOM
     if not ranges or not SIZE_FILE.exists() or free_bytes() < needed:
         return False

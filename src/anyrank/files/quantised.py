@@ -33,7 +33,8 @@ ITEM = torch.float32.itemsize
 class DequantisedFile:
     """The float32 values of a quantised tensor, as if they were the bytes of a file."""
 
-    def __init__(self, quantised: Quantised, fetch: Fetch) -> None:
+    def __init__(self, path: str, quantised: Quantised, fetch: Fetch) -> None:
+        self.path = path
         self.quantised = quantised
         self.fetch = fetch
 
@@ -59,7 +60,7 @@ class DequantisedFile:
 
 def dequantised(
     listing: Listing,
-    held: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     rename: Callable[[str], str] = lambda key: key,
 ) -> Listing:
     """The listing with float32 tensors in place of quantised ones, except where these are wanted.
@@ -70,17 +71,17 @@ def dequantised(
 
     Args:
         listing: the source.
-        held: name -> dtype of what is to be filled; empty if everything is to be floating.
+        dtypes: name -> dtype of what is to be filled; empty if everything is to be floating.
         rename: from the source's keys to these names.
 
     Raises:
         LoadError: scales that do not fit, or are not there.
     """
     pairs = pairs_of(listing.tensors)
-    holds_small = any(map(is_small, held.values()))
+    holds_small = any(map(is_small, dtypes.values()))
 
     def wanted(key: str) -> torch.dtype | None:
-        return next((held[name] for name in candidates(rename(key)) if name in held), None)
+        return next((dtypes[name] for name in candidates(rename(key)) if name in dtypes), None)
 
     tensors, files = dict(listing.tensors), list(listing.files)
     for pair in pairs:
@@ -96,7 +97,7 @@ def dequantised(
     if listing.quantisation.get("quant_method") == "fp8":
         for key, stored in tensors.items():
             dtype = wanted(key)
-            is_weight = is_wide(dtype) if dtype else not held
+            is_weight = is_wide(dtype) if dtype else not dtypes
             if is_small(stored.dtype) and is_weight and not scaled(tensors, key):
                 raise LoadError(
                     f"{key}: is {stored.dtype}, and {key}{SCALE_INV} is not in the source, whose "

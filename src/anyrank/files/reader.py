@@ -95,7 +95,7 @@ class Reader:
             if info.quantised is not None:
                 parts = (info.quantised.values, info.quantised.scales)
                 self.open({part.chunks[0].file for part in parts})
-                self.opened[number] = DequantisedFile(info.quantised, self.fetch)
+                self.opened[number] = DequantisedFile(info.path, info.quantised, self.fetch)
                 continue
             try:
                 file = self.opened[number] = storage_for(info.path).open(info.path)
@@ -107,7 +107,7 @@ class Reader:
             same = (now.size, now.version) == (info.size, info.version)
             if same or _is_copy(now, info):
                 continue
-            if now.place != info.place:
+            if now.location != info.location:
                 raise LoadError(
                     f"{info.path}: is another file here than where its header was read "
                     f"({info.size} bytes there, {now.size} here): give all machines the same file"
@@ -190,7 +190,7 @@ class Reader:
         if info.tensor is not None:
             return info.tensor.reshape(-1).view(torch.uint8)[start:stop].cpu()
         data = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        read_exactly(self.opened[chunk.file], info.path, [memory_of(data)], chunk.offset + start)
+        read_exactly(self.opened[chunk.file], [memory_of(data)], chunk.offset + start)
         with self.lock:
             self.bytes_read += stop - start
         return data
@@ -220,7 +220,7 @@ class Reader:
 
 def _is_copy(now: FileInfo, listed: FileInfo) -> bool:
     """Whether a file is a machine's own copy of the one that was listed on another."""
-    may_be = listed.fingerprint and now.place != listed.place and now.size == listed.size
+    may_be = listed.fingerprint and now.location != listed.location and now.size == listed.size
     return bool(may_be) and fingerprint(now) == listed.fingerprint
 
 
@@ -254,9 +254,8 @@ class _Worker:
         number, batch = item
         self.reader.check()
         faults.point("load.read")
-        path = self.reader.listing.files[number].path
         if batch[0].runs is not None:
-            self._take_runs(number, path, batch[0], batch[0].runs)
+            self._take_runs(number, batch[0], batch[0].runs)
             return
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
@@ -282,21 +281,21 @@ class _Worker:
         views.append(after)
         file = self.reader.opened[number]
         if sums is None:
-            read_exactly(file, path, views, low)
+            read_exactly(file, views, low)
         else:
             # A request over the network takes too long for more than one.
-            most = high - low if "://" in path else READ_BYTES
-            read_verified(file, path, views, low, sums, most)
+            most = high - low if "://" in file.path else READ_BYTES
+            read_verified(file, views, low, sums, most)
         self._unstage(staged, slot)
         self.reader.count(high - low, self.reader.listing.files[number].quantised)
 
-    def _take_runs(self, number: int, path: str, segment: Segment, runs: Runs) -> None:
+    def _take_runs(self, number: int, segment: Segment, runs: Runs) -> None:
         """Read what lies in runs, each by a call of its own."""
         slot = self._slot([segment])
         memory = slot.memory if segment.direct is None else segment.direct
         file, nbytes, offset = self.reader.opened[number], runs.nbytes, runs.start
         for low in range(0, runs.count * nbytes, nbytes):
-            read_exactly(file, path, [memory[low : low + nbytes]], offset)
+            read_exactly(file, [memory[low : low + nbytes]], offset)
             offset += runs.step_bytes
         if segment.direct is None:
             self._unstage([(segment, 0)], slot)
@@ -324,12 +323,12 @@ class _Worker:
             for stream in self.streams.values():  # this thread is the worker's own then
                 torch.accelerator.set_stream(stream)
             pinned = bool(self.streams)
-            made = [
+            scratches = [
                 torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 for _ in range(self.slots)
             ]
             self.buffers = itertools.cycle(
-                [_Slot(scratch, memory_of(scratch), []) for scratch in made]
+                [_Slot(scratch, memory_of(scratch), []) for scratch in scratches]
             )
         slot = next(self.buffers)
         while slot.busy:

@@ -60,8 +60,8 @@ def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: in
         return 0
     total = torch.zeros((), dtype=torch.int64, device=source.device)
     for part in Box.whole(box.sizes).cut(PART_ELEMENTS):
-        at = [start + more for start, more in zip(box.offsets, part.offsets, strict=True)]
-        places = positions(at, part.sizes, shape, source.device)
+        offsets = [start + more for start, more in zip(box.offsets, part.offsets, strict=True)]
+        places = positions(offsets, part.sizes, shape, source.device)
         for number, words in enumerate(words_of(source.detach()[part.slices()])):
             key = signed((seed + number) % MODULUS)
             total += mix64_((places * SPREAD).add_(key).bitwise_xor_(words)).sum()
@@ -69,14 +69,14 @@ def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: in
 
 
 def positions(
-    at: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device
+    offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     """The index in row-major order of each element of a box, flat."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
-    for start, size, whole in zip(at, sizes, shape, strict=True):
+    indices = torch.zeros((), dtype=torch.int64, device=device)
+    for start, size, whole in zip(offsets, sizes, shape, strict=True):
         along = torch.arange(start, start + size, dtype=torch.int64, device=device)
-        found = (found * whole).unsqueeze(-1) + along
-    return found.reshape(-1)
+        indices = (indices * whole).unsqueeze(-1) + along
+    return indices.reshape(-1)
 
 
 def words_of(part: torch.Tensor) -> list[torch.Tensor]:
@@ -114,5 +114,5 @@ def data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
 
 def tensor_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The names of tensors that both receipts have, with other digests."""
-    mine, other = a["tensors"], b["tensors"]
-    return [name for name in mine if other.get(name, mine[name]) != mine[name]]
+    left, right = a["tensors"], b["tensors"]
+    return [name for name in left if right.get(name, left[name]) != left[name]]

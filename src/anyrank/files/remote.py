@@ -44,8 +44,8 @@ class RemoteFile:
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         wanted = sum(len(buffer) for buffer in buffers)
         with asking(self.path):
-            found = self.filesystem.cat_file(self.path, start=offset, end=offset + wanted)
-        data = memoryview(found)
+            content = self.filesystem.cat_file(self.path, start=offset, end=offset + wanted)
+        data = memoryview(content)
         position = 0
         for buffer in buffers:
             part = data[position : position + len(buffer)]
@@ -127,10 +127,10 @@ class RemoteStorage:
     def entries(self, path: str) -> dict[str, bool]:
         """Each name in a folder, and whether it is a folder, by one listing."""
         with asking(path):
-            found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
+            details: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
         return {
             entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["type"] == "directory"
-            for entry in found
+            for entry in details
         }
 
     def open(self, path: str) -> RemoteFile:

@@ -40,7 +40,7 @@ def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
     if not box.numel:
         return []
     reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
-    return [Job(read, read.of(memory)) for read in reads]
+    return [Job(read, read.view_of(memory)) for read in reads]
 
 
 @dataclass(slots=True)

@@ -22,6 +22,8 @@ NewFile = NewLocalFile | NewRemoteFile
 class OpenFile(Protocol):
     """A file opened for reading at offsets, from any thread."""
 
+    path: str
+
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         """Fill the buffers in order from `offset`; return bytes read, fewer at the end."""
         ...
@@ -119,7 +121,7 @@ def fingerprint(info: FileInfo) -> str:
     try:
         with contextlib.closing(storage_for(info.path).open(info.path)) as file:
             for offset in sorted({0, info.size - length}):
-                digest.update(read_range(file, info.path, offset, length))
+                digest.update(read_range(file, offset, length))
     except OSError as error:
         raise LoadError(f"{info.path}: cannot be read: {error}") from error
     return digest.hexdigest()
@@ -147,14 +149,14 @@ def inside(folder: str, name: str) -> str:
     return join_path(folder, name)
 
 
-def read_range(file: OpenFile, path: str, offset: int, length: int) -> bytes:
+def read_range(file: OpenFile, offset: int, length: int) -> bytes:
     """Bytes [offset, offset + length) of a file.
 
     Raises:
         LoadError: the file ends before that.
     """
     data = bytearray(length)
-    read_exactly(file, path, [memoryview(data)], offset)
+    read_exactly(file, [memoryview(data)], offset)
     return bytes(data)
 
 
@@ -168,10 +170,10 @@ def read_whole(storage: Storage, path: str, most: int | None = None) -> bytes:
         size = file.info.size
         if most is not None and size > most:
             raise LoadError(f"{path}: {size} bytes are too many for this file")
-        return read_range(file, path, 0, size)
+        return read_range(file, 0, size)
 
 
-def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: int) -> None:
+def read_exactly(file: OpenFile, buffers: list[memoryview], offset: int) -> None:
     """Fill all buffers from `offset`, however many calls that takes.
 
     Raises:
@@ -184,12 +186,12 @@ def read_exactly(file: OpenFile, path: str, buffers: list[memoryview], offset: i
         except OSError as error:
             reason = errno.errorcode.get(error.errno or 0, "OSError")
             raise LoadError(
-                f"{path}: reading at byte {offset} failed: {error} ({reason})"
+                f"{file.path}: reading at byte {offset} failed: {error} ({reason})"
             ) from error
         if got <= 0:
             missing = sum(len(buffer) for buffer in left)
             raise LoadError(
-                f"{path}: ends at byte {offset}, {missing} bytes too early: "
+                f"{file.path}: ends at byte {offset}, {missing} bytes too early: "
                 "the file is truncated or was changed while it was read; copy it again"
             )
         offset += got

@@ -33,7 +33,7 @@ def spread(items: Iterable[T], workers: Sequence[Callable[[T], object]]) -> None
 
     with ThreadPoolExecutor(len(workers)) as pool:
         try:
-            for each in [pool.submit(loop, work) for work in workers]:
-                each.result()
+            for future in [pool.submit(loop, work) for work in workers]:
+                future.result()
         finally:
             stop.set()

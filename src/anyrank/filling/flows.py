@@ -143,7 +143,7 @@ class FileFlows:
         places = [HeldBox(read.box, {reader: start}, self.nodes) for read, reader in blocks]
         pieces = {taker: pieces for pieces, takers in groups.items() for taker in takers}
         transfers = transfers_of(rank, [strip], [places], pieces)
-        return sorted(transfers, key=lambda transfer: transfer.place)
+        return sorted(transfers, key=lambda transfer: transfer.box_number)
 
 
 def _flow(
@@ -174,7 +174,7 @@ def _flow(
 
 def _start(transfers: Sequence[Transfer], block: int) -> int:
     """Where the transfers of a block begin."""
-    return bisect_left(transfers, block, key=lambda transfer: transfer.place)
+    return bisect_left(transfers, block, key=lambda transfer: transfer.box_number)
 
 
 def wire_dtype(stored: torch.dtype, target: torch.dtype) -> torch.dtype:

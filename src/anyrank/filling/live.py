@@ -35,7 +35,7 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
         AnyrankError: of any rank, on all ranks.
     """
     plan, dst, src = agreed.plan, agreed.dst, agreed.src
-    share = ModelShare(dst.module, plan.match.of(dst.tensors), meter, agreed.seed)
+    share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
     side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
     side.gather_factors()
     filled = fill(share, side, ranks, rebuild=plan.rebuild, givers=src.tensors)

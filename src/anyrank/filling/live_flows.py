@@ -237,7 +237,9 @@ class Planner:
         group: int,
         sources: Sequence[SourceTensor],
     ) -> Flow:
-        coordinates = {rank: self.summaries[rank].dst_at.of(filling.index) for rank in to_ranks}
+        coordinates = {
+            rank: self.summaries[rank].dst_at.coordinate(filling.index) for rank in to_ranks
+        }
         wanted_key = (row.shape, row.layout, tuple(coordinates.values()), group)
         if wanted_key not in self.wanted:
             pieces = {c: local_pieces(row.shape, row.layout, c) for c in {*coordinates.values()}}

@@ -17,7 +17,7 @@ from anyrank.model.match import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import NOT_RUN, OwnCode
-from anyrank.model.tensors import find_places
+from anyrank.model.tensors import find_modules
 from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
 
@@ -40,7 +40,7 @@ def load_live(
         options = replace(options, layout=(options.layout, None))
     call = SyncCall(model, tensors, options, atomic=False)
     done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
-    own_code = OwnCode(find_places(model), Listing(LIVE, (), {}), renamer(options.rename))
+    own_code = OwnCode(find_modules(model), Listing(LIVE, (), {}), renamer(options.rename))
     skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]
     shared: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(FillReport)}
     return LoadReport(

@@ -113,7 +113,9 @@ def sources_of(
                     f"{words}, rank {other} as {other_words}: give src on the ranks of one layout, "
                     "with the same adapters merged, and None on the others"
                 )
-            tensor.coordinates.update({rank: known.of(index) for rank, known in ranks.items()})
+            tensor.coordinates.update(
+                {rank: known.coordinate(index) for rank, known in ranks.items()}
+            )
     for tensor in known.values():
         if tensor.row.kind == "buffer" and tensor.layout is None:
             # Plain buffers may differ between ranks: those of the first one count, as in a save.
@@ -192,7 +194,7 @@ def match_ends(
     )
     facts = _facts(dst, match, len(fillings), sources)
     matched = MatchedEnd(dst.rows, fillings, facts, left)
-    return match.of([]), matched
+    return match.with_tensors([]), matched
 
 
 def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
@@ -268,7 +270,9 @@ def check_all_shards(
         for index, row in enumerate(end.rows):
             if row.layout is not None:
                 present = holders.setdefault(row.layout, (row.keys[0], set()))[1]
-                present.update(own_coordinates.of(index) for own_coordinates in known.values())
+                present.update(
+                    own_coordinates.coordinate(index) for own_coordinates in known.values()
+                )
     for layout, (name, present) in holders.items():
         count, num_present = math.prod(layout.mesh_shape), len(present - {None})
         if num_present < count:

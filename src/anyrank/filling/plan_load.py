@@ -19,10 +19,10 @@ from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
 from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
-from anyrank.model.allocate import default_buffer
 from anyrank.model.given_layouts import apply_layouts
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import LoadOptions
+from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.verify import check_alike
 from anyrank.tensors.plan import in_one_chunk, shared_reads

@@ -47,9 +47,9 @@ def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
     """
     use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
     jobs = [
-        Job(read, read.of(share.local))
+        Job(read, read.view_of(share.local))
         for share in wanted
-        for read in plan_reads(share.stored, share.held.pieces)
+        for read in plan_reads(share.stored, share.target.pieces)
     ]
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
 
@@ -86,7 +86,7 @@ class FileMemory(LocalMemory):
 
     def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """The elements of a box in the block that this rank has read."""
-        block = self.blocks[flow.index, transfer.place]
+        block = self.blocks[flow.index, transfer.box_number]
         inside = box.relative_to(transfer.box.offsets).shifted(transfer.source)
         return block[inside.slices()]
 

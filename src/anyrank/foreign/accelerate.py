@@ -50,18 +50,16 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         if ENGINE in names:
             return deepspeed.list_folder(storage, join_path(folder, ENGINE))
         if any(FSDP_MODEL.match(name) for name in names):
-            return _of_fsdp(storage, folder, names)
+            return _list_fsdp(storage, folder, names)
     return huggingface.list_folder(storage, folder)
 
 
-def _of_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
-    found = _models(storage, folder, names)
-    if len(found) > 1:
-        several = ", ".join(
-            name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name)
-        )
-        raise LoadError(f"{folder}: holds several sets of weights ({several}): give one of these")
-    (listing,) = found.values()
+def _list_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
+    models = _models(storage, folder, names)
+    if len(models) > 1:
+        shown = ", ".join(name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name))
+        raise LoadError(f"{folder}: holds several sets of weights ({shown}): give one of these")
+    (listing,) = models.values()
     return listing
 
 
@@ -88,14 +86,14 @@ def _read_trainer(files: Collector, names: list[str]) -> ForeignCheckpoint:
     except (ValueError, RecursionError, AttributeError) as error:
         raise LoadError(f"{path}: is not a JSON object ({error})") from error
     is_engines = looks_like("deepspeed", names)
-    found = deepspeed.read(files.storage, files.folder) if is_engines else _read(files, names)
+    checkpoint = deepspeed.read(files.storage, files.folder) if is_engines else _read(files, names)
     epoch = float(epoch) if is_plain_number(epoch) else None
-    return replace(found, tool="transformers Trainer", step=step, epoch=epoch)
+    return replace(checkpoint, tool="transformers Trainer", step=step, epoch=epoch)
 
 
 def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
-    found = _models(files.storage, files.folder, names) or {"model": _exported(files, names)}
-    models = {name: files.add(listing) for name, listing in found.items()}
+    listings = _models(files.storage, files.folder, names) or {"model": _exported(files, names)}
+    models = {name: files.add(listing) for name, listing in listings.items()}
     optimizers = _optimizer_files(files, names)
     states: dict[str, Any] = {}
     for name in names:
@@ -140,7 +138,7 @@ def _numbered(name: str, number: str | None) -> str:
 
 
 def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listing]:
-    found: dict[str, Listing] = {}
+    listings: dict[str, Listing] = {}
     for name in names:
         path = join_path(folder, name)
         if match := SHARDED_MODEL.match(name):
@@ -150,9 +148,9 @@ def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listin
             lister = (safetensors if match[2] == "safetensors" else torch_file).list_file
         else:
             continue
-        if key not in found:
-            found[key] = lister(storage, path)
-    return found
+        if key not in listings:
+            listings[key] = lister(storage, path)
+    return listings
 
 
 def _exported(files: Collector, names: list[str]) -> Listing:
@@ -176,11 +174,11 @@ def _sharded_model(storage: Storage, path: str) -> Listing:
 
 def _optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOptimizer]:
     """The state of each optimizer in the folder, by the optimizer's name."""
-    found: dict[str, ForeignOptimizer] = {}
+    optimizers: dict[str, ForeignOptimizer] = {}
     for name in names:
         path = files.named(name)
         if match := SHARDED_OPTIMIZER.match(name):
-            found[_numbered("optimizer", match[1])] = dcp_state.optimizer(files, path)
+            optimizers[_numbered("optimizer", match[1])] = dcp_state.read_optimizer(files, path)
         elif match := OPTIMIZER.match(name):
-            found[_numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
-    return found
+            optimizers[_numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
+    return optimizers

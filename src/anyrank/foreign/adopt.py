@@ -99,7 +99,7 @@ def _plan_module(
         CheckpointError: its tensors do not fit.
     """
     inner = state.parts
-    ways = {kind: way.format(part=[part]) for kind, way in WAYS.items()}
+    ways = {kind: text.format(part=[part]) for kind, text in WAYS.items()}
     is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
     module, listing, tensors = inner.parts[part], source.model(part), None
@@ -206,7 +206,7 @@ class ForeignStep(ResumeSource):
         stored = self._stored(tensors, tuple(arguments.fresh))
         matched = match_optimizer(part, optimizer, record, stored, names, ranks.index)
         matched.outcome = _outcome(
-            [(fill.held.layout, fill.held.dtype, fill.stored) for fill in matched.fills]
+            [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
         )
         commit = matched.commit
 
@@ -223,10 +223,10 @@ class ForeignStep(ResumeSource):
         return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
 
     def _position(self, data: ElasticData, state: TrainState) -> Matched:
-        made, outcome = _start_of(data, self.source)
+        position, outcome = _start_of(data, self.source)
 
         def commit() -> None:
-            data.load_state_dict(made)
+            data.load_state_dict(position)
             state.samples = data.samples
 
         return Matched(outcome, commit=commit)
@@ -252,8 +252,8 @@ class ForeignStep(ResumeSource):
         source = self.source
         notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
         if source.step is None:
-            said = source.not_a_step or "the checkpoint does not say its step"
-            notes.append(f"{said}: the run counts from 0")
+            reason = source.not_a_step or "the checkpoint does not say its step"
+            notes.append(f"{reason}: the run counts from 0")
         notes += [
             f"not read: {', '.join(keys[:5])} of {part}, of which the model has no use"
             for part, plan in self.plans.items()
@@ -275,7 +275,7 @@ def _outcome_of(plan: AgreedPlan) -> Outcome:
     if match.keep and match.missing:
         return Outcome("derived", listed("kept, as the checkpoint has none", match.missing))
     pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
-    return _outcome([(held.layout, held.dtype, stored) for held, stored in pairs])
+    return _outcome([(tensor.layout, tensor.dtype, stored) for tensor, stored in pairs])
 
 
 def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
@@ -353,11 +353,11 @@ def _in_optimizer_steps(
             f"cannot be undone here: {why}: leave it with skip=[{part!r}], and set it to the "
             "steps that the run has"
         )
-    made: dict[str, Any] = {**table, **thing.state_dict()}
-    made |= {key: table[key] for key in ("base_lrs", "_last_lr") if key in table}
-    made |= {"last_epoch": step}
-    made |= {"_step_count": step + 1} if "_step_count" in made else {}
-    return made, Outcome(
+    state: dict[str, Any] = {**table, **thing.state_dict()}
+    state |= {key: table[key] for key in ("base_lrs", "_last_lr") if key in table}
+    state |= {"last_epoch": step}
+    state |= {"_step_count": step + 1} if "_step_count" in state else {}
+    return state, Outcome(
         "derived", f"it was stepped once for each of {often} processes: {count} became {step}"
     )
 
@@ -370,19 +370,19 @@ def _start_of(data: ElasticData, source: ForeignCheckpoint) -> tuple[dict[str, A
     now = data.state_dict()
     epoch = 0.0 if source.epoch is None else source.epoch
     samples = round(epoch * now["n"]) if source.samples is None else source.samples
-    made = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
+    state = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
     if source.epoch is None:
-        return made, Outcome("fresh", "the checkpoint does not say how far the data was")
+        return state, Outcome("fresh", "the checkpoint does not say how far the data was")
     if source.batches:
-        return made, Outcome(
+        return state, Outcome(
             "fresh",
             f"epoch {int(epoch)} begins again: the checkpoint was {source.batches} batches "
             "into it, in an order of its tool's, and their samples are seen twice",
         )
     if epoch == int(epoch):
-        return made, Outcome("derived", f"{int(epoch)} whole epochs: the next one begins")
+        return state, Outcome("derived", f"{int(epoch)} whole epochs: the next one begins")
     seen = round((epoch - int(epoch)) * now["n"])
-    return made, Outcome(
+    return state, Outcome(
         "fresh",
         f"epoch {int(epoch)} begins again: the checkpoint was {epoch - int(epoch):.0%} into it, in "
         f"an order of its tool's, so about {seen} samples are seen twice",

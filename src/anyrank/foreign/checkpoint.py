@@ -123,7 +123,7 @@ class Collector:
         chunk = stored.chunks[0]
         path = self.files[chunk.file].path
         with closing(self.storage.open(path)) as file:
-            data = read_range(file, path, chunk.offset, stored.dtype.itemsize)
+            data = read_range(file, chunk.offset, stored.dtype.itemsize)
         return torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
 
     def steps_of(self, optimizer: ForeignOptimizer) -> int | None:
@@ -193,12 +193,12 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
             pairs = [
                 (k if isinstance(k, PLAIN) else Unread(_class_of(k)), v) for k, v in table.items()
             ]
-            made: Any = {key: walk(item, f"{where}.{key}".lstrip(".")) for key, item in pairs}
+            copy: Any = {key: walk(item, f"{where}.{key}".lstrip(".")) for key, item in pairs}
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
-            made = tuple(parts) if isinstance(known, tuple) else parts
-        done[id(known)] = made
-        return made
+            copy = tuple(parts) if isinstance(known, tuple) else parts
+        done[id(known)] = copy
+        return copy
 
     try:
         return walk(tree, "")
@@ -215,24 +215,25 @@ def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
     table: Any = tree if isinstance(tree, dict) else {}
     groups, state = table.get("param_groups"), table.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
-        found = ", ".join(map(str, cast("dict[Any, Any]", table))) or type(tree).__name__
-        raise LoadError(f"{path}: not the state of a torch optimizer; it holds {found[:200]}")
-    made: list[ForeignGroup] = []
+        shown = ", ".join(map(str, cast("dict[Any, Any]", table))) or type(tree).__name__
+        raise LoadError(f"{path}: not the state of a torch optimizer; it holds {shown[:200]}")
+    parsed: list[ForeignGroup] = []
     names: dict[str | int, str | int] = {}
     for group in cast("list[Any]", groups):
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
             raise LoadError(f"{path}: a group of the optimizer has no list of parameters")
         options = {str(key): value for key, value in cast("dict[Any, Any]", group).items()}
         params = [_name(param, path) for param in options.pop("params")]
-        given = options.pop("param_names", None)  # of optimizers made of named_parameters()
-        if isinstance(given, list) and len(cast("list[Any]", given)) == len(params):
-            named = [_name(param, path) for param in cast("list[Any]", given)]
+        param_names = options.pop("param_names", None)  # of optimizers made of named_parameters()
+        if isinstance(param_names, list) and len(cast("list[Any]", param_names)) == len(params):
+            named = [_name(param, path) for param in cast("list[Any]", param_names)]
             names |= zip(params, named, strict=True)
             params = named
-        made.append(ForeignGroup(params, options))
+        parsed.append(ForeignGroup(params, options))
     keys = {key: _name(key, path) for key in cast("dict[Any, Any]", state)}
     return ForeignOptimizer(
-        made, {names.get(keys[key], keys[key]): _entries(state[key], path) for key in keys}
+        parsed,
+        {names.get(keys[key], keys[key]): _entries(state[key], path) for key in keys},
     )
 
 
@@ -250,13 +251,13 @@ def _entries(entries: Any, path: str) -> dict[str, Any]:
 
 def flat(tree: Any, prefix: str = "") -> dict[str, StoredTensor]:
     """The stored tensors of nested tables, by their keys joined with dots."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
         if isinstance(value, StoredTensor):
-            found[f"{prefix}{key}"] = value.renamed(f"{prefix}{key}")
+            tensors[f"{prefix}{key}"] = value.renamed(f"{prefix}{key}")
         else:
-            found |= flat(value, f"{prefix}{key}.")
-    return found
+            tensors |= flat(value, f"{prefix}{key}.")
+    return tensors
 
 
 def is_plain_number(value: Any) -> TypeGuard[int | float]:

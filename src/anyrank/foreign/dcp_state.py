@@ -25,25 +25,25 @@ from anyrank.formats import dcp
 STATE, GROUPS = "state.", "param_groups."
 
 
-def optimizer(files: Collector, folder: str) -> ForeignOptimizer:
+def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
     """The optimizer in a DCP folder that holds nothing else.
 
     Raises:
         LoadError: it holds none.
     """
-    held = dcp.read_folder(files.storage, folder, lambda key: "param_groups." in key)
-    tree = rebased(files, held).tree()
-    return of_tree(tree.get("optimizer", tree), folder)
+    content = dcp.read_folder(files.storage, folder, lambda key: "param_groups." in key)
+    tree = add_folder(files, content).tree()
+    return read_tree(tree.get("optimizer", tree), folder)
 
 
-def rebased(files: Collector, held: dcp.DcpFolder) -> dcp.DcpFolder:
-    """The folder, whose files became files of the checkpoint."""
-    listing = files.add(held.listing)
-    objects = bound(held.objects, files.folder, lambda key, ref: Unread("Tensor"))
-    return dcp.DcpFolder(listing, held.paths, objects, held.others)
+def add_folder(files: Collector, content: dcp.DcpFolder) -> dcp.DcpFolder:
+    """Make the files of a folder files of the checkpoint; the folder, counting those."""
+    listing = files.add(content.listing)
+    objects = bound(content.objects, files.folder, lambda key, ref: Unread("Tensor"))
+    return dcp.DcpFolder(listing, content.paths, objects, content.others)
 
 
-def of_tree(tree: Any, path: str) -> ForeignOptimizer:
+def read_tree(tree: Any, path: str) -> ForeignOptimizer:
     """An optimizer's part of a saved state dict, nested or flat.
 
     Raises:
@@ -59,8 +59,8 @@ def of_tree(tree: Any, path: str) -> ForeignOptimizer:
         ]
         return optimizer_of({"state": table["state"], "param_groups": groups}, path)
     if not any(str(key).startswith(STATE) for key in table):
-        found = ", ".join(map(str, [*table][:10]))
-        raise LoadError(f"{path}: no optimizer in a layout that torch writes; it holds {found}")
+        shown = ", ".join(map(str, [*table][:10]))
+        raise LoadError(f"{path}: no optimizer in a layout that torch writes; it holds {shown}")
     return _flat(table)
 
 
@@ -90,6 +90,8 @@ def _by_options(
     """Groups of the parameters that have the same hyperparameters."""
     groups: dict[str, ForeignGroup] = {}
     for name in {**dict.fromkeys(map(str, state)), **dict.fromkeys(options)}:
-        mine = options.get(name, {})
-        groups.setdefault(repr(sorted(mine.items())), ForeignGroup([], mine)).params.append(name)
+        values = options.get(name, {})
+        groups.setdefault(repr(sorted(values.items())), ForeignGroup([], values)).params.append(
+            name
+        )
     return [*groups.values()]

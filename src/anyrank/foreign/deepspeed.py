@@ -117,13 +117,13 @@ def _ranked(pattern: re.Pattern[str], folder: str, names: list[str]) -> list[str
     Raises:
         LoadError: one is missing.
     """
-    found = {int(match[1] or 0): name for name in names if (match := pattern.match(name))}
-    if found and sorted(found) != list(range(len(found))):
-        lost = min(set(range(max(found))) - found.keys())
-        some = next(iter(found.values()))
+    by_rank = {int(match[1] or 0): name for name in names if (match := pattern.match(name))}
+    if by_rank and sorted(by_rank) != list(range(len(by_rank))):
+        lost = min(set(range(max(by_rank))) - by_rank.keys())
+        some = next(iter(by_rank.values()))
         name = some.replace(f"zero_pp_rank_{pattern.match(some)[1]}_", f"zero_pp_rank_{lost}_")  # type: ignore[index]
         raise LoadError(f"{folder}: {name} is missing: copy the files of all ranks")
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _shapes(model: dict[str, Any]) -> Shapes:
@@ -199,20 +199,20 @@ def _optimizer(
     """
     state: dict[str | int, dict[str, Any]] = {name: {} for group in shapes for name in group}
     options = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in groups]
-    made = [ForeignGroup([], own) for own in options]
+    foreign_groups = [ForeignGroup([], values) for values in options]
     for number, group in enumerate(shapes):
-        inside = (n for n, own in enumerate(groups) if number in own.get("params", ()))
-        of = next(inside, min(number, len(groups) - 1))
-        made[of].params.extend(group)
-        counts = {"step": groups[of]["step"]} if "step" in groups[of] else {}
+        owners = (n for n, saved in enumerate(groups) if number in saved.get("params", ()))
+        owner = next(owners, min(number, len(groups) - 1))
+        foreign_groups[owner].params.extend(group)
+        counts = {"step": groups[owner]["step"]} if "step" in groups[owner] else {}
         counts |= {k: v for k, v in moments[0][number].items() if not _is_flat(v)}
         for name in group:
             state[name] |= counts
     for key in [key for key, value in moments[0][0].items() if _is_flat(value)]:
-        flats = [[own[number][key] for number in range(len(own))] for own in moments]
+        flats = [[state_of[n][key] for n in range(len(state_of))] for state_of in moments]
         for name, value in _assembled(parts_of(flats, shapes), shapes).items():
             state[name][key] = value.renamed(f"{name}.{key}")
-    return ForeignOptimizer([group for group in made if group.params], state)
+    return ForeignOptimizer([group for group in foreign_groups if group.params], state)
 
 
 def _is_flat(value: Any) -> bool:
@@ -239,14 +239,14 @@ def _parts_of_stage_1_or_2(masters: list[list[StoredTensor]], shapes: Shapes) ->
     """A group's parameters lie one after another, and the ranks have equal parts of that."""
     parts: Parts = {}
     for number, group in enumerate(shapes):
-        size, start = max(held[number].numel for held in masters), 0
+        size, start = max(flat_tensors[number].numel for flat_tensors in masters), 0
         for name, shape in group.items():
             stop = start + math.prod(shape)
             parts[name] = []
-            for rank, held in enumerate(masters):
+            for rank, flat_tensors in enumerate(masters):
                 low, high = max(start, rank * size), min(stop, (rank + 1) * size)
                 if low < high:
-                    parts[name].append((held[number], low - rank * size, high - low))
+                    parts[name].append((flat_tensors[number], low - rank * size, high - low))
             start = stop
     return parts
 
@@ -261,10 +261,10 @@ def _parts_of_stage_3(masters: list[list[StoredTensor]], shapes: Shapes) -> Part
         left = math.prod(shape)
         size = math.ceil(left / len(masters))
         parts[name] = []
-        for held in masters:
+        for flat_tensors in masters:
             stop, begin = start + min(size, left), 0
             left -= stop - start
-            for flat_tensor in held:
+            for flat_tensor in flat_tensors:
                 low, high = max(start, begin), min(stop, begin + flat_tensor.numel)
                 if low < high:
                     parts[name].append((flat_tensor, low - begin, high - low))

@@ -32,8 +32,8 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     if not weights:
         raise LoadError(f"{folder}: no weights here; it holds {', '.join([*listing.tensors][:10])}")
     args: Any = common.get("args")
-    own = common.keys() & {"opt_param_scheduler", "rng_state"}
-    not_read = dict.fromkeys(own, "it is Megatron's own")
+    of_megatron = common.keys() & {"opt_param_scheduler", "rng_state"}
+    not_read = dict.fromkeys(of_megatron, "it is Megatron's own")
     not_read |= {"optimizer": MOMENTS_STAY} if len(weights) < len(listing.tensors) else {}
     return ForeignCheckpoint(
         "Megatron",

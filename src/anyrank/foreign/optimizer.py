@@ -57,8 +57,8 @@ def record_of(
     problems = _problems_of_class(part, optimizer, source)
     if problems:
         return {}, {}, problems
-    found, problems = _our_names(part, optimizer, source, names, rename)
-    held = {names[id(p)].name: names[id(p)] for g in optimizer.param_groups for p in g["params"]}
+    own_names, problems = _our_names(part, optimizer, source, names, rename)
+    params = {names[id(p)].name: names[id(p)] for g in optimizer.param_groups for p in g["params"]}
     tensors: dict[str, StoredTensor] = {}
 
     def put(where: str, value: Any) -> Any:
@@ -69,13 +69,13 @@ def record_of(
     kept = KEPT.get(type(optimizer).__name__, ()) if is_torchs else ()
     state: dict[str, Any] = {}
     for key, entries in source.state.items():
-        name = found[key]
-        if name in held:
-            problems += _misfits(f"{part}.state.{name}", entries, held[name].shape, kept)
+        name = own_names[key]
+        if name in params:
+            problems += _misfits(f"{part}.state.{name}", entries, params[name].shape, kept)
         state[name] = _json(entries, f"{part}.state.{name}", put)
     groups = [
         {
-            "params": [found.get(key, str(key)) for key in group.params],
+            "params": [own_names.get(key, str(key)) for key in group.params],
             "options": _json(_options(optimizer, group), f"{part}.param_groups.{number}", put),
         }
         for number, group in enumerate(source.groups)
@@ -145,35 +145,35 @@ def _our_names(
 ) -> tuple[dict[str | int, str], list[str]]:
     """The name of a parameter in the checkpoint -> in this state; and what does not fit."""
     keys = [*source.state, *(key for group in source.groups for key in group.params)]
-    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    found: dict[str | int, str] = {key: f"parameter {key}" for key in keys}
+    own_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    own_names: dict[str | int, str] = {key: f"parameter {key}" for key in keys}
     if any(isinstance(key, int) for key in keys):
         sizes = [len(group.params) for group in source.groups]
-        if sizes != [len(group) for group in mine]:
-            here = [len(group) for group in mine]
-            flat = " (flat ones, if FSDP1 saved it)" if sum(sizes) < sum(here) else ""
-            return found, [
+        if sizes != [len(group) for group in own_groups]:
+            now = [len(group) for group in own_groups]
+            flat = " (flat ones, if FSDP1 saved it)" if sum(sizes) < sum(now) else ""
+            return own_names, [
                 f"{part}: the checkpoint numbers the parameters, and has groups of {sizes} "
-                f"parameters{flat} where this optimizer has {here}: make it with the groups, in "
+                f"parameters{flat} where this optimizer has {now}: make it with the groups, in "
                 "the order, that the run was trained with, or leave it as it is with "
                 f"skip=[{part!r}]"
             ]
-        for saved, held in zip(source.groups, mine, strict=True):
-            found |= {key: param.name for key, param in zip(saved.params, held, strict=True)}
-        lost = [key for key in source.state if found[key] == f"parameter {key}"]
+        for saved, params in zip(source.groups, own_groups, strict=True):
+            own_names |= {key: param.name for key, param in zip(saved.params, params, strict=True)}
+        lost = [key for key in source.state if own_names[key] == f"parameter {key}"]
         problem = listed(f"{part}: state of parameters that no group has", list(map(str, lost)))
-        return found, [problem] if lost else []
-    flat = [param for group in mine for param in group]
+        return own_names, [problem] if lost else []
+    flat = [param for group in own_groups for param in group]
     try:
         match = match_keys(
             [param.all_names() for param in flat], map(str, dict.fromkeys(keys)), rename
         )
     except LoadError as error:
-        return found, [f"{part}: {error}"]
-    found = {key: rename(str(key)) for key in keys}
-    found |= {key: flat[index].name for index, key in match.keys.items()}
-    found |= {key: found[first] for key, first in match.duplicates.items()}
-    return found, []
+        return own_names, [f"{part}: {error}"]
+    own_names = {key: rename(str(key)) for key in keys}
+    own_names |= {key: flat[index].name for index, key in match.keys.items()}
+    own_names |= {key: own_names[first] for key, first in match.duplicates.items()}
+    return own_names, []
 
 
 def _misfits(

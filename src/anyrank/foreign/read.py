@@ -51,8 +51,8 @@ def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
     """
     storage = storage_for(path)
     try:
-        found = _reader(storage, path)(storage, path)
-        return replace(found, listing=with_fingerprints(found.listing)) if far else found
+        run = _reader(storage, path)(storage, path)
+        return replace(run, listing=with_fingerprints(run.listing)) if far else run
     except LoadError as error:
         raise CheckpointError(str(error)) from error
     except OSError as error:

@@ -70,13 +70,13 @@ def _mesh(fields: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(mesh.shape), coordinate
 
 
-def _placement(given: Any, path: str) -> Placement:
-    kind = type(given).__name__
+def _placement(placement: Any, path: str) -> Placement:
+    kind = type(placement).__name__
     if kind == "Replicate":
         return Placement("replicate")
     if kind not in ("Shard", "_StridedShard"):
         raise LoadError(f"{path}: a tensor has the placement {kind}, which holds no value")
-    fields: Any = given.fields
+    fields: Any = placement.fields
     fields = fields[1] if isinstance(fields, tuple) else fields
     return Placement("shard", int(fields["dim"]), int(fields.get("split_factor", 1)))
 
@@ -89,16 +89,16 @@ def whole_tensors(trees: Sequence[Any], path: str) -> dict[str, StoredTensor]:
     Raises:
         LoadError: the shares do not make up a tensor.
     """
-    found: dict[str, list[StoredTensor | StoredShard]] = {}
+    parts_by_key: dict[str, list[StoredTensor | StoredShard]] = {}
     for tree in trees:
         for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
             if isinstance(value, (StoredTensor, StoredShard)):
-                found.setdefault(str(key), []).append(value)
-    made: dict[str, StoredTensor] = {}
-    for key, parts in found.items():
+                parts_by_key.setdefault(str(key), []).append(value)
+    tensors: dict[str, StoredTensor] = {}
+    for key, parts in parts_by_key.items():
         first, shards = parts[0], [part for part in parts if isinstance(part, StoredShard)]
-        made[key] = first if isinstance(first, StoredTensor) else _whole(shards, path)
-    return made
+        tensors[key] = first if isinstance(first, StoredTensor) else _whole(shards, path)
+    return tensors
 
 
 def _whole(shards: Sequence[StoredShard], path: str) -> StoredTensor:
@@ -112,13 +112,13 @@ def _whole(shards: Sequence[StoredShard], path: str) -> StoredTensor:
             )
         for piece in local_pieces(shard.shape, shard.layout, shard.coordinate):
             inner = shard.local.chunks[0]
-            at = sum(n * stride for n, stride in zip(piece.local, inner.strides, strict=True))
-            offset = inner.offset + at * shard.local.dtype.itemsize
+            start = sum(n * stride for n, stride in zip(piece.local, inner.strides, strict=True))
+            offset = inner.offset + start * shard.local.dtype.itemsize
             chunks.setdefault(piece.box.offsets, replace(inner, box=piece.box, offset=offset))
-    held = sum(chunk.box.numel for chunk in chunks.values())
-    if held != math.prod(first.shape):
+    numel = sum(chunk.box.numel for chunk in chunks.values())
+    if numel != math.prod(first.shape):
         raise LoadError(
-            f"{path}: {first.local.name}: the files of all ranks hold {held} of its "
+            f"{path}: {first.local.name}: the files of all ranks hold {numel} of its "
             f"{math.prod(first.shape)} elements: a file is missing, or of another save"
         )
     return StoredTensor(first.local.name, first.shape, first.local.dtype, tuple(chunks.values()))

@@ -57,7 +57,7 @@ def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
     tree = files.tree(path)
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
-    return _of_table(files, cast("dict[Any, Any]", tree), path)
+    return _read_table(files, cast("dict[Any, Any]", tree), path)
 
 
 def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
@@ -67,10 +67,10 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
         LoadError, UnsafeFile: as `read_file`; a data file is missing.
     """
     files = Collector(storage, folder)
-    held = dcp.read_folder(
+    content = dcp.read_folder(
         storage, folder, lambda key: not key.removeprefix("app.").startswith(NOT_READ)
     )
-    table: dict[Any, Any] = {**dcp_state.rebased(files, held).tree()}
+    table: dict[Any, Any] = {**dcp_state.add_folder(files, content).tree()}
     if storage.is_file(join_path(folder, META)):
         rest = files.tree(files.named(META))
         table |= rest if isinstance(rest, dict) else {}
@@ -78,14 +78,14 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
         if any(isinstance(value, StoredTensor) for value in inner.values()):
             break
         table = {**cast("dict[Any, Any]", inner)}  # as in {"app": AppState()}
-    made = _of_table(files, table, folder)
-    ranks = {match[1] for info in held.listing.files if (match := DATA.search(info.path))}
-    not_read = dict.fromkeys({key.split(".")[0] for key in held.others}, WHY)
-    name = made.tool if made.tool == "Lightning" else "torch.distributed.checkpoint"
-    return replace(made, tool=name, ranks=len(ranks) or None, not_read=made.not_read | not_read)
+    run = _read_table(files, table, folder)
+    ranks = {match[1] for info in content.listing.files if (match := DATA.search(info.path))}
+    not_read = dict.fromkeys({key.split(".")[0] for key in content.others}, WHY)
+    name = run.tool if run.tool == "Lightning" else "torch.distributed.checkpoint"
+    return replace(run, tool=name, ranks=len(ranks) or None, not_read=run.not_read | not_read)
 
 
-def _of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
+def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
     """The parts of a checkpoint by their names in a table.
 
     Raises:
@@ -103,20 +103,20 @@ def _of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignChec
                 del rest[name]
                 not_read[name] = f"the part {name} was read from {key}"
     optimizers = {
-        name: _optimizer(tree, f"{path}: {name}") for name, tree in _taken(rest, OPTIMIZERS)
+        name: _optimizer(tree, f"{path}: {name}") for name, tree in _take_parts(rest, OPTIMIZERS)
     }
-    states: dict[str, Any] = dict([*_taken(rest, SCHEDULERS), *_taken(rest, SCALERS)])
+    states: dict[str, Any] = dict([*_take_parts(rest, SCHEDULERS), *_take_parts(rest, SCALERS)])
     step, not_a_step = _step(files, rest)
     if "model" not in weights:
-        own = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
-        own = {key: value for key, value in own.items() if key not in STEPS}
-        if not own:
+        tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
+        tensors = {key: value for key, value in tensors.items() if key not in STEPS}
+        if not tensors:
             shown = ", ".join(map(str, [*table][:20])) or "nothing"
             raise LoadError(
                 f"{path}: no weights here; looked in {', '.join(NESTED)}; it has {shown}"
             )
-        weights["model"] = Listing("", (), own)
-        rest = {key: value for key, value in rest.items() if key not in own}
+        weights["model"] = Listing("", (), tensors)
+        rest = {key: value for key, value in rest.items() if key not in tensors}
     loops: Any = rest.pop("loops", None)
     for key, value in rest.items():
         if isinstance(value, dict) and value and not key.startswith(NOT_READ):
@@ -124,10 +124,10 @@ def _of_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignChec
             if flat(value):  # of a module, if the part is one
                 weights[key] = _weights(cast("dict[Any, Any]", value))
     is_lightning = "pytorch-lightning_version" in rest
-    given = rest.get("epoch")
-    if isinstance(given, StoredTensor) and given.numel == 1:
-        given = files.value(given)
-    epoch, batches = _epoch(given, loops)
+    saved_epoch = rest.get("epoch")
+    if isinstance(saved_epoch, StoredTensor) and saved_epoch.numel == 1:
+        saved_epoch = files.value(saved_epoch)
+    epoch, batches = _epoch(saved_epoch, loops)
     return ForeignCheckpoint(
         "Lightning" if is_lightning else "a training script",
         files.listing("lightning" if is_lightning else "torch"),
@@ -152,23 +152,23 @@ def _weights(table: Any) -> Listing:
     return Listing("", (), flat(table), extras=extras)
 
 
-def _taken(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+def _take_parts(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
     """The parts of one kind, taken out of the table: `optimizer`, `optimizer_1`, ..."""
     first = names[0]
-    found: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Any]] = []
     for key in [key for key in rest if key in names or key.removeprefix(f"{first}_").isdigit()]:
         value = rest.pop(key)
-        several = cast("list[Any]", value) if isinstance(value, list) else [value]
-        for tree in several:
+        trees = cast("list[Any]", value) if isinstance(value, list) else [value]
+        for tree in trees:
             if isinstance(tree, dict) and tree:
-                found.append((f"{first}_{len(found)}" if found else first, tree))
-    return found
+                parts.append((f"{first}_{len(parts)}" if parts else first, tree))
+    return parts
 
 
 def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
     if isinstance(tree.get("param_groups"), list):
         return optimizer_of(tree, path)
-    return dcp_state.of_tree(tree, path)
+    return dcp_state.read_tree(tree, path)
 
 
 def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:

@@ -90,8 +90,8 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
     with torch_file.parsing(path), closing(_Reader(storage, folder)) as reader:
         described = dict(metadata["state_dict_metadata"])
         places = {
-            (index["fqn"], tuple(index.fields.get("offset") or ())): place.fields
-            for index, place in dict(metadata["storage_data"]).items()
+            (index["fqn"], tuple(index.fields.get("offset") or ())): span.fields
+            for index, span in dict(metadata["storage_data"]).items()
         }
         planned: Any = metadata.fields.get("planner_data")
         paths = {
@@ -142,55 +142,58 @@ class _Reader:
         dtypes: set[Any] = set()
         for piece in entry["chunks"]:
             box = Box(tuple(piece["offsets"]), tuple(piece["sizes"]))
-            place = places.get((fqn, box.offsets))
-            if place is None:
+            span = places.get((fqn, box.offsets))
+            if span is None:
                 raise LoadError(f"{self.folder}: {fqn}: no file holds its piece at {box.offsets}")
-            chunk, dtype = self._chunk(fqn, box, place)
+            chunk, dtype = self._chunk(fqn, box, span)
             chunks.append(chunk)
             dtypes.add(dtype)
-        held = sum(chunk.box.numel for chunk in chunks)
-        if held != math.prod(shape) or len(dtypes) != 1:
+        numel = sum(chunk.box.numel for chunk in chunks)
+        if numel != math.prod(shape) or len(dtypes) != 1:
             raise LoadError(
-                f"{self.folder}: {fqn}: its pieces hold {held} elements of dtypes "
+                f"{self.folder}: {fqn}: its pieces hold {numel} elements of dtypes "
                 f"{sorted(map(str, dtypes))}, its shape {list(shape)} needs {math.prod(shape)}"
             )
         return StoredTensor(fqn, shape, dtypes.pop(), tuple(chunks))
 
-    def _chunk(self, fqn: str, box: Box, place: dict[str, Any]) -> tuple[Chunk, Any]:
-        number, tree, records, checksums = self._record(fqn, place)
-        path, start = self.files[number].path, place["offset"]
-        if not isinstance(tree, pickles.TensorRef) or tree.shape != box.sizes:
+    def _chunk(self, fqn: str, box: Box, span: dict[str, Any]) -> tuple[Chunk, Any]:
+        number, record = self._record(fqn, span)
+        path, start = self.files[number].path, span["offset"]
+        if not isinstance(record.tree, pickles.TensorRef) or record.tree.shape != box.sizes:
             raise UnsafeFile(f"{path}: {fqn}: byte {start} does not hold its piece {box.sizes}")
-        stored = torch_file.stored_tensor(fqn, tree, records, self.files[number], path)
-        self.checksums += (replace(c, file=number) for c in checksums)
+        stored = record.stored(fqn, record.tree)
+        self.checksums += (replace(c, file=number) for c in record.checksums)
         inner = stored.chunks[0]
         return Chunk(box, number, inner.offset, inner.strides), stored.dtype
 
     def value(self, fqn: str, places: dict[Any, Any]) -> Any:
         """A value that is not a tensor."""
-        place = places.get((fqn, ()))
-        if place is None:
+        span = places.get((fqn, ()))
+        if span is None:
             raise LoadError(f"{self.folder}: {fqn}: no file holds it")
-        tree = self._record(fqn, place)[1]
+        tree = self._record(fqn, span)[1].tree
         if isinstance(tree, pickles.TensorRef):
             raise UnsafeFile(f"{self.folder}: {fqn}: is a tensor, which {METADATA} does not say")
         return tree
 
-    def _record(
-        self, fqn: str, place: dict[str, Any]
-    ) -> tuple[int, Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
-        """Number of the file, tree, storages and checksums of what lies at a place."""
-        if place.get("transform_descriptors"):
+    def _record(self, fqn: str, span: dict[str, Any]) -> tuple[int, torch_file.TorchFile]:
+        """The number of a file, and the small torch file that lies in a span of it."""
+        if span.get("transform_descriptors"):
             raise LoadError(f"{self.folder}: {fqn}: compressed pieces are not supported")
-        number, file = self._open(str(place["relative_path"]))
-        path, start, size = self.files[number].path, int(place["offset"]), int(place["length"])
+        number, file = self._open(str(span["relative_path"]))
+        path, start, size = (
+            self.files[number].path,
+            int(span["offset"]),
+            int(span["length"]),
+        )
         if start < 0 or size < 0 or start + size > self.files[number].size:
             raise LoadError(
                 f"{path}: ends at byte {self.files[number].size}, {fqn} lies at {start} to "
                 f"{start + size}: the file is truncated; copy it again"
             )
         with torch_file.parsing(path):
-            return number, *torch_file.read_zip(file, path, start, size)
+            parts = torch_file.read_zip(file, start, size)
+        return number, torch_file.TorchFile("torch zip", self.files[number], *parts)
 
     def _open(self, name: str) -> tuple[int, OpenFile]:
         if name not in self.opened:

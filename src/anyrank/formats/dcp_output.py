@@ -64,13 +64,13 @@ def metadata_of(
     names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         names.setdefault(name, []).append(alias)
-    for place in places:
-        box = place.box
+    for saved in places:
+        box = saved.box
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        info = _StorageInfo(place.file, place.start, place.length)
-        for name in (place.name, *names.get(place.name, ())):
+        info = _StorageInfo(saved.file, saved.start, saved.length)
+        for name in (saved.name, *names.get(saved.name, ())):
             described = TensorStorageMetadata(
-                TensorProperties(place.dtype), torch.Size(place.shape), []
+                TensorProperties(saved.dtype), torch.Size(saved.shape), []
             )
             entry = tensors.setdefault(name, described)
             entry.chunks.append(chunk)

@@ -63,8 +63,8 @@ def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, 
         return {}  # whoever builds the model from it says so
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
-    found = [table.get("quantization_config") for table in tables]
-    return next((cast("dict[str, Any]", each) for each in found if isinstance(each, dict)), {})
+    configs = [table.get("quantization_config") for table in tables]
+    return next((cast("dict[str, Any]", value) for value in configs if isinstance(value, dict)), {})
 
 
 def _name(listings: list[Listing]) -> str:
@@ -123,11 +123,11 @@ def _indexed(
             listing = list_file(storage, inside(folder, shard))
         except FileNotFoundError as error:
             raise _missing(path, shard, weight_map) from error
-        mine = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
-        lost = [k for k, name in weight_map.items() if name == shard and k not in mine]
+        tensors = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
+        lost = [k for k, name in weight_map.items() if name == shard and k not in tensors]
         if lost:
             raise LoadError(f"{path}: says that {shard} holds {lost[0]}, which is not in it")
-        listings.append(listing.with_tensors(mine))
+        listings.append(listing.with_tensors(tensors))
     skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
     return join(_name(listings), listings, skipped)
 

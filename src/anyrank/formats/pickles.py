@@ -76,9 +76,9 @@ class Record(Inert):
     """
 
     def __new__(cls, *args: Any, **kwargs: object) -> Record:
-        made = object.__new__(cls)
-        made.arguments, made.fields = args, {}
-        return made
+        record = object.__new__(cls)
+        record.arguments, record.fields = args, {}
+        return record
 
     arguments: tuple[Any, ...]
     fields: Any
@@ -105,14 +105,7 @@ class DTensorRef:
     spec: Record
 
 
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A storage class such as torch.FloatStorage; only its dtype matters."""
-
-    dtype: torch.dtype
-
-
-STORAGES = {
+STORAGES = {  # torch's classes of storages, of which only the dtype matters
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -241,9 +234,9 @@ TABLE: dict[str, Any] = {
     "builtins.complex": complex,
     "builtins.bytes": _encoded,
     "_codecs.encode": _encoded,
-    "torch.storage.UntypedStorage": StorageType(torch.uint8),
-    **{f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
-    **{f"torch.storage.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{f"torch.{name}": dtype for name, dtype in STORAGES.items()},
+    **{f"torch.storage.{name}": dtype for name, dtype in STORAGES.items()},
 }
 
 
@@ -295,11 +288,11 @@ class TensorUnpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any, /) -> StorageRef:
-        kind, storage_type, key = pid[0], pid[1], pid[2]
-        if kind != "storage" or not isinstance(storage_type, StorageType):
+        kind, dtype, key = pid[0], pid[1], pid[2]
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise UnsafeFile(f"{self.path}: unknown persistent id {str(pid)[:80]}")
         view = pid[5] if len(pid) > 5 else None  # legacy: (view key, offset, size) in elements
-        return StorageRef(str(key), storage_type.dtype, int(view[1]) if view else 0)
+        return StorageRef(str(key), dtype, int(view[1]) if view else 0)
 
 
 def load(file: Any, path: str) -> Any:
@@ -334,7 +327,7 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
             table = cast("dict[Any, Any]", inner)
             others = {key: value for key, value in entries.items() if key != name}
             others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
-            return table, [_why_not(*entry, taken=name) for entry in others.items()]
+            return table, [_why_not(*entry, chosen=name) for entry in others.items()]
     if direct:
         known = {*direct, *extras_of(entries)}
         return entries, [_why_not(k, v) for k, v in entries.items() if k not in known]
@@ -348,9 +341,9 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
     )
 
 
-def _why_not(key: Any, value: Any, taken: str = "") -> str:
+def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
-        return f"{key}: weights too, and those of {taken or 'the root'} were read"
+        return f"{key}: weights too, and those of {chosen or 'the root'} were read"
     return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
 
 
@@ -382,6 +375,6 @@ def _trusted_by_user() -> set[str]:
     names: set[str] = set()
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, "")
-        own = (getattr(value, part, "") for part in ("__module__", "__qualname__"))
-        names.add(name or ".".join(own))
+        path = (getattr(value, part, "") for part in ("__module__", "__qualname__"))
+        names.add(name or ".".join(path))
     return names

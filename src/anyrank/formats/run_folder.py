@@ -102,12 +102,12 @@ def steps_in(folder: str) -> list[SavedStep]:
     storage = storage_for(folder)
     if not storage.is_dir(folder):
         return []
-    found: list[SavedStep] = []
+    steps: list[SavedStep] = []
     for step in whole_steps(storage, folder, storage.names(folder)):
         path = join_path(folder, step.name)
         with contextlib.suppress(AnyrankError):
-            found.append(describe(read_manifest(storage, path), path))
-    return found
+            steps.append(describe(read_manifest(storage, path), path))
+    return steps
 
 
 class Step(NamedTuple):
@@ -141,15 +141,15 @@ def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step
 
     A folder without a manifest counts where it has the name that a save gives.
     """
-    found: list[Step] = []
+    steps: list[Step] = []
     for name in names:
         number, path = number_of(name), join_path(folder, name)
         if number is None:
             continue
         is_whole = is_step(storage, path)
         if is_whole or (name == step_name(number) and not storage.is_file(path)):
-            found.append(Step(number, name, is_whole))
-    return sorted(found, reverse=True)
+            steps.append(Step(number, name, is_whole))
+    return sorted(steps, reverse=True)
 
 
 def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step]:
@@ -217,7 +217,7 @@ def list_step(
     try:
         table = json.loads(small[INDEX])
         for number, name in enumerate(table["files"]):
-            files.append(_found(storage, inside(folder, name), manifest, name))
+            files.append(_find_listed(storage, inside(folder, name), manifest, name))
             sums[number] = inside(folder, manifest.files[name].blocks)
         tensors = {key: _tensor(key, entry, files) for key, entry in table["tensors"].items()}
         for alias, key in table["aliases"].items():
@@ -236,13 +236,13 @@ def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, 
     contents: dict[str, bytes] = {}
     for name in manifest.files:
         if name.endswith(".distcp"):
-            _found(storage, inside(folder, name), manifest, name)
+            _find_listed(storage, inside(folder, name), manifest, name)
         else:
             contents[name] = read_small(storage, folder, name, manifest.files)
     return contents
 
 
-def _found(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
+def _find_listed(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
     if name not in manifest.files:
         raise CorruptCheckpoint(f"{path}: is in {INDEX}, and not in {MANIFEST}")
     info = storage.find(path)
@@ -288,29 +288,29 @@ def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> St
     return StoredTensor(key, shape, dtype, tuple(chunks))
 
 
-def _counts(key: str, given: Sequence[Any]) -> tuple[int, ...]:
+def _counts(key: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """Whole numbers of at least 0; ValueError for anything else."""
-    if not all(type(number) is int and number >= 0 for number in given):
-        raise ValueError(f"{key}: {given!r:.80} are not sizes")
-    return tuple(given)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{key}: {numbers!r:.80} are not sizes")
+    return tuple(numbers)
 
 
 def index_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
     """`tensors.json`, from every rank's places."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
-    for place in places:
-        number = files.setdefault(place.file, len(files))
+    for saved in places:
+        number = files.setdefault(saved.file, len(files))
         described = {
-            "dtype": dtype_name(place.dtype),
-            "shape": place.shape,
+            "dtype": dtype_name(saved.dtype),
+            "shape": saved.shape,
             "chunks": list[Any](),
         }
-        entry = tensors.setdefault(place.name, described)
-        entry["chunks"].append((place.box.offsets, place.box.sizes, number, place.offset))
+        entry = tensors.setdefault(saved.name, described)
+        entry["chunks"].append((saved.box.offsets, saved.box.sizes, number, saved.offset))
     for name, entry in tensors.items():
-        held = sum(math.prod(sizes) for _, sizes, _, _ in entry["chunks"])
-        if held != math.prod(entry["shape"]):  # never commit what cannot be read
-            raise CheckpointError(f"{name}: {held} elements were written of {entry['shape']}")
+        numel = sum(math.prod(sizes) for _, sizes, _, _ in entry["chunks"])
+        if numel != math.prod(entry["shape"]):  # never commit what cannot be read
+            raise CheckpointError(f"{name}: {numel} elements were written of {entry['shape']}")
     table = {"files": list(files), "tensors": tensors, "aliases": dict(aliases)}
     return (json.dumps(table, separators=(",", ":")) + "\n").encode()

@@ -84,12 +84,12 @@ class RunTime:
 
     def __str__(self) -> str:
         shown = [str(ranks) for ranks in self.ranks[-MOST_RANKS:]]
-        told = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
+        rank_counts = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
         return (
             f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
             f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
             f"{self.waiting_sec:.1f} s; {count(self.steps_lost, 'step')} lost, "
-            f"{count(self.kills, 'kill')}; ranks {told}"
+            f"{count(self.kills, 'kill')}; ranks {rank_counts}"
         )
 
 
@@ -104,18 +104,18 @@ def read_log(folder: str) -> Iterator[LogLine]:
 
 def _line(text: str) -> LogLine | None:
     try:
-        found: Any = json.loads(text)
-        numbers = {k: float(found[k]) for k in ("time", *SECONDS)}
-        step, ranks, lost = (int(found.get(k, 0)) for k in ("step", "ranks", "lost"))
-        loss = None if found.get("loss") is None else float(found["loss"])
-        event = str(found.get("event", ""))
+        fields: Any = json.loads(text)
+        numbers = {k: float(fields[k]) for k in ("time", *SECONDS)}
+        step, ranks, lost = (int(fields.get(k, 0)) for k in ("step", "ranks", "lost"))
+        loss = None if fields.get("loss") is None else float(fields["loss"])
+        event = str(fields.get("event", ""))
     except (ValueError, TypeError, LookupError, OverflowError, AttributeError, RecursionError):
         return None
     is_right = all(map(math.isfinite, numbers.values())) and min(step, lost, ranks - 1) >= 0
-    made = LogLine(
+    line = LogLine(
         step=step, ranks=ranks, loss=loss, event=event, lost=lost, **cast("Any", numbers)
     )
-    return made if is_right else None
+    return line if is_right else None
 
 
 def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
@@ -130,7 +130,7 @@ def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
     if not starts:
         return None
     seconds = {key: sum(float(getattr(line, key)) for line in ends) for key in SECONDS}
-    steps = sum(max(0, last.step - one.step) for one, last in zip(starts, ends, strict=True))
+    steps = sum(max(0, last.step - first.step) for first, last in zip(starts, ends, strict=True))
     lost, total = sum(line.lost for line in starts), sum(seconds.values())
     counting = 1 - min(1.0, lost / max(steps, 1))
     return RunTime(

@@ -60,13 +60,13 @@ def list_file(storage: Storage, path: str) -> Listing:
         info = file.info
         if info.size < 8:
             raise UnsafeFile(f"{path}: {info.size} bytes are too few for a safetensors file")
-        length = int.from_bytes(read_range(file, path, 0, 8), "little")
+        length = int.from_bytes(read_range(file, 0, 8), "little")
         if length > min(MAX_HEADER_BYTES, info.size - 8):
             raise UnsafeFile(
                 f"{path}: its header claims {length} bytes; the file has {info.size} and the "
                 f"format allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
             )
-        header = _parse(read_range(file, path, 8, length), path)
+        header = _parse(read_range(file, 8, length), path)
     metadata = header.pop(RESERVED, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise UnsafeFile(f"{path}: its __metadata__ is not a JSON object of strings")

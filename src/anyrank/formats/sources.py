@@ -130,8 +130,8 @@ def with_fingerprints(listing: Listing) -> Listing:
 
     It takes two reads a file, so it is for ranks on several machines alone.
     """
-    made = (replace(i, fingerprint=fingerprint(i)) if i.place else i for i in listing.files)
-    return replace(listing, files=tuple(made))
+    infos = (replace(i, fingerprint=fingerprint(i)) if i.location else i for i in listing.files)
+    return replace(listing, files=tuple(infos))
 
 
 def _list_path(path: str) -> Listing:
@@ -202,12 +202,12 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
             )
         shape = tuple(value.shape)
-        place = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
-        if place in first and value.numel():  # tied
-            stored[key] = first[place].renamed(key)
+        memory = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
+        if memory in first and value.numel():  # tied
+            stored[key] = first[memory].renamed(key)
             continue
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
-        stored[key] = first[place] = StoredTensor(key, shape, value.dtype, (chunk,))
+        stored[key] = first[memory] = StoredTensor(key, shape, value.dtype, (chunk,))
         nbytes = value.numel() * value.element_size()
         files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
     return Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)

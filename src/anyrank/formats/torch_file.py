@@ -95,8 +95,33 @@ class TorchFile:
     checksums: tuple[Checksum, ...]
 
     def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
-        """A tensor of the tree, bound to its bytes; raises as `stored_tensor`."""
-        return stored_tensor(key, ref, self.places, self.info, self.info.path)
+        """A tensor of the tree, bound to the bytes of its storage.
+
+        Raises:
+            LoadError: a conj or neg view.
+            UnsafeFile: the view reaches outside its storage, or the storage outside the file.
+        """
+        path = self.info.path
+        if ref.views:
+            raise LoadError(
+                f"{path}: {key}: was saved as a {' and '.join(ref.views)} view, whose values are "
+                "not those of its bytes: save it after .resolve_conj() and .resolve_neg()"
+            )
+        if ref.storage.key not in self.places:
+            raise UnsafeFile(f"{path}: {key}: its storage {ref.storage.key!r} is not in the file")
+        start, size = self.places[ref.storage.key]
+        first = ref.storage.offset * ref.storage.dtype.itemsize + ref.offset * ref.dtype.itemsize
+        box = Box.whole(ref.shape)
+        reach = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=False)) + 1
+        last = first + reach * ref.dtype.itemsize if box.numel else first
+        sane = len(ref.shape) == len(ref.strides) and min((0, *ref.shape, *ref.strides, first)) == 0
+        if not sane or last > size or start + size > self.info.size:
+            raise UnsafeFile(
+                f"{path}: {key}: shape {list(ref.shape)} with strides {list(ref.strides)} at byte "
+                f"{first} does not fit its storage of {size} bytes"
+            )
+        chunk = Chunk(box, 0, start + first, ref.strides)
+        return StoredTensor(key, ref.shape, ref.dtype, (chunk,))
 
 
 def read_file(storage: Storage, path: str) -> TorchFile:
@@ -107,11 +132,11 @@ def read_file(storage: Storage, path: str) -> TorchFile:
     """
     with closing(storage.open(path)) as file, parsing(path):
         info = file.info
-        magic = read_range(file, path, 0, min(4, info.size))
+        magic = read_range(file, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
-            return TorchFile("torch zip", info, *read_zip(file, path, 0, info.size))
+            return TorchFile("torch zip", info, *read_zip(file, 0, info.size))
         if magic[:1] == b"\x80":
-            return TorchFile("torch legacy", info, *_read_legacy(file, path, info.size), ())
+            return TorchFile("torch legacy", info, *_read_legacy(file, info.size), ())
     raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
 
 
@@ -128,46 +153,15 @@ def parsing(path: str) -> Generator[None]:
         ) from error
 
 
-def stored_tensor(
-    key: str, ref: pickles.TensorRef, places: dict[str, tuple[int, int]], info: FileInfo, path: str
-) -> StoredTensor:
-    """A tensor of a pickle, bound to the bytes of its storage.
-
-    Raises:
-        LoadError: a conj or neg view.
-        UnsafeFile: the view reaches outside its storage, or the storage outside the file.
-    """
-    if ref.views:
-        raise LoadError(
-            f"{path}: {key}: was saved as a {' and '.join(ref.views)} view, whose values are not "
-            "those of its bytes: save it after .resolve_conj() and .resolve_neg()"
-        )
-    if ref.storage.key not in places:
-        raise UnsafeFile(f"{path}: {key}: its storage {ref.storage.key!r} is not in the file")
-    start, size = places[ref.storage.key]
-    first = ref.storage.offset * ref.storage.dtype.itemsize + ref.offset * ref.dtype.itemsize
-    box = Box.whole(ref.shape)
-    reach = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=False)) + 1
-    last = first + reach * ref.dtype.itemsize if box.numel else first
-    sane = len(ref.shape) == len(ref.strides) and min((0, *ref.shape, *ref.strides, first)) == 0
-    if not sane or last > size or start + size > info.size:
-        raise UnsafeFile(
-            f"{path}: {key}: shape {list(ref.shape)} with strides {list(ref.strides)} at byte "
-            f"{first} "
-            f"does not fit its storage of {size} bytes"
-        )
-    chunk = Chunk(box, 0, start + first, ref.strides)
-    return StoredTensor(key, ref.shape, ref.dtype, (chunk,))
-
-
 def read_zip(
-    file: OpenFile, path: str, start: int, size: int
+    file: OpenFile, start: int, size: int
 ) -> tuple[Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
     """Tree, storage key -> (byte offset, bytes), and checksums of a zip at [start, start + size).
 
     Raises:
         UnsafeFile: not a whole torch zip.
     """
+    path = file.path
     try:
         archive = zipfile.ZipFile(io.BufferedReader(_RangeIO(file, start, size), 1 << 16))
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
@@ -187,7 +181,7 @@ def read_zip(
             raise UnsafeFile(f"{path}: record {name} is compressed, which torch.save never does")
         if name.startswith("data/"):
             offset = start + entry.header_offset
-            header = read_range(file, path, offset, 30)
+            header = read_range(file, offset, 30)
             if header[:4] != ZIP_MAGIC:
                 raise UnsafeFile(f"{path}: record {name} has no header; copy the file again")
             offset += 30 + sum(struct.unpack("<HH", header[26:30]))
@@ -204,7 +198,8 @@ def read_zip(
     return pickles.loads(archive.read(pickled), path), places, tuple(checksums)
 
 
-def _read_legacy(file: OpenFile, path: str, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
+def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
+    path = file.path
     stream = io.BufferedReader(_RangeIO(file, 0, size), 1 << 16)
     magic, protocol = pickles.load(stream, path), pickles.load(stream, path)
     system = pickles.load(stream, path)
@@ -219,7 +214,7 @@ def _read_legacy(file: OpenFile, path: str, size: int) -> tuple[Any, dict[str, t
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
         itemsize = finder.itemsizes.get(str(key), 1)
-        nbytes = int.from_bytes(read_range(file, path, position, 8), "little") * itemsize
+        nbytes = int.from_bytes(read_range(file, position, 8), "little") * itemsize
         places[str(key)] = (position + 8, nbytes)
         position += 8 + nbytes
         if position > size:

@@ -41,11 +41,11 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
     Returns:
         Head and tail. Written at a multiple of 64 bytes, the head ends at one.
     """
-    made = _Zip(b"\x80\x02" + _tensor_opcodes(shape, dtype, "0") + b".")
-    start = made.reserve("data/0", nbytes)
-    made.close()
-    head = b"".join(data for offset, data in made.fixed if offset < start)
-    return head, b"".join(data for offset, data in made.fixed if offset >= start)
+    archive = _Zip(b"\x80\x02" + _tensor_opcodes(shape, dtype, "0") + b".")
+    start = archive.reserve("data/0", nbytes)
+    archive.close()
+    head = b"".join(data for offset, data in archive.fixed if offset < start)
+    return head, b"".join(data for offset, data in archive.fixed if offset >= start)
 
 
 def plan_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
@@ -53,16 +53,16 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
     table = {tensor.name: tensor for tensor in tensors}
     opcodes = bytearray(b"\x80\x02}(")
-    for each, owner in [*((n, n) for n in keys), *tied.items()]:
+    for key, owner in [*((n, n) for n in keys), *tied.items()]:
         tensor = table[owner]
-        opcodes += _value_opcodes(each) + _tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
-    made = _Zip(bytes(opcodes + b"u."))
+        opcodes += _value_opcodes(key) + _tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
+    archive = _Zip(bytes(opcodes + b"u."))
     spans: list[FileSpan] = []
     for tensor in tensors:
-        start = made.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
+        start = archive.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
         spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
-    made.close()
-    return Output((OutputFile(name, made.size, tuple(made.fixed), tuple(spans)),))
+    archive.close()
+    return Output((OutputFile(name, archive.size, tuple(archive.fixed), tuple(spans)),))
 
 
 @dataclass
@@ -127,8 +127,8 @@ class _Zip:
             data += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, *counts)
             data += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
         counts = (min(count, MOST_16),) * 2
-        place = (min(end - start, MOST_32), min(start, MOST_32))
-        self._put(data + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *counts, *place, 0))
+        bounds = (min(end - start, MOST_32), min(start, MOST_32))
+        self._put(data + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *counts, *bounds, 0))
 
 
 def _tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:

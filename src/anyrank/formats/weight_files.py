@@ -43,7 +43,7 @@ def list_file(storage: Storage, path: str) -> Listing:
 
 def _by_head(storage: Storage, path: str) -> str:
     with closing(storage.open(path)) as file:
-        head = read_range(file, path, 0, min(9, file.info.size))
+        head = read_range(file, 0, min(9, file.info.size))
     if head[:4] == torch_file.ZIP_MAGIC or head[:1] == b"\x80":
         return "torch"
     if head[8:9] == b"{":

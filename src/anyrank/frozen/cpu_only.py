@@ -60,8 +60,8 @@ def cpu_only() -> Generator[None]:
 
 def _current_device() -> tuple[Any, int | None]:
     """The module of the machine's accelerator, and its current device if it is in use."""
-    own = torch.accelerator.current_accelerator()
-    backend: Any = None if own is None else torch.get_device_module(own)
+    accelerator = torch.accelerator.current_accelerator()
+    backend: Any = None if accelerator is None else torch.get_device_module(accelerator)
     is_used = hasattr(backend, "is_initialized") and backend.is_initialized()
     return backend, backend.current_device() if is_used else None
 
@@ -71,8 +71,8 @@ class _Redirect(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        own = torch.accelerator.current_accelerator()
-        self.moves = (*MOVES, own.type) if own is not None else MOVES
+        accelerator = torch.accelerator.current_accelerator()
+        self.moves = (*MOVES, accelerator.type) if accelerator is not None else MOVES
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from anyrank.checks import check_model, check_path, check_type
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.content_hash import content_hash
+from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.walk import walk
 
@@ -103,11 +104,12 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
             "a TorchScript module cannot be frozen: its methods are not Python's; put it into a "
             "plain module and freeze that"
         )
-    own = module.__dict__  # by itself, as torch.compile's wrapper gives attributes to what it wraps
-    known: FrozenInfo = own.get(FROZEN, FrozenInfo())
+    # The module's own, as torch.compile's wrapper gives attributes to what it wraps.
+    attributes = module.__dict__
+    known: FrozenInfo = attributes.get(FROZEN, FrozenInfo())
     kept = known.source if source is None else _paths(source)
-    if FROZEN not in own:
-        own.update({name: _Method(answer, module) for name, answer in METHODS.items()})
+    if FROZEN not in attributes:
+        attributes.update({name: _Method(answer, module) for name, answer in METHODS.items()})
         _stay_whole(module)
         module.register_load_state_dict_pre_hook(_keep_own)
         module.register_load_state_dict_post_hook(_remember_loaded)
@@ -115,7 +117,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(False)
     module.eval()
-    own[FROZEN] = FrozenInfo(kept)
+    attributes[FROZEN] = FrozenInfo(kept)
     remember(module)
     return module
 
@@ -258,18 +260,19 @@ def _keep_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest:
         module.__dict__[FROZEN] = FrozenInfo(info.source)
     if not prefix or info.source is None:
         return
-    for key, own in module.state_dict(prefix=prefix, keep_vars=True).items():
-        given = state_dict.get(key, own)
-        if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and given is not own:
-            if own.is_meta or _is_sharded(own) != _is_sharded(given):
+    for key, tensor in module.state_dict(prefix=prefix, keep_vars=True).items():
+        value = state_dict.get(key, tensor)
+        are_tensors = isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor)
+        if are_tensors and value is not tensor:
+            if tensor.is_meta or _is_sharded(tensor) != _is_sharded(value):
                 continue  # no value to protect yet, or torch's own error
-            if not _equal(own, given):
+            if not _equal(tensor, value):
                 raise LoadError(
                     f"{key}: the checkpoint holds other values than the frozen part, whose source "
                     f"is {info.source}: drop the keys {prefix}* from the checkpoint, or freeze the "
                     "part without a source to load them"
                 )
-        state_dict[key] = own
+        state_dict[key] = tensor
 
 
 def _remember_loaded(module: nn.Module, incompatible: object) -> None:
@@ -279,10 +282,10 @@ def _remember_loaded(module: nn.Module, incompatible: object) -> None:
         remember(module)
 
 
-def _equal(own: torch.Tensor, given: torch.Tensor) -> bool:
+def _equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether two tensors have the same bits, once both have the dtype of the first."""
-    mine, theirs = _local(own), _local(given).to(own.dtype)
-    return own.shape == given.shape and content_hash(mine) == content_hash(theirs)
+    left, right = _local(tensor), _local(value).to(tensor.dtype)
+    return tensor.shape == value.shape and content_hash(left) == content_hash(right)
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -353,10 +356,7 @@ def _describe(module: nn.Module) -> dict[str, str] | None:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """`FrozenInfo.versions` of the tensors that the part has now."""
-    return {
-        name: (id(tensor), -1 if tensor.is_inference() else tensor._version)
-        for name, tensor in _tensors(module).items()
-    }
+    return {name: (id(t), version_of(t)) for name, t in _tensors(module).items()}
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------

@@ -8,29 +8,11 @@ from functools import partial
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.model.allocate import allocate
 from anyrank.model.initialise import Initialiser
-from anyrank.model.replace import Replacement, replace
+from anyrank.model.replace import Replacement
+from anyrank.model.share import allocate
 from anyrank.model.tensors import ModelTensor
 from anyrank.world.ranks import Ranks
-
-
-def rebuild(
-    targets: list[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
-) -> dict[str, str]:
-    """Give each non-persistent buffer on meta its values. All ranks, with all targets of the model.
-
-    They come from the first rank that has the buffer, else from the module's rule.
-
-    Returns:
-        Name -> where its values came from; the union over the ranks.
-
-    Raises:
-        LoadError: a buffer that neither gives; names each of them.
-    """
-    sources, replacements = rebuilt_values(targets, ranks, initialiser, device)
-    replace(replacements)
-    return sources
 
 
 def rebuilt_values(
@@ -40,45 +22,56 @@ def rebuilt_values(
     device: torch.device,
     givers: Sequence[ModelTensor] = (),
 ) -> tuple[dict[str, str], list[Replacement]]:
-    """As `rebuild`, and the buffers are still to be put in place.
+    """Values for each non-persistent buffer on meta, still to be put in place. All ranks.
+
+    They come from the first rank that has the buffer, else from the module's rule.
 
     Args:
+        targets: all tensors of the model.
+        ranks, initialiser: of the call.
+        device: where plain buffers go.
         givers: tensors of another model, whose buffers of the same names count as well.
+
+    Returns:
+        Name -> where its values came from, the union over the ranks; and this rank's buffers.
+
+    Raises:
+        LoadError: a buffer that neither gives; names each of them.
     """
     wanted = {t.name: t for t in targets if t.kind == "derived" and t.is_meta}
     real = {t.name: t for t in (*givers, *targets) if t.kind == "derived" and not t.is_meta}
     known = {name: t.shape for name, t in real.items() if t.layout is None}
-    every = ranks.gather((sorted(wanted), known), "looking for buffers")
-    asked = sorted({name for names, _ in every for name in names})
+    answers = ranks.gather((sorted(wanted), known), "looking for buffers")
+    asked = sorted({name for names, _ in answers for name in names})
     if not asked:
         return {}, []
     first: dict[str, int] = {}  # buffer -> the first rank that has it
-    for rank, (_, shapes) in zip(ranks.ranks, every, strict=True):
+    for rank, (_, shapes) in zip(ranks.ranks, answers, strict=True):
         first |= {name: rank for name in asked if name in shapes and name not in first}
-    given: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for giver in sorted(set(first.values())):
         names = [name for name in asked if first.get(name) == giver]
-        given |= ranks.run_on_one("sending buffers", partial(_copy_to_cpu, real, names), giver)
+        values |= ranks.run_on_one("sending buffers", partial(_copy_to_cpu, real, names), giver)
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
         """The buffers of this rank; where each came from, and those that nothing gives."""
-        made: list[Replacement] = []
+        replacements: list[Replacement] = []
         sources: dict[str, str] = {}
         for name, target in wanted.items():
             local = allocate(target, device)
-            value = given.get(name) if target.layout is None else None
+            value = values.get(name) if target.layout is None else None
             if value is not None and value.shape == local.shape:
                 local.copy_(value)
                 source = f"rank {first[name]}"
             else:
                 source = initialiser.fill(target, local)
             if source is not None:
-                made.append(Replacement(target, local))
+                replacements.append(Replacement(target, local))
                 sources[name] = source
-        return made, (sources, sorted(wanted.keys() - sources.keys()))
+        return replacements, (sources, sorted(wanted.keys() - sources.keys()))
 
-    made, every = ranks.run_and_gather("rebuilding buffers", fill)
-    lost = sorted({name for _, names in every for name in names})
+    replacements, answers = ranks.run_and_gather("rebuilding buffers", fill)
+    lost = sorted({name for _, names in answers for name in names})
     if lost:
         raise LoadError(
             "non-persistent buffers on meta that no rule of their module rebuilds: "
@@ -86,7 +79,8 @@ def rebuilt_values(
             "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
             "the module a reset_parameters() that fills them"
         )
-    return {name: source for sources, _ in every for name, source in sources.items()}, made
+    every_source = {name: text for sources, _ in answers for name, text in sources.items()}
+    return every_source, replacements
 
 
 def _copy_to_cpu(

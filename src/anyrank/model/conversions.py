@@ -19,7 +19,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.model.wrappers import plain_copy
-from anyrank.tensors.names import PEFT_PREFIX, candidates, of_adapter
+from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
 from anyrank.versions import warn_if_untested
@@ -53,7 +53,7 @@ def converted(
     for key, stored in listing.tensors.items():
         renamed = rename(key)
         direct = next((name for name in candidates(renamed) if name in live), None)
-        live_named = not listing.format.startswith(FILE_NAMED) or of_adapter(renamed)
+        live_named = not listing.format.startswith(FILE_NAMED) or is_of_adapter(renamed)
         if direct is not None and live_named:
             tensors[renamed] = stored
         else:
@@ -168,10 +168,10 @@ class _Converter:
         lost = [p for p in converter.source_patterns if p not in collected]
         counts = {len(parts) for parts in collected.values()}
         if len(converter.source_patterns) > 1 and (lost or len(counts) > 1):
-            held = {pattern: len(parts) for pattern, parts in collected.items()}
+            part_counts = {pattern: len(parts) for pattern, parts in collected.items()}
             raise LoadError(
                 f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
-                f"{held}"
+                f"{part_counts}"
             )
         values: dict[str, Any] = dict(collected)
         for operation in converter.operations:

@@ -41,12 +41,12 @@ class SourceMemory:
     """A tensor that others are filled from.
 
     Attributes:
-        held: as this rank holds it.
+        tensor: as this rank holds it.
         memory: of its elements here.
         strides: of a chunk that is all of it in order.
     """
 
-    held: ShardedTensor
+    tensor: ShardedTensor
     memory: torch.Tensor
     strides: tuple[int, ...]
 
@@ -73,25 +73,25 @@ def check_memory(
     """
     targets, givers = list(filled.items()), list(sources.items())
     memory = [*filled.values(), *(source.memory for source in sources.values())]
-    for one, other in _touching(memory):
-        if one >= len(targets):
+    for first, second in _touching(memory):
+        if first >= len(targets):
             continue  # sources are only read
-        index, mine = targets[one]
-        if other < len(targets):
-            second, others = targets[other]
-            if not _is_same_memory(mine, others):
+        index, target_memory = targets[first]
+        if second < len(targets):
+            other, other_memory = targets[second]
+            if not _is_same_memory(target_memory, other_memory):
                 raise LoadError(
-                    f"{tensors[index].name} and {tensors[second].name} of dst share a part of "
+                    f"{tensors[index].name} and {tensors[other].name} of dst share a part of "
                     "their memory, or lie between each other's elements, and are filled one after "
                     "the other: leave out one of them, or give it memory of its own (.clone())"
                 )
         else:
-            number, source = givers[other - len(targets)]
-            if not _is_itself(tensors[index], mine, stored[index], number, source):
+            number, source = givers[second - len(targets)]
+            if not _is_itself(tensors[index], target_memory, stored[index], number, source):
                 raise LoadError(
-                    f"{tensors[index].name}: has memory of {source.held.name} in the source, which "
-                    "it is not filled from as it is, so it would be written to before that is "
-                    "read: give dst memory of its own (copy.deepcopy, .clone())"
+                    f"{tensors[index].name}: has memory of {source.tensor.name} in the source, "
+                    "which it is not filled from as it is, so it would be written to before that "
+                    "is read: give dst memory of its own (copy.deepcopy, .clone())"
                 )
 
 
@@ -104,21 +104,21 @@ def _is_itself(
 ) -> bool:
     """Whether a tensor is filled by all of one source in order, and both are one memory."""
     first, *others = stored.chunks
-    held = source.held
+    giver = source.tensor
     return (
         not others
         and first.file == number
         and first.offset == 0
-        and first.box == Box.whole(held.shape)
+        and first.box == Box.whole(giver.shape)
         and first.strides == source.strides
         and (target.shape, target.layout, target.coordinate)
-        == (held.shape, held.layout, held.coordinate)
+        == (giver.shape, giver.layout, giver.coordinate)
         and _is_same_memory(memory, source.memory)
     )
 
 
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
         other.data_ptr(),
         other.shape,
         other.stride(),
@@ -137,7 +137,7 @@ def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     for spans in by_device.values():
         opened: list[tuple[int, int, int]] = []
         for span in sorted(spans):
-            opened = [each for each in opened if each[1] > span[0]]
+            opened = [earlier for earlier in opened if earlier[1] > span[0]]
             for *_, number in opened:
                 yield min(number, span[2]), max(number, span[2])
             opened.append(span)
@@ -153,17 +153,17 @@ def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
         tensor = target.tensor
         if target.is_meta and not target.is_dtensor and tensor.layout == torch.strided:
             by_storage.setdefault(tensor.untyped_storage(), []).append(target)
-    found: list[str] = []
-    for several in by_storage.values():
-        several = sorted((t for t in several if t.tensor.numel()), key=lambda t: _first(t.tensor))
-        for one, other in pairwise(several):
-            if _first(other.tensor) <= _last(one.tensor):
-                found.append(
-                    f"{one.name} and {other.name} share memory, which tensors on meta have not: "
+    problems: list[str] = []
+    for sharers in by_storage.values():
+        sharers = sorted((t for t in sharers if t.tensor.numel()), key=lambda t: _first(t.tensor))
+        for lower, upper in pairwise(sharers):
+            if _first(upper.tensor) <= _last(lower.tensor):
+                problems.append(
+                    f"{lower.name} and {upper.name} share memory, which tensors on meta have not: "
                     "tie the parameters themselves (head.weight = embed.weight), or build the "
                     "model without anyrank.meta()"
                 )
-    return found
+    return problems
 
 
 def _first(tensor: torch.Tensor) -> int:
@@ -194,7 +194,7 @@ def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
     ]
 
 
-def misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
+def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
     """Why a tensor of the source does not fit, by its shape and dtype."""
     if stored.shape != target.shape:
         return (

@@ -18,8 +18,8 @@ from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import placement_of
 from anyrank.world.ranks import Ranks
 
-One: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
-GivenLayout: TypeAlias = "Mapping[str, One] | Callable[[str], One | None] | None"
+LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
+GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
 """What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
 
 The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
@@ -58,7 +58,7 @@ class _Part:
     name: str
     mesh: RankMesh
     layout: Layout
-    at: tuple[int, ...] | None
+    coordinate: tuple[int, ...] | None
     shape: Shape
 
 
@@ -94,27 +94,27 @@ class JoinedLayouts:
         for end, parts in self.parts.items():
             for index, part in parts.items():
                 tensor = ends[end][index]
-                tensor.layout, tensor.coordinate = part.layout, part.at
+                tensor.layout, tensor.coordinate = part.layout, part.coordinate
                 tensor.shape = self.shapes[end][index]
             meshes[end] = {index: part.mesh for index, part in parts.items()}
         return meshes
 
 
-def check_layout(given: object) -> None:
+def check_layout(layout: object) -> None:
     """Refuse what is not a layout.
 
     Raises:
         TypeError: neither a dict of (mesh, placements), nor a function, nor None.
         ValueError: parts that overlap, or leave a hole.
     """
-    if given is None or callable(given):
+    if layout is None or callable(layout):
         return
-    if not isinstance(given, Mapping):
+    if not isinstance(layout, Mapping):
         raise TypeError(
             "layout= takes a dict of name or pattern to (mesh, placements), or a function of the "
-            f"name, not {type(given).__name__}"
+            f"name, not {type(layout).__name__}"
         )
-    for name, value in given.items():
+    for name, value in layout.items():
         _checked(str(name), value)
 
 
@@ -140,10 +140,10 @@ def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
     return mesh, rules if len(value) == 2 else _with_intervals(name, mesh, rules, value[2])
 
 
-def _mesh_of(given: Any) -> RankMesh | None:
+def _mesh_of(mesh: Any) -> RankMesh | None:
     """The ranks of a DeviceMesh, a tensor or nested lists; None for anything else."""
     try:
-        grid = torch.as_tensor(getattr(given, "mesh", given), device="cpu")
+        grid = torch.as_tensor(getattr(mesh, "mesh", mesh), device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     if not grid.numel() or grid.is_floating_point():
@@ -153,17 +153,17 @@ def _mesh_of(given: Any) -> RankMesh | None:
 
 
 def _with_intervals(
-    name: str, mesh: RankMesh, rules: tuple[Placement, ...], given: Any
+    name: str, mesh: RankMesh, rules: tuple[Placement, ...], intervals: Any
 ) -> tuple[Placement, ...]:
     axes = [axis for axis, rule in enumerate(rules) if rule.kind == "shard"]
     try:
-        parts = tuple(tuple((int(start), int(size)) for start, size in part) for part in given)
+        parts = tuple(tuple((int(start), int(size)) for start, size in part) for part in intervals)
     except (TypeError, ValueError):
         parts = ()
     if len(axes) != 1 or len(parts) != mesh.shape[axes[0]]:
         raise WrongType(
             f"layout= of {name}: the third element is, for each place on the one axis that shards, "
-            f"a list of (start, length), not {given!r}"
+            f"a list of (start, length), not {intervals!r}"
         )
     end = 0
     for start, size in sorted(interval for part in parts for interval in part if interval[1]):
@@ -180,7 +180,7 @@ def _with_intervals(
 
 
 def apply_layouts(
-    ends: Mapping[str, list[ModelTensor]], given: Layouts, ranks: Ranks
+    ends: Mapping[str, list[ModelTensor]], layouts: Layouts, ranks: Ranks
 ) -> dict[str, dict[int, RankMesh]]:
     """Make plain tensors parts of a whole, as `layout=` says. All ranks.
 
@@ -189,7 +189,7 @@ def apply_layouts(
 
     Args:
         ends: the tensors of each model, which are changed in place, by what messages call it.
-        given: the layouts on this rank; DTensors keep their own.
+        layouts: the layouts on this rank; DTensors keep their own.
         ranks: of the call.
 
     Returns:
@@ -201,73 +201,77 @@ def apply_layouts(
     """
 
     def read() -> tuple[RankLayouts, RankLayouts]:
-        said = read_layouts(ends, given, ranks.rank)
-        return said, said
+        own_layouts = read_layouts(ends, layouts, ranks.rank)
+        return own_layouts, own_layouts
 
-    said, every = ranks.run_and_gather("reading layout=", read)
-    return join_layouts(said, every, ranks).apply(ends)
+    own_layouts, answers = ranks.run_and_gather("reading layout=", read)
+    return join_layouts(own_layouts, answers, ranks).apply(ends)
 
 
-def join_layouts(said: RankLayouts, every: Sequence[RankLayouts], ranks: Ranks) -> JoinedLayouts:
+def join_layouts(
+    own_layouts: RankLayouts, answers: Sequence[RankLayouts], ranks: Ranks
+) -> JoinedLayouts:
     """The wholes, from what each rank says of its parts. All ranks.
 
     Raises:
         LoadError: as `apply_layouts`.
     """
-    by_rank = dict(zip(ranks.ranks, every, strict=True))
+    by_rank = dict(zip(ranks.ranks, answers, strict=True))
     what = "joining the parts of layout="
-    return JoinedLayouts(said.parts, ranks.run(what, lambda: _join(said, by_rank)))
+    return JoinedLayouts(own_layouts.parts, ranks.run(what, lambda: _join(own_layouts, by_rank)))
 
 
-def read_layouts(ends: Mapping[str, list[ModelTensor]], given: Layouts, rank: int) -> RankLayouts:
+def read_layouts(ends: Mapping[str, list[ModelTensor]], layouts: Layouts, rank: int) -> RankLayouts:
     """What this rank's `layout=` says of its tensors.
 
     Raises:
         LoadError: of a tensor that has no such dim, or is outside of its mesh; a function failed.
         TypeError, ValueError: a function gave no layout.
     """
-    alike = not isinstance(given, tuple)
-    if not alike and len(given) != len(ends):
+    alike = not isinstance(layouts, tuple)
+    if not alike and len(layouts) != len(ends):
         raise WrongType(
-            f"layout= is a tuple of {len(given)}: give one for each of {', '.join(ends)}"
+            f"layout= is a tuple of {len(layouts)}: give one for each of {', '.join(ends)}"
         )
-    layouts = dict(zip(ends, (given,) * len(ends) if alike else given, strict=True))
-    said = RankLayouts({}, set(), set())
+    by_end = dict(zip(ends, (layouts,) * len(ends) if alike else layouts, strict=True))
+    answer = RankLayouts({}, set(), set())
     for end, tensors in ends.items():
-        layout = layouts[end]
-        found, used = _chosen(tensors, layout)
+        layout = by_end[end]
+        chosen, used = _chosen(tensors, layout)
         parts: dict[int, _Part] = {}
-        for index, mesh, rules in found:
-            name, held = tensors[index].name, tensors[index].tensor
+        for index, mesh, rules in chosen:
+            name, local = tensors[index].name, tensors[index].tensor
             cut = [rule.dim for rule in rules.placements if rule.kind == "shard"]
-            wrong = [dim for dim in cut if not 0 <= dim < held.dim()]
+            wrong = [dim for dim in cut if not 0 <= dim < local.dim()]
             if wrong:
                 raise LoadError(
-                    f"{name}: layout= shards dim {wrong[0]} of a tensor of {held.dim()} dims: "
+                    f"{name}: layout= shards dim {wrong[0]} of a tensor of {local.dim()} dims: "
                     "count dims from 0"
                 )
-            at = mesh.coordinate(rank)
-            if at is None and held.numel():
+            coordinate = mesh.coordinate(rank)
+            if coordinate is None and local.numel():
                 raise LoadError(
-                    f"{name}: rank {rank} holds {list(held.shape)}, and is not in the mesh of its "
+                    f"{name}: rank {rank} holds {list(local.shape)}, and is not in the mesh of its "
                     f"layout=, whose ranks are {list(mesh.ranks)}"
                 )
-            parts[index] = _Part(name, mesh, rules, at, tuple(held.shape))
-        said.parts[end] = parts
-        said.used.update((end, key) for key in used)
+            parts[index] = _Part(name, mesh, rules, coordinate, tuple(local.shape))
+        answer.parts[end] = parts
+        answer.used.update((end, key) for key in used)
         asked = layout if isinstance(layout, Mapping) else ()
-        said.asked.update((tuple(ends) if alike else (end,), key) for key in asked)
-    return said
+        answer.asked.update((tuple(ends) if alike else (end,), key) for key in asked)
+    return answer
 
 
-def _join(said: RankLayouts, every: Mapping[int, RankLayouts]) -> dict[str, dict[int, Shape]]:
+def _join(
+    own_layouts: RankLayouts, by_rank: Mapping[int, RankLayouts]
+) -> dict[str, dict[int, Shape]]:
     """Of each end, position of a tensor of this rank -> the shape of the whole it is a part of.
 
     Raises:
         LoadError: as `apply_layouts`.
     """
-    used: set[tuple[str, str]] = set().union(*(each.used for each in every.values()))
-    asked = {asked for each in every.values() for asked in each.asked}
+    used: set[tuple[str, str]] = set().union(*(answer.used for answer in by_rank.values()))
+    asked = {asked for answer in by_rank.values() for asked in answer.asked}
     unused = sorted(
         (ends, key) for ends, key in asked if not used.intersection((end, key) for end in ends)
     )
@@ -279,44 +283,46 @@ def _join(said: RankLayouts, every: Mapping[int, RankLayouts]) -> dict[str, dict
             "gives it"
         )
     shapes: dict[str, dict[int, Shape]] = {}
-    for end, parts in said.parts.items():
-        named = {r: {part.name: part for part in s.parts[end].values()} for r, s in every.items()}
+    for end, parts in own_layouts.parts.items():
+        named = {r: {part.name: part for part in s.parts[end].values()} for r, s in by_rank.items()}
         shapes[end] = {}
         for index, part in parts.items():
             inside = {*part.mesh.ranks}
-            held = {r: named[r][part.name] for r in named if r in inside and part.name in named[r]}
-            shapes[end][index] = _whole(part.name, part.layout, held, inside)
+            holders = {
+                r: named[r][part.name] for r in named if r in inside and part.name in named[r]
+            }
+            shapes[end][index] = _whole(part.name, part.layout, holders, inside)
     return shapes
 
 
-def _answer(given: Callable[[str], Any], name: str) -> Any:
+def _answer(function: Callable[[str], Any], name: str) -> Any:
     """What a function of the user's says of a name."""
     try:
-        return given(name)
+        return function(name)
     except Exception as error:
         raise LoadError(f"layout= failed for {name}: {type(error).__name__}: {error}") from error
 
 
 def _chosen(
-    tensors: Sequence[ModelTensor], given: GivenLayout
+    tensors: Sequence[ModelTensor], layout: GivenLayout
 ) -> tuple[list[tuple[int, RankMesh, Layout]], set[str]]:
     """Position, mesh and layout of each plain tensor that has one; the keys that tensors have."""
-    found: list[tuple[int, RankMesh, Layout]] = []
+    chosen: list[tuple[int, RankMesh, Layout]] = []
     used: set[str] = set()
-    if given is None:
-        return found, used
+    if layout is None:
+        return chosen, used
     meshes: dict[RankMesh, RankMesh] = {}
     known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
-    table: Mapping[str, One] = given if isinstance(given, Mapping) else {}
+    table: Mapping[str, LayoutEntry] = layout if isinstance(layout, Mapping) else {}
     patterns = [
         (key, re.compile(fnmatch.translate(key)).match) for key in table if {*key} & {*"*?["}
     ]
     for index, tensor in enumerate(tensors):
         # Also those without the `module.` of a wrapper that is not torch's own, as AveragedModel.
-        every = (name for raw in tensor.flat_names() for name in candidates(raw))
-        names = list(dict.fromkeys(every))
-        if callable(given):
-            answers = (_answer(given, name) for name in names)
+        spellings = (name for raw in tensor.flat_names() for name in candidates(raw))
+        names = list(dict.fromkeys(spellings))
+        if callable(layout):
+            answers = (_answer(layout, name) for name in names)
             value: Any = next((answer for answer in answers if answer is not None), None)
         else:
             keys = [name for name in names if name in table]
@@ -328,35 +334,35 @@ def _chosen(
         if id(value) not in known:
             mesh, rules = _checked(tensor.name, value)
             known[id(value)] = value, meshes.setdefault(mesh, mesh), Layout(mesh.shape, rules)
-        found.append((index, *known[id(value)][1:]))
-    return found, used
+        chosen.append((index, *known[id(value)][1:]))
+    return chosen, used
 
 
 def _whole(
-    name: str, layout: Layout, held: Mapping[int, _Part], inside: set[int]
+    name: str, layout: Layout, parts: Mapping[int, _Part], inside: set[int]
 ) -> tuple[int, ...]:
     """The shape of the tensor whose parts the ranks hold.
 
     Raises:
         LoadError: a part is missing, or is not the one that the layout gives its rank.
     """
-    absent = sorted(inside.difference(held))
+    absent = sorted(inside.difference(parts))
     if absent:
         raise LoadError(f"{name}: its layout= has rank {absent[0]} in its mesh, which has no part")
-    if any(part.layout != layout for part in held.values()):
+    if any(part.layout != layout for part in parts.values()):
         raise LoadError(f"{name}: ranks were given different layout= for it: give all the same")
-    first = next(iter(held.values()))
+    first = next(iter(parts.values()))
     shape = list(first.shape)
     for dim in range(len(shape)):
         axes = [a for a, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim]
         sizes = {
-            tuple(part.at[axis] for axis in axes): part.shape[dim]
-            for part in held.values()
-            if part.at is not None and len(part.shape) > dim
+            tuple(part.coordinate[axis] for axis in axes): part.shape[dim]
+            for part in parts.values()
+            if part.coordinate is not None and len(part.shape) > dim
         }
         shape[dim] = sum(sizes.values()) if axes else shape[dim]
-    for rank, part in held.items():
-        expected = local_shape(shape, layout, part.at)
+    for rank, part in parts.items():
+        expected = local_shape(shape, layout, part.coordinate)
         if part.shape != expected:
             raise LoadError(
                 f"{name}: rank {rank} holds {list(part.shape)}, and its part of {shape} by layout= "

@@ -8,6 +8,7 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Initialiser:
         """
         if 0 in target.shape:
             return "nothing to fill"
-        written = [self._written(target, local.device, each) for each in _fills(target.dtype)]
+        written = [self._written(target, local.device, number) for number in _fills(target.dtype)]
         name, value = written[0]
         if value is None or any(_differ(value, other) for _, other in written):
             return None
@@ -68,15 +69,15 @@ class Initialiser:
         blank = torch.full(target.shape, fill, dtype=target.dtype, device=device)
         is_parameter = target.kind == "parameter"
         wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
-        on_meta = [self._swap(place, wanted) for place in target.registrations]
+        on_meta = [self._swap(entry, wanted) for entry in target.registrations]
         try:
             name = self._run(target, device)
-            place = target.registrations[0]
-            value = getattr(self._stand_in(place.module), place.attribute)
+            entry = target.registrations[0]
+            value = getattr(self._stand_in(entry.module), entry.attribute)
         finally:
             # Backwards: two places are the same one in a module that is registered twice.
-            for place, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
-                self._swap(place, old)
+            for entry, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
+                self._swap(entry, old)
         return name, None if value.shape != blank.shape or value.is_meta else value
 
     def _run(self, target: ModelTensor, device: torch.device) -> str | None:
@@ -101,21 +102,21 @@ class Initialiser:
 
     def _rules(self, target: ModelTensor) -> Iterator[Rule]:
         """What construction would run for a tensor, in that order."""
-        place = target.registrations[0]
+        entry = target.registrations[0]
         if self.init is not None:
-            init, owner = self.init, self._stand_in(place.module)
+            init, owner = self.init, self._stand_in(entry.module)
             yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
             return
-        for module in reversed(place.path):
+        for module in reversed(entry.path):
             if not is_adapter_layer(module):
                 yield from self._own_rules(module)
             elif target.adapter:
-                rule = lora_rule(module, self._stand_in(module), place)
+                rule = lora_rule(module, self._stand_in(module), entry)
                 if rule is not None:
                     yield rule
                 return  # adapters are added after the base model's rules have run
         if not target.adapter:
-            yield from self._model_rules(place)
+            yield from self._model_rules(entry)
 
     def _own_rules(self, module: nn.Module) -> Iterator[Rule]:
         stand_in: Any = self._stand_in(module)
@@ -123,18 +124,18 @@ class Initialiser:
             if hasattr(module, name):
                 yield f"{plain_class(module).__name__}.{name}", getattr(stand_in, name)
 
-    def _model_rules(self, place: Registration) -> Iterator[Rule]:
+    def _model_rules(self, entry: Registration) -> Iterator[Rule]:
         """`_init_weights(module)` of the nearest model, for each module from the owner outwards."""
-        found = False
-        for depth in reversed(range(len(place.path))):
-            models = (m for m in reversed(place.path[: depth + 1]) if hasattr(m, "_init_weights"))
+        has_model = False
+        for depth in reversed(range(len(entry.path))):
+            models = (m for m in reversed(entry.path[: depth + 1]) if hasattr(m, "_init_weights"))
             model: Any = next(models, None)
             if model is not None:
-                found = True
-                stand_in = self._stand_in(place.path[depth])
-                yield f"{plain_class(model).__name__}._init_weights", _bound(model, stand_in)
-        for module in reversed(place.path):
-            if not found and hasattr(module, "init_weights"):
+                has_model = True
+                init = partial(model._init_weights, self._stand_in(entry.path[depth]))
+                yield f"{plain_class(model).__name__}._init_weights", init
+        for module in reversed(entry.path):
+            if not has_model and hasattr(module, "init_weights"):
                 rule: Any = self._stand_in(module)
                 yield f"{plain_class(module).__name__}.init_weights", rule.init_weights
 
@@ -144,11 +145,11 @@ class Initialiser:
             self.stand_ins = _stand_ins_of(self.model)
         return self.stand_ins[id(module)]
 
-    def _swap(self, place: Registration, tensor: Any) -> Any:
+    def _swap(self, entry: Registration, tensor: Any) -> Any:
         """Put a tensor into the stand-in, and return the tensor that it replaces."""
-        owner = self._stand_in(place.module).__dict__
-        table = owner["_parameters" if place.attribute in owner["_parameters"] else "_buffers"]
-        old, table[place.attribute] = table[place.attribute], tensor
+        owner = self._stand_in(entry.module).__dict__
+        table = owner["_parameters" if entry.attribute in owner["_parameters"] else "_buffers"]
+        old, table[entry.attribute] = table[entry.attribute], tensor
         return old
 
 
@@ -157,10 +158,6 @@ def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None
     for piece in target.pieces:
         part = local[Box(piece.local, piece.box.sizes).slices()]
         part.copy_(value.detach()[piece.box.slices()])
-
-
-def _bound(model: Any, stand_in: nn.Module) -> Callable[[], object]:
-    return lambda: model._init_weights(stand_in)
 
 
 def _fills(dtype: torch.dtype) -> tuple[float, ...]:
@@ -177,20 +174,20 @@ def _differ(value: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 def _stand_ins_of(model: nn.Module) -> dict[int, nn.Module]:
     """Copies of a model's modules by the modules' ids: parameters on meta, buffers of their own."""
-    made: dict[int, nn.Module] = {}
-    plain_copy(model, made)
-    for copy in made.values():
-        own = copy.__dict__
-        own["_parameters"] = {
+    copies: dict[int, nn.Module] = {}
+    plain_copy(model, copies)
+    for copy in copies.values():
+        attributes = copy.__dict__
+        attributes["_parameters"] = {
             name: None if tensor is None else _on_meta(tensor)
-            for name, tensor in own["_parameters"].items()
+            for name, tensor in attributes["_parameters"].items()
         }
-        own["_buffers"] = {
+        attributes["_buffers"] = {
             name: None if tensor is None else tensor.detach().clone()
-            for name, tensor in own["_buffers"].items()
+            for name, tensor in attributes["_buffers"].items()
         }
-        own.pop("_is_hf_initialized", None)
-    return made
+        attributes.pop("_is_hf_initialized", None)
+    return copies
 
 
 def _on_meta(tensor: torch.Tensor) -> nn.Parameter:

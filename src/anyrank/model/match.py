@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
 from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable, pretrained
-from anyrank.model.fits import misfit, parametrised, shared_on_meta, unwritable
+from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
 from anyrank.model.tensors import (
     ModelTensor,
-    Place,
-    find_places,
+    NamedModule,
+    find_modules,
     find_tensors,
     in_state_dict,
     tensors_of,
@@ -65,18 +65,18 @@ class ModelMatch:
 
     tensors: list[ModelTensor]
     listing: Listing
-    stored: dict[int, StoredTensor]
-    compared: dict[int, StoredTensor]
-    initialise: list[int]
-    keep: list[int]
-    missing: list[str]
-    unexpected: list[str]
-    duplicates: dict[str, str]
-    ignored: list[str]
-    frozen: dict[str, str]
-    own_code: OwnCode
+    stored: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
+    compared: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
+    initialise: list[int] = field(default_factory=list[int])
+    keep: list[int] = field(default_factory=list[int])
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
+    ignored: list[str] = field(default_factory=list[str])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
+    own_code: OwnCode = field(default_factory=OwnCode)
 
-    def of(self, tensors: list[ModelTensor]) -> ModelMatch:
+    def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
         """The same match of a model with the same tensors, or of none."""
         return replace(self, tensors=tensors)
 
@@ -88,8 +88,8 @@ class ModelMatch:
     @property
     def tied(self) -> dict[str, list[str]]:
         """Tensors that the model has in several places -> their other names."""
-        several = (t for t in self.tensors if len(t.registrations) > 1)
-        return {t.name: [place.name for place in t.registrations[1:]] for t in several}
+        shared = (t for t in self.tensors if len(t.registrations) > 1)
+        return {t.name: [entry.name for entry in t.registrations[1:]] for t in shared}
 
     @property
     def stored_twice(self) -> dict[str, str]:
@@ -123,8 +123,8 @@ def match_model(
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    places = find_places(model)
-    tensors = tensors_of(places) if tensors is None else tensors
+    modules = find_modules(model)
+    tensors = tensors_of(modules) if tensors is None else tensors
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
     # A run holds tensors as they were in the model, which no code has changed on the way.
@@ -137,12 +137,12 @@ def match_model(
     listing, rename = converted(inner, tensors, listing, renamer(options.rename))
     matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
-    listing, frozen, compared = _fill_frozen(places, tensors, stored, listing, parts or {})
+    listing, frozen, compared = _fill_frozen(modules, tensors, stored, listing, parts or {})
     filled = [*stored.items(), *compared.items()]
     empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
     missing = [i for i in sorted(empty) if not (is_live and is_pinned(tensors[i]))]
     ignored = _ignorable(matched.unexpected, tensors, inner, rename)
-    own_code = OwnCode([] if is_raw else places, listing, renamer(options.rename))
+    own_code = OwnCode([] if is_raw else modules, listing, renamer(options.rename))
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:
         of_no_use |= _tied_to(filled, listing)
@@ -155,8 +155,10 @@ def match_model(
     problems += _untied(inner, tensors, missing)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
-    problems += _quantised(listing, tensors, filled, bool(absent or unexpected))
-    problems += _of_adapters(tensors, filled, unknown_adapters(tensors, stored, initialise, keep))
+    problems += _quantised_problems(listing, tensors, filled, bool(absent or unexpected))
+    problems += _adapter_problems(
+        tensors, filled, unknown_adapters(tensors, stored, initialise, keep)
+    )
     if problems:
         raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
     return ModelMatch(
@@ -177,21 +179,7 @@ def match_model(
 
 def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
     """A match without a source: rules fill some of the tensors, and the others stay as they are."""
-    nothing = Listing("initial values", (), {})
-    return ModelMatch(
-        tensors=tensors,
-        listing=nothing,
-        stored={},
-        compared={},
-        initialise=initialise,
-        keep=[],
-        missing=[],
-        unexpected=[],
-        duplicates={},
-        ignored=[],
-        frozen={},
-        own_code=OwnCode([], nothing, renamer(None)),
-    )
+    return ModelMatch(tensors, Listing("initial values", (), {}), initialise=initialise)
 
 
 def _tied_to(filled: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
@@ -237,7 +225,7 @@ def _is_beside(key: str, known: Collection[str], listing: Listing) -> bool:
 
 
 def _fill_frozen(
-    places: Sequence[Place],
+    modules: Sequence[NamedModule],
     targets: list[ModelTensor],
     stored: dict[int, StoredTensor],
     listing: Listing,
@@ -249,27 +237,29 @@ def _fill_frozen(
     """
     frozen: dict[str, str] = {}
     compared: dict[int, StoredTensor] = {}
-    by_part = {place.module: place.raw for place in reversed(places)}
+    by_part = {owner.module: owner.raw for owner in reversed(modules)}
     for part, name in by_part.items() if listing.format != LIVE else ():
         info = frozen_info(part)
         source = info.source if info else None
         if source is None:
             continue
-        mine = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
-        indices = [i for i in mine if i not in stored or targets[i].is_meta]
+        own_tensors = [i for i, t in enumerate(targets) if t.frozen is part and t.kind != "derived"]
+        indices = [i for i in own_tensors if i not in stored or targets[i].is_meta]
         if not indices:
             continue
         inner = in_state_dict(find_tensors(part))
-        own = dequantised(parts[source], _dtypes_by_name(inner))
-        found = match_keys([target.all_names() for target in inner], own.tensors, lambda key: key)
-        keys = {id(inner[n].tensor): key for n, key in found.keys.items()}
+        own_listing = dequantised(parts[source], _dtypes_by_name(inner))
+        matched = match_keys(
+            [target.all_names() for target in inner], own_listing.tensors, lambda key: key
+        )
+        keys = {id(inner[n].tensor): key for n, key in matched.keys.items()}
         lacking = [targets[i].name for i in indices if id(targets[i].tensor) not in keys]
         if lacking:
             title = f"{name or 'the model'}: is frozen with source {source}, which does not hold"
             raise LoadError(listed(title, lacking) + "\n  freeze it with the file that holds it")
         prefix = f"{name}/"  # no key of the source can be meant by it
-        renamed = {prefix + key: tensor for key, tensor in own.tensors.items()}
-        listing = join(listing.format, [listing, own.with_tensors(renamed)])
+        renamed = {prefix + key: tensor for key, tensor in own_listing.tensors.items()}
+        listing = join(listing.format, [listing, own_listing.with_tensors(renamed)])
         for index in indices:
             if index in stored:
                 compared[index] = stored[index]
@@ -293,16 +283,16 @@ def _untied(inner: Any, targets: list[ModelTensor], missing: list[int]) -> list[
     ties.
     """
     declared: dict[str, str] = getattr(inner, "all_tied_weights_keys", None) or {}
-    found = [
+    pairs = [
         f"{name} = {declared[name]}"
         for index in missing
         for name in targets[index].registrations[0].names
         if name in declared
     ]
-    if not found:
+    if not pairs:
         return []
     title = "missing in the source, and declared tied by the model, which has two tensors there"
-    return [listed(title, found) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
+    return [listed(title, pairs) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
 
 
 def _ignorable(
@@ -352,7 +342,7 @@ def _problems(
             + _renaming(unexpected, unfilled)
             + f"\n  to go on: {options.ways['unexpected']}"
         )
-    fits = (unwritable(targets[i]) or misfit(targets[i], t, options.cast) for i, t in stored)
+    fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in stored)
     misfits = [line for line in fits if line]
     lines += misfits[:SHOWN]
     if len(misfits) > SHOWN:
@@ -361,7 +351,7 @@ def _problems(
 
 
 def _names(targets: list[ModelTensor]) -> list[str]:
-    return [place.name for target in targets for place in target.registrations]
+    return [entry.name for target in targets for entry in target.registrations]
 
 
 def _dtypes_by_name(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
@@ -369,16 +359,16 @@ def _dtypes_by_name(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
     return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}
 
 
-def _quantised(
+def _quantised_problems(
     listing: Listing,
     targets: list[ModelTensor],
     filled: list[tuple[int, StoredTensor]],
-    misfits: bool,
+    has_other_problems: bool,
 ) -> list[str]:
     """Small numbers that would be taken for weights."""
     wide = [stored for i, stored in filled if is_wide(targets[i].dtype)]
     unknown = unknown_method(listing)
-    if unknown and (misfits or any(not is_wide(stored.dtype) for stored in wide)):
+    if unknown and (has_other_problems or any(not is_wide(stored.dtype) for stored in wide)):
         return [unknown]
     return [
         f"{stored.name}: is {stored.dtype} in the source, with a scale beside it; without the "
@@ -388,7 +378,7 @@ def _quantised(
     ]
 
 
-def _of_adapters(
+def _adapter_problems(
     targets: list[ModelTensor], filled: list[tuple[int, StoredTensor]], unknown: list[str]
 ) -> list[str]:
     """Adapters that are in the base, or that PEFT may compute from it."""
@@ -412,9 +402,9 @@ def listed(title: str, items: list[str], hints: Near | None = None) -> str:
 
 def _renaming(unexpected: list[str], unfilled: list[str]) -> str:
     """The rename= that places most of the keys, where a prefix is all that is wrong."""
-    found = wrong_prefix(unexpected, unfilled)
-    if found is None:
+    change = wrong_prefix(unexpected, unfilled)
+    if change is None:
         return ""
-    old, new, count = found
+    old, new, count = change
     rename = {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
     return f"\n  {count} of them fit with rename={rename!r}"

@@ -17,9 +17,9 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES
-from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.listing import EXTRA_STATE, NOTHING, Listing
 from anyrank.files.reader import Reader
-from anyrank.model.tensors import ModelTensor, Place, find_places, tensors_of
+from anyrank.model.tensors import ModelTensor, NamedModule, find_modules, tensors_of
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.names import candidates
 
@@ -56,13 +56,16 @@ class OwnCode:
     """
 
     def __init__(
-        self, places: Sequence[Place], listing: Listing, rename: Callable[[str], str]
+        self,
+        modules: Sequence[NamedModule] = (),
+        listing: Listing = NOTHING,
+        rename: Callable[[str], str] = lambda key: key,
     ) -> None:
-        self.modules = {p.name or "the model": p.module for p in places if _loads_by_own_code(p)}
+        self.modules = {p.name or "the model": p.module for p in modules if _loads_by_own_code(p)}
         self.takers = {
-            _extra_name(place): place.module
-            for place in places
-            if type(place.module).set_extra_state is not nn.Module.set_extra_state
+            _extra_name(owner): owner.module
+            for owner in modules
+            if type(owner.module).set_extra_state is not nn.Module.set_extra_state
         }
 
         def named(keys: Iterable[str]) -> dict[str, str]:
@@ -86,7 +89,7 @@ class OwnCode:
         Raises:
             LoadError: `set_extra_state` of a module fails.
         """
-        above = {id(m) for target in filled for place in target.registrations for m in place.path}
+        above = {id(m) for target in filled for entry in target.registrations for m in entry.path}
         done = OwnCodeRun()
         done.not_run.update(
             {name: NOT_RUN for name, module in self.modules.items() if id(module) in above}
@@ -113,10 +116,10 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
     Extra state is no such key, nor what belongs to a tensor and is named below it, as the scales
     of a quantised weight.
     """
-    places = find_places(module)
-    if not _save_by_own_code(places):
+    modules = find_modules(module)
+    if not _save_by_own_code(modules):
         return []
-    known = {name for target in tensors_of(places) for name in target.flat_names()}
+    known = {name for target in tensors_of(modules) for name in target.flat_names()}
     return [
         key
         for key in module.state_dict()
@@ -128,41 +131,41 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
 
 def changed_in_state_dict(module: nn.Module) -> list[str]:
     """Names of tensors that its modules' own code replaces in `state_dict()`."""
-    places = find_places(module)
-    if not _save_by_own_code(places):
+    modules = find_modules(module)
+    if not _save_by_own_code(modules):
         return []
-    given: dict[str, Any] = module.state_dict()
-    own = {target.registrations[0].raw: target for target in tensors_of(places)}
+    state: dict[str, Any] = module.state_dict()
+    by_name = {target.registrations[0].raw: target for target in tensors_of(modules)}
     return [
         name
-        for name, target in own.items()
-        if isinstance(value := given.get(name), torch.Tensor) and not _is_same(target, value)
+        for name, target in by_name.items()
+        if isinstance(value := state.get(name), torch.Tensor) and not _is_same(target, value)
     ]
 
 
 def _is_same(target: ModelTensor, value: Any) -> bool:
-    theirs = value.to_local() if hasattr(value, "to_local") else value
-    return theirs.is_set_to(target.local())
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.is_set_to(target.local())
 
 
 def extra_states(model: nn.Module) -> list[str]:
     """The names of extra state that modules of a model have."""
     return [
-        _extra_name(place)
-        for place in find_places(model)
-        if type(place.module).get_extra_state is not nn.Module.get_extra_state
+        _extra_name(owner)
+        for owner in find_modules(model)
+        if type(owner.module).get_extra_state is not nn.Module.get_extra_state
     ]
 
 
-def _loads_by_own_code(place: Place) -> bool:
+def _loads_by_own_code(owner: NamedModule) -> bool:
     methods = ["_load_from_state_dict"]
-    if not place.name:  # of modules inside, torch does not call it
+    if not owner.name:  # of modules inside, torch does not call it
         methods.append("load_state_dict")
-    return _has_own_code(place.module, methods, LOAD_HOOKS)
+    return _has_own_code(owner.module, methods, LOAD_HOOKS)
 
 
-def _save_by_own_code(places: Sequence[Place]) -> bool:
-    return any(_has_own_code(place.module, SAVE_METHODS, SAVE_HOOKS) for place in places)
+def _save_by_own_code(modules: Sequence[NamedModule]) -> bool:
+    return any(_has_own_code(owner.module, SAVE_METHODS, SAVE_HOOKS) for owner in modules)
 
 
 def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> bool:
@@ -173,8 +176,8 @@ def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str
     return any(not str(getattr(e, "__module__", "")).startswith(OF_LIBRARIES) for e in entries)
 
 
-def _extra_name(place: Place) -> str:
-    return f"{place.name}.{EXTRA_STATE}" if place.name else EXTRA_STATE
+def _extra_name(owner: NamedModule) -> str:
+    return f"{owner.name}.{EXTRA_STATE}" if owner.name else EXTRA_STATE
 
 
 def _is_extra(key: str) -> bool:

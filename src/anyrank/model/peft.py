@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.wrappers import Path, Registration, plain_class, plain_of
+from anyrank.model.wrappers import ModelTensor, Path, Registration, plain_class, plain_of
 from anyrank.tensors.names import PEFT_SEGMENTS
 from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import warn_if_untested
@@ -30,21 +29,6 @@ KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values 
 PROMPTS = ["prompt_encoder", "embedding", "weight"]  # of the prompt methods, but for the adapter
 LORA_KINDS = ("Linear", "Embedding")  # of peft.tuners.lora, whose products `merge=True` adds
 MERGE_BEFORE = "merge with PEFT (merge_and_unload) before"
-
-
-class Placed(Protocol):
-    """What is asked of a tensor of a model; `ModelTensor` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tensor(self) -> torch.Tensor: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def adapter(self) -> bool: ...
-    @property
-    def registrations(self) -> Sequence[Registration]: ...
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -83,7 +67,7 @@ def saved_names(name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
     if len(active) != 1 or active.isdisjoint(name.split(".")):
         return ()
     long, short = (
-        [part for part in each.split(".") if part not in active] for each in (unwrapped, name)
+        [part for part in full.split(".") if part not in active] for full in (unwrapped, name)
     )
     names = [long, short, [part for part in short if part != "modules_to_save"]]
     if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
@@ -100,12 +84,12 @@ def _is_saved_whole(encoder: nn.Module) -> bool:
     )
 
 
-def is_adapter(place: Registration) -> bool:
+def is_adapter(entry: Registration) -> bool:
     """Whether a tensor belongs to an adapter: below a PEFT layer, and not in what that wraps, or
     beside the model in what holds all of it (prompts, tables that layers share).
     """
-    parts = place.raw.split(".")
-    for depth, module in enumerate(place.path):
+    parts = entry.raw.split(".")
+    for depth, module in enumerate(entry.path):
         below = parts[depth:]
         if not is_peft(module):
             continue
@@ -120,43 +104,43 @@ def is_adapter(place: Registration) -> bool:
 # -- adapters and the base under them --------------------------------------------------------------
 
 
-def merged_layers(targets: Iterable[Placed]) -> list[str]:
+def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
     """PEFT's layers whose base weights hold their adapters: what `unmerge` would take out of other
     base weights, or with other adapters, is not what was put in.
     """
     return sorted(
         {
-            place.name.rpartition(".")[0]
+            entry.name.rpartition(".")[0]
             for target in (targets if "peft" in sys.modules else ())
-            for place in target.registrations
-            if _is_below_merged(place)
+            for entry in target.registrations
+            if _is_below_merged(entry)
         }
     )
 
 
-def is_merged(tensor: Placed) -> bool:
+def is_merged(tensor: ModelTensor) -> bool:
     """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
     return any(
-        "base_layer" in place.raw and _is_below_merged(place) for place in tensor.registrations
+        "base_layer" in entry.raw and _is_below_merged(entry) for entry in tensor.registrations
     )
 
 
-def _is_below_merged(place: Registration) -> bool:
-    return any(is_peft(module) and getattr(module, "merged", False) for module in place.path)
+def _is_below_merged(entry: Registration) -> bool:
+    return any(is_peft(module) and getattr(module, "merged", False) for module in entry.path)
 
 
-def scaling_of(tensor: Placed) -> float | None:
+def scaling_of(tensor: ModelTensor) -> float | None:
     """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
     if not tensor.adapter:
         return None
     path, parts = tensor.registrations[0].path, tensor.name.split(".")
     layer: Any = next((m for m in path if is_peft(m) and hasattr(m, "scaling")), None)
     scalings: Mapping[str, Any] = {} if layer is None else layer.scaling
-    return next((float(by) for name, by in scalings.items() if name in parts), None)
+    return next((float(factor) for name, factor in scalings.items() if name in parts), None)
 
 
 def unknown_adapters(
-    tensors: Sequence[Placed],
+    tensors: Sequence[ModelTensor],
     stored: Mapping[int, StoredTensor],
     initialise: Collection[int],
     keep: Collection[int],
@@ -171,30 +155,30 @@ def unknown_adapters(
         keep: tensors that keep their values.
     """
     based: dict[int, bool] = {}  # layer whose base is filled -> from a file of the base alone
-    for index, given in stored.items() if any(t.adapter for t in tensors) else ():
-        for place in () if tensors[index].adapter else tensors[index].registrations:
-            layer = _adapter_layer(place)
+    for index, source in stored.items() if any(t.adapter for t in tensors) else ():
+        for entry in () if tensors[index].adapter else tensors[index].registrations:
+            layer = _adapter_layer(entry)
             if layer is not None:
-                is_plain = "base_layer" not in given.name.split(".")
+                is_plain = "base_layer" not in source.name.split(".")
                 based[id(layer)] = based.get(id(layer), False) or is_plain
-    found: list[str] = []
+    unknown: list[str] = []
     for index, tensor in enumerate(tensors):
-        place = tensor.registrations[0]
-        if not tensor.adapter or _is_plain_lora(place):
+        entry = tensor.registrations[0]
+        if not tensor.adapter or _is_plain_lora(entry):
             continue
-        layer = _adapter_layer(place)
+        layer = _adapter_layer(entry)
         # Or is a buffer that no file holds, and that PEFT may have computed.
         stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
         # PiSSA and others have taken the adapter out of the base weights.
-        of_rest = _adapter_of(place)[1] not in KNOWN_CHOICES and based.get(id(layer), False)
+        of_rest = _adapter_of(entry)[1] not in KNOWN_CHOICES and based.get(id(layer), False)
         if index in initialise or (id(layer) in based and stays) or of_rest:
-            found.append(tensor.name)
-    return found
+            unknown.append(tensor.name)
+    return unknown
 
 
-def _adapter_layer(place: Registration) -> nn.Module | None:
+def _adapter_layer(entry: Registration) -> nn.Module | None:
     """The PEFT layer that a tensor is below, or the whole PEFT model."""
-    return next((m for m in reversed(place.path) if is_adapter_layer(m)), None)
+    return next((m for m in reversed(entry.path) if is_adapter_layer(m)), None)
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
@@ -203,33 +187,33 @@ def is_adapter_layer(module: nn.Module) -> bool:
 
 
 def lora_rule(
-    layer: nn.Module, stand_in: Any, place: Registration
+    layer: nn.Module, stand_in: Any, entry: Registration
 ) -> tuple[str, Callable[[], object]] | None:
     """PEFT's rule for a factor of a new LoRA adapter; None where it leaves what construction gave.
 
     Args:
         layer: of the model, around the module that is adapted.
         stand_in: the same layer with memory for the tensor that is wanted.
-        place: where the tensor is.
+        entry: where the tensor is.
 
     Raises:
         LoadError: another adapter.
     """
-    if not _is_plain_lora(place):
-        raise LoadError(f"{place.name}: is not in the source, and is no plain LoRA: {BASE_FIRST}")
-    adapter, choice = _adapter_of(place)
+    if not _is_plain_lora(entry):
+        raise LoadError(f"{entry.name}: is not in the source, and is no plain LoRA: {BASE_FIRST}")
+    adapter, choice = _adapter_of(entry)
     if choice is False:
         return None
     name = f"{plain_class(layer).__name__}.reset_lora_parameters"
     return name, lambda: stand_in.reset_lora_parameters(adapter, choice)
 
 
-def _is_plain_lora(place: Registration) -> bool:
+def _is_plain_lora(entry: Registration) -> bool:
     """Whether a tensor is a factor of LoRA whose first value is known."""
-    parts = place.raw.split(".")
-    layer = _adapter_layer(place)
+    parts = entry.raw.split(".")
+    layer = _adapter_layer(entry)
     is_lora = layer is not None and plain_class(layer).__module__.startswith("peft.tuners.lora.")
-    adapter, choice = _adapter_of(place)
+    adapter, choice = _adapter_of(entry)
     if not is_lora or choice not in KNOWN_CHOICES:
         return False
     if {"lora_embedding_A", "lora_embedding_B"}.intersection(parts):
@@ -238,11 +222,11 @@ def _is_plain_lora(place: Registration) -> bool:
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
-def _adapter_of(place: Registration) -> tuple[str, Any]:
+def _adapter_of(entry: Registration) -> tuple[str, Any]:
     """The name of the adapter that a tensor belongs to, and its `init_lora_weights`."""
-    owner: Any = next((module for module in place.path if hasattr(module, "peft_config")), None)
+    owner: Any = next((module for module in entry.path if hasattr(module, "peft_config")), None)
     configs: Mapping[str, Any] = {} if owner is None else owner.peft_config
-    parts = place.raw.split(".")
+    parts = entry.raw.split(".")
     name = next((name for name in configs if name in parts), next(iter(configs), "default"))
     return name, getattr(configs.get(name), "init_lora_weights", True)
 
@@ -283,46 +267,51 @@ class Lora:
     dropped: frozenset[int]
 
 
-def find_lora(tensors: Sequence[Placed]) -> Lora:
+def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
     """What merging the active adapters of a model adds to which weight.
 
     Raises:
         LoadError: an adapter that is not plain LoRA, or a weight that is tied; named.
     """
-    at = {id(tensor.tensor): index for index, tensor in enumerate(tensors)}
+    numbers = {id(tensor.tensor): index for index, tensor in enumerate(tensors)}
     added: dict[int, tuple[Factors, ...]] = {}
     dropped: set[int] = set()
     seen: set[int] = set()
     for index, tensor in enumerate(tensors):
-        place = tensor.registrations[0]
+        entry = tensor.registrations[0]
         if tensor.adapter:
             dropped.add(index)
             layer: Any = next(
-                (m for m in place.path if hasattr(m, "merged_adapters")), place.module
+                (m for m in entry.path if hasattr(m, "merged_adapters")), entry.module
             )
             if id(layer) not in seen:
                 seen.add(id(layer))
-                found = _factors(tensor.name, layer, at)
-                if found:
-                    base = at[id(layer.get_base_layer().weight)]
+                factors = _factors(tensor.name, layer, numbers)
+                if factors:
+                    base = numbers[id(layer.get_base_layer().weight)]
                     _check_weight(tensors[base])
-                    added[base] = found
-        elif not _is_saved_copy(place):
+                    added[base] = factors
+        elif not _is_saved_copy(entry):
             dropped.add(index)
-    used = {number for found in added.values() for each in found for number in (each.a, each.b)}
+    used = {
+        number
+        for factors in added.values()
+        for factor in factors
+        for number in (factor.a, factor.b)
+    }
     return Lora(added, frozenset(dropped - used))
 
 
-def merged_name(place: Registration) -> str:
+def merged_name(entry: Registration) -> str:
     """The name of a place in the merged model."""
-    parts = place.name.split(".")
+    parts = entry.name.split(".")
     if "modules_to_save" in parts:
         n = parts.index("modules_to_save")
         del parts[n : n + 2]  # with the adapter's name
     return ".".join(parts)
 
 
-def _factors(name: str, layer: Any, at: Mapping[int, int]) -> tuple[Factors, ...]:
+def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors, ...]:
     """The adapters of a layer that are active, and not merged yet.
 
     Raises:
@@ -339,7 +328,7 @@ def _factors(name: str, layer: Any, at: Mapping[int, int]) -> tuple[Factors, ...
             f"{name}: its adapters are disabled: enable them, or give the model that PEFT's "
             "unload() leaves, without merge=True"
         )
-    found: list[Factors] = []
+    factors: list[Factors] = []
     is_embedding = kind.__name__ == "Embedding"
     tables = (
         (layer.lora_embedding_A, layer.lora_embedding_B)
@@ -358,16 +347,18 @@ def _factors(name: str, layer: Any, at: Mapping[int, int]) -> tuple[Factors, ...
         a, b = (table[adapter] if is_embedding else table[adapter].weight for table in tables)
         transposed = is_embedding or bool(layer.fan_in_fan_out)
         scaling = float(layer.scaling[adapter])
-        found.append(Factors(adapter, at[id(a)], at[id(b)], scaling, transposed, is_embedding))
-    return tuple(found)
+        factors.append(
+            Factors(adapter, numbers[id(a)], numbers[id(b)], scaling, transposed, is_embedding)
+        )
+    return tuple(factors)
 
 
-def _check_weight(weight: Placed) -> None:
+def _check_weight(weight: ModelTensor) -> None:
     """Raises LoadError: a weight to which nothing can be added."""
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(f"{weight.name}: is {weight.dtype}, to which no adapter can be added")
     first, *places = weight.registrations
-    tied = [place.name for place in places if place.module is not first.module]
+    tied = [entry.name for entry in places if entry.module is not first.module]
     if tied:
         others = ", ".join(tied)
         raise LoadError(
@@ -376,10 +367,10 @@ def _check_weight(weight: Placed) -> None:
         )
 
 
-def _is_saved_copy(place: Registration) -> bool:
+def _is_saved_copy(entry: Registration) -> bool:
     """Whether the merged model has a tensor: not the original of a copy that was trained."""
-    parts = place.raw.split(".")
-    for depth, module in enumerate(place.path):
+    parts = entry.raw.split(".")
+    for depth, module in enumerate(entry.path):
         copies = module.__dict__["_modules"].get("modules_to_save")
         if copies is not None:
             wrapper: Any = module

@@ -1,15 +1,15 @@
 """New memory in place of meta tensors. The tensor objects stay the same where torch can keep them.
 
 Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
-memory into them. It refuses a tensor that something else refers to, weakly or in a graph. Those of
-the owning module (`nn.RNNBase` keeps weak references, the legacy `weight_norm` a graph) are undone
-for the swap; with any other the module gets a new object, as from torch's `assign=True`.
+memory into them. It refuses a tensor that something else refers to, weakly or in a graph. The weak
+references of the owning module (`nn.RNNBase` keeps such) are undone for the swap; with any other
+the module gets a new object, as from torch's `assign=True`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ class Replacement:
         listed = _weak_entries(self.target)
         for entries, n in listed:
             entries[n] = None
-        _cut_graphs(self.target)
         try:
             torch.utils.swap_tensors(old, new)
         except (RuntimeError, TypeError):
@@ -57,8 +56,8 @@ class Replacement:
     def _assign(self, new: Any) -> None:
         self.same = not self.same
         self.other, self.target.tensor = self.target.tensor, new
-        for place in self.target.registrations:
-            setattr(place.module, place.attribute, new)
+        for entry in self.target.registrations:
+            setattr(entry.module, entry.attribute, new)
 
 
 def replace(replacements: Sequence[Replacement]) -> list[str]:
@@ -73,20 +72,10 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
             done.append(replacement)
             replacement.toggle()
     except BaseException:
-        _take_back(done[:-1])
+        for replacement in done[:-1]:  # what was on meta is there again
+            replacement.toggle()
         raise
-    return [each.target.name for each in done if not each.same]
-
-
-def _take_back(replacements: Iterable[Replacement]) -> None:
-    """Undo `replace`: what was on meta is there again."""
-    for replacement in replacements:
-        replacement.toggle()
-
-
-def put_in_place(target: ModelTensor, local: torch.Tensor) -> None:
-    """Make `local` the target's memory."""
-    Replacement(target, local).toggle()
+    return [replacement.target.name for replacement in done if not replacement.same]
 
 
 def _like(target: ModelTensor, local: torch.Tensor) -> Any:
@@ -112,20 +101,9 @@ def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
         return []
     return [
         (entries, n)
-        for place in target.registrations
-        for entries in vars(place.module).values()
+        for owner in target.registrations
+        for entries in vars(owner.module).values()
         if isinstance(entries, list)
         for n, entry in enumerate(entries)
         if isinstance(entry, weakref.ref) and entry() is target.tensor
     ]
-
-
-def _cut_graphs(target: ModelTensor) -> None:
-    """Drop the graph of what an owning module computed from its parameters while on meta: a hook
-    computes it again before the module runs.
-    """
-    for place in target.registrations:
-        attributes = vars(place.module)
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is not None:
-                attributes[name] = value.detach()

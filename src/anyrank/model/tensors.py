@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -14,38 +13,11 @@ from torch.nn.parameter import is_lazy
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import frozen_info
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
-from anyrank.model.wrappers import Path, Registration, is_wrapping, plain_of
-from anyrank.tensors.names import TensorNames
-from anyrank.tensors.sharded_tensor import ShardedTensor, global_shape, layout_of
+from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
+from anyrank.tensors.sharded_tensor import global_shape, layout_of
 
-Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
-
-
-@dataclass
-class ModelTensor(ShardedTensor):
-    """One tensor of the model, with all its names.
-
-    Attributes:
-        kind: parameter, buffer, or derived (a non-persistent buffer).
-        registrations: where the model has it; several when it is tied.
-        adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
-        frozen: the module passed to `freeze()` that it belongs to, if any.
-    """
-
-    kind: Kind
-    registrations: list[Registration]
-    adapter: bool = False
-    frozen: nn.Module | None = None
-
-    def all_names(self) -> TensorNames:
-        """All names that a source may have for it, by place."""
-        return tuple([place.names for place in self.registrations])
-
-    def flat_names(self) -> list[str]:
-        """All names that a source may have for it."""
-        return [name for place in self.registrations for name in place.names]
 
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
@@ -53,7 +25,7 @@ def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
     return [target for target in targets if target.kind != "derived"]
 
 
-class Place(NamedTuple):
+class NamedModule(NamedTuple):
     """A module where the model has it.
 
     Attributes:
@@ -82,7 +54,7 @@ class Place(NamedTuple):
         return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path)
 
 
-def find_places(model: nn.Module) -> list[Place]:
+def find_modules(model: nn.Module) -> list[NamedModule]:
     """The modules of a model, parents first, with the children that frozen parts hide.
 
     A module that refers to a parent ends there, which torch allows.
@@ -90,8 +62,8 @@ def find_places(model: nn.Module) -> list[Place]:
     Raises:
         LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
     """
-    found: list[Place] = []
-    pending = [Place(model, "", "", "", (), False, None)]
+    modules: list[NamedModule] = []
+    pending = [NamedModule(model, "", "", "", (), False, None)]
     while pending:
         module, raw, unwrapped, name, path, in_peft, frozen = pending.pop()
         children: dict[str, nn.Module | None] = module.__dict__["_modules"]
@@ -102,7 +74,7 @@ def find_places(model: nn.Module) -> list[Place]:
             frozen = module
         _check_class(module, raw, name, frozen)
         path, in_peft = (*path, module), in_peft or is_peft(module)
-        found.append(Place(module, raw, unwrapped, name, path, in_peft, frozen))
+        modules.append(NamedModule(module, raw, unwrapped, name, path, in_peft, frozen))
         for key, child in reversed(children.items()):
             if child is not None:
                 of_torch = is_wrapping(module, key)
@@ -112,12 +84,12 @@ def find_places(model: nn.Module) -> list[Place]:
                     unwrapped if of_torch else _join(unwrapped, key),
                     name if hidden else _join(name, key),
                 )
-                pending.append(Place(child, *names, path, in_peft, frozen))
-    return found
+                pending.append(NamedModule(child, *names, path, in_peft, frozen))
+    return modules
 
 
 def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | None) -> None:
-    """Raises LoadError: as `find_places`."""
+    """Raises LoadError: as `find_modules`."""
     kind = type(module)
     if frozen is None and _is_packed(kind):
         raise LoadError(
@@ -140,36 +112,36 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
     Raises:
         LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
     """
-    return tensors_of(find_places(model))
+    return tensors_of(find_modules(model))
 
 
-def tensors_of(places: Sequence[Place]) -> list[ModelTensor]:
-    """`find_tensors` of a model whose places are known."""
-    for place in places:
-        if isinstance(place.module, FSDPModule):
-            place.module.reshard()
-    found: dict[int, ModelTensor] = {}
-    for place in places:
-        module = place.module
+def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
+    """`find_tensors` of a model whose modules are known."""
+    for owner in modules:
+        if isinstance(owner.module, FSDPModule):
+            owner.module.reshard()
+    tensors: dict[int, ModelTensor] = {}
+    for owner in modules:
+        module = owner.module
         derived: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         for kind, table in TABLES:
             for attribute, tensor in module.__dict__[table].items():
                 if tensor is None:
                     continue
-                entry = place.registration(attribute)
+                entry = owner.registration(attribute)
                 kind_there: Kind = "derived" if attribute in derived else kind
-                known = found.get(id(tensor))
+                known = tensors.get(id(tensor))
                 if known is None:
-                    found[id(tensor)] = _model_tensor(tensor, kind_there, place, entry)
+                    tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry)
                     continue
                 known.registrations.append(entry)
                 if known.kind == "derived":
                     known.kind = kind_there
-    return list(found.values())
+    return list(tensors.values())
 
 
-def _model_tensor(tensor: Any, kind: Kind, place: Place, entry: Registration) -> ModelTensor:
-    """A tensor at the first place that has it.
+def _model_tensor(tensor: Any, kind: Kind, owner: NamedModule, entry: Registration) -> ModelTensor:
+    """A tensor at the first module that has it.
 
     Raises:
         LoadError: it has no shape yet, or no layout that can be read.
@@ -188,8 +160,8 @@ def _model_tensor(tensor: Any, kind: Kind, place: Place, entry: Registration) ->
         coordinate=coordinate,
         kind=kind,
         registrations=[entry],
-        adapter=place.in_peft and is_adapter(entry),
-        frozen=place.frozen,
+        adapter=owner.in_peft and is_adapter(entry),
+        frozen=owner.frozen,
     )
 
 

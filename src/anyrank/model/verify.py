@@ -70,7 +70,7 @@ def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
     different = {key[0]: groups for key, groups in seen.items() if len(groups) > 1}
     if different:
         shown = [
-            f"{name}: " + " differs from ".join(f"ranks {held}" for held in groups.values())
+            f"{name}: " + " differs from ".join(f"ranks {members}" for members in groups.values())
             for name, groups in list(different.items())[:10]
         ]
         raise LoadError(
@@ -87,11 +87,11 @@ def check_alike(models: Sequence[Sequence[Described]], ranks: Ranks) -> None:
     """
     first = ranks.ranks[0]
     for rank, model in zip(ranks.ranks[1:], models[1:], strict=True):
-        for ours, theirs in zip_longest(models[0], model):
-            if ours != theirs:
+        for ours, others in zip_longest(models[0], model):
+            if ours != others:
                 raise LoadError(
                     f"the ranks' models differ: rank {first} has {_in_words(ours)}, rank {rank} "
-                    f"has {_in_words(theirs)}"
+                    f"has {_in_words(others)}"
                 )
 
 
@@ -106,15 +106,15 @@ def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
     """NaN and infinite values by tensor over all ranks, of replicas counted once. All ranks."""
 
     def count() -> dict[tuple[str, tuple[int, ...]], int]:
-        found: dict[tuple[str, tuple[int, ...]], int] = {}
+        counts: dict[tuple[str, tuple[int, ...]], int] = {}
         for target in targets:
             local = target.local()
             if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
                 rows = local.reshape(-1).split(BLOCK_BYTES)
                 bad = sum(int((~row.isfinite()).sum()) for row in rows)
                 if bad:  # ranks whose first elements are the same ones are replicas
-                    found[target.name, target.pieces[0].box.offsets] = bad
-        return found
+                    counts[target.name, target.pieces[0].box.offsets] = bad
+        return counts
 
     by_share: dict[tuple[str, tuple[int, ...]], int] = {}
     for table in ranks.together("looking for NaN", count):

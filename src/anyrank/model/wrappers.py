@@ -1,16 +1,19 @@
-"""What torch's wrappers put around a model, and the names that come of it."""
+"""A tensor of a model, where the model has it, and what torch's wrappers put around that."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.frozen.freeze import without_answers
-from anyrank.tensors.names import WRAPPERS
+from anyrank.tensors.names import WRAPPERS, TensorNames
+from anyrank.tensors.sharded_tensor import ShardedTensor
 
+Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 Path: TypeAlias = "tuple[nn.Module, ...]"
 
 
@@ -43,6 +46,31 @@ class Registration(NamedTuple):
         return tuple(dict.fromkeys((self.raw, self.name, self.unwrapped, *self.aliases)))
 
 
+@dataclass
+class ModelTensor(ShardedTensor):
+    """One tensor of the model, with all its names.
+
+    Attributes:
+        kind: parameter, buffer, or derived (a non-persistent buffer).
+        registrations: where the model has it; several when it is tied.
+        adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
+        frozen: the module passed to `freeze()` that it belongs to, if any.
+    """
+
+    kind: Kind
+    registrations: list[Registration]
+    adapter: bool = False
+    frozen: nn.Module | None = None
+
+    def all_names(self) -> TensorNames:
+        """All names that a source may have for it, by registration."""
+        return tuple([entry.names for entry in self.registrations])
+
+    def flat_names(self) -> list[str]:
+        """All names that a source may have for it."""
+        return [name for entry in self.registrations for name in entry.names]
+
+
 def is_wrapping(module: nn.Module, child: str) -> bool:
     """Whether a child's name is a wrapper's doing, and not the model's."""
     return child in WRAPPERS or (child == "module" and isinstance(module, DistributedDataParallel))
@@ -53,24 +81,24 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return plain_of(type(module))
 
 
-def plain_copy(module: nn.Module, made: dict[int, nn.Module] | None = None) -> Any:
+def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> Any:
     """The same module tree, not frozen, in the classes that the user wrote; all else is shared.
 
     Args:
         module: stays as it is.
-        made: gets the copy of each module, by the module's id.
+        copies: gets the copy of each module, by the module's id.
     """
-    made = {} if made is None else made
-    if id(module) not in made:
+    copies = {} if copies is None else copies
+    if id(module) not in copies:
         kind = plain_class(module)
         copy: Any = kind.__new__(kind)
-        made[id(module)] = copy
+        copies[id(module)] = copy
         copy.__dict__ = without_answers(module.__dict__)
         copy.__dict__["_modules"] = {
-            name: None if child is None else plain_copy(child, made)
+            name: None if child is None else plain_copy(child, copies)
             for name, child in module.__dict__["_modules"].items()
         }
-    return made[id(module)]
+    return copies[id(module)]
 
 
 def plain_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -15,9 +15,10 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
 from anyrank.filling.read import read_own
-from anyrank.model.allocate import buffer_for, default_device
-from anyrank.model.buffers import rebuild
+from anyrank.model.buffers import rebuilt_values
 from anyrank.model.initialise import Initialiser
+from anyrank.model.replace import replace
+from anyrank.model.share import buffer_for, default_device
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     StreamOutcome,
@@ -169,12 +170,8 @@ class _Restorer:
         for part in self.inner.parts.values():
             if isinstance(part, nn.Module):
                 targets = find_tensors(part)
-                rebuild(
-                    targets,
-                    self.ranks,
-                    Initialiser(part, self.inner.seed),
-                    default_device(targets),
-                )
+                initialiser, device = Initialiser(part, self.inner.seed), default_device(targets)
+                replace(rebuilt_values(targets, self.ranks, initialiser, device)[1])
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:
         """Restore the random streams; last, so that nothing draws from them afterwards."""

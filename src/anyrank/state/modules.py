@@ -16,9 +16,9 @@ from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
-from anyrank.model.allocate import allocate, default_device, device_for
 from anyrank.model.own_code import added_to_state_dict
-from anyrank.model.replace import put_in_place
+from anyrank.model.replace import Replacement
+from anyrank.model.share import allocate, default_device, device_for
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.state.part_types import (
     Matched,
@@ -145,7 +145,7 @@ def match_module(
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
     problems, fills = _frozen(part, module, record, device)
-    checked = {id(fill.held.tensor) for fill in fills}
+    checked = {id(fill.target.tensor) for fill in fills}
     parts = dict(frozen_parts(module))
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
@@ -162,8 +162,8 @@ def match_module(
 
     def commit() -> None:
         for fill in fills:
-            if isinstance(fill.held, ModelTensor) and fill.held.is_meta:
-                put_in_place(fill.held, fill.local)
+            if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
+                Replacement(fill.target, fill.local).toggle()
         for submodule, value in restored:
             submodule.set_extra_state(value)
         for name, inner in parts.items():

@@ -26,7 +26,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.files.manifest import IMPLEMENTATION
-from anyrank.model.allocate import device_for
+from anyrank.model.share import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import (
     Matched,

@@ -241,7 +241,7 @@ def match_own_methods(
     def commit() -> None:
         load()
         now = _tensors_now(part, optimizer)
-        filled = {fill.held.name: fill.local for fill in matched.fills}
+        filled = {fill.target.name: fill.local for fill in matched.fills}
         lost = [key for key, value in filled.items() if not _is_same(now.get(key), value)]
         if lost:
             call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"

@@ -42,9 +42,9 @@ class Box:
         offsets = tuple(a - b for a, b in zip(self.offsets, origin, strict=True))
         return Box(offsets, self.sizes)
 
-    def shifted(self, by: Sequence[int]) -> Box:
+    def shifted(self, amounts: Sequence[int]) -> Box:
         """The same sizes, moved by an amount in each dim."""
-        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+        return Box(tuple(a + b for a, b in zip(self.offsets, amounts, strict=True)), self.sizes)
 
     def split(self, dim: int, rows: int) -> Iterator[Box]:
         """Consecutive parts of at most `rows` rows along one dim."""
@@ -65,8 +65,8 @@ class Box:
         if self.numel <= max(1, most):
             yield self
             return
-        by = row_major(self.sizes) if strides is None else strides
-        dim = max((d for d, size in enumerate(self.sizes) if size > 1), key=lambda d: by[d])
+        steps = row_major(self.sizes) if strides is None else strides
+        dim = max((d for d, size in enumerate(self.sizes) if size > 1), key=lambda d: steps[d])
         rows = max(1, most * self.sizes[dim] // self.numel)
         for part in self.split(dim, rows):
             yield from part.cut(most, strides)
@@ -103,9 +103,9 @@ class BoxIndex:
             high = bisect_left(self.starts, start + box.sizes[self.dim])
             near = self.order[low:high]
         for number in near:
-            found = box.intersect(self.boxes[number])
-            if found is not None:
-                yield number, found
+            overlap = box.intersect(self.boxes[number])
+            if overlap is not None:
+                yield number, overlap
 
 
 @lru_cache(maxsize=256)

@@ -17,28 +17,30 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tupl
     """
     shape, ndim = tuple(shape), len(shape)
 
-    def walk(index: tuple[int, ...], first: int, last: int, at: int) -> Iterator[tuple[Box, int]]:
+    def walk(
+        index: tuple[int, ...], first: int, last: int, position: int
+    ) -> Iterator[tuple[Box, int]]:
         if first >= last:
             return
         dim = len(index)
         row = math.prod(shape[dim + 1 :])
         if dim >= ndim - 1 or (first % row == 0 and last % row == 0):
             low, high = (first, last) if dim >= ndim else (first // row, last // row)
-            here = () if dim >= ndim else (high - low,)
+            rows = () if dim >= ndim else (high - low,)
             offsets = index if dim >= ndim else (*index, low)
             rest = shape[dim + 1 :]
-            sizes = (1,) * dim + here + rest
-            yield Box(offsets + (0,) * len(rest), sizes), at
+            sizes = (1,) * dim + rows + rest
+            yield Box(offsets + (0,) * len(rest), sizes), position
             return
         begin, end = first // row, last // row
         if begin == end:
-            yield from walk((*index, begin), first % row, last % row, at)
+            yield from walk((*index, begin), first % row, last % row, position)
             return
         if first % row:
-            yield from walk((*index, begin), first % row, row, at)
-            at, first = at + row - first % row, (begin + 1) * row
-        yield from walk(index, first, end * row, at)
-        yield from walk((*index, end), 0, last % row, at + end * row - first)
+            yield from walk((*index, begin), first % row, row, position)
+            position, first = position + row - first % row, (begin + 1) * row
+        yield from walk(index, first, end * row, position)
+        yield from walk((*index, end), 0, last % row, position + end * row - first)
 
     return walk((), start, stop, 0)
 
@@ -57,20 +59,20 @@ def assembled(
         ValueError: they are not as many as the tensor's, or of several dtypes.
     """
     chunks: list[Chunk] = []
-    at = 0
+    position = 0
     for source, first, count in parts:
         inner = source.chunks[0]
         if len(source.chunks) != 1 or (inner.strides not in ((1,), ()) and source.numel > 1):
             raise ValueError(f"{source.name} is not flat")
         if first < 0 or first + count > source.numel:
             raise ValueError(f"{source.name} has {source.numel} elements, not {first + count}")
-        for box, begin in boxes_of_range(shape, at, at + count):
+        for box, begin in boxes_of_range(shape, position, position + count):
             offset = inner.offset + (first + begin) * source.dtype.itemsize
             chunks.append(Chunk(box, inner.file, offset, row_major(box.sizes)))
-        at += count
+        position += count
     dtypes = {source.dtype for source, _, _ in parts}
-    if at != math.prod(shape) or len(dtypes) != 1:
+    if position != math.prod(shape) or len(dtypes) != 1:
         raise ValueError(
-            f"its parts have {at} elements, and its shape {list(shape)} another number"
+            f"its parts have {position} elements, and its shape {list(shape)} another number"
         )
     return StoredTensor(name, shape, dtypes.pop(), tuple(chunks))

@@ -124,8 +124,8 @@ def local_pieces(
 def _given_pieces(ndim: int, coordinate: tuple[int, ...]) -> tuple[Piece, ...]:
     _, *parts = (coordinate[n : n + ndim] for n in range(0, len(coordinate), ndim))
     boxes = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-    found = (Piece(Box(start, sizes), local) for start, local, sizes in boxes)
-    return tuple(piece for piece in found if piece.box.numel)
+    pieces = (Piece(Box(start, sizes), local) for start, local, sizes in boxes)
+    return tuple(piece for piece in pieces if piece.box.numel)
 
 
 @lru_cache(maxsize=256)
@@ -196,9 +196,9 @@ def _cut_order(dim: int, layout: Layout) -> list[tuple[int, int]]:
 
 def _nth_chunk(length: int, number: int, index: int) -> Interval:
     """torch.chunk's piece: ceil(length / number) each, the last ones short or empty."""
-    each = -(-length // number) if length else 0
-    start = min(index * each, length)
-    return start, min(each, length - start)
+    size = -(-length // number) if length else 0
+    start = min(index * size, length)
+    return start, min(size, length - start)
 
 
 def _strided(intervals: list[Interval], factor: int, number: int, index: int) -> list[Interval]:

@@ -29,8 +29,8 @@ def product(
         transposed: whether the weight is stored [in, out].
     """
     rows, columns = box.slices()
-    made = (b[columns] @ a[:, rows]).T if transposed else b[rows] @ a[:, columns]
-    return made * scaling
+    values = (b[columns] @ a[:, rows]).T if transposed else b[rows] @ a[:, columns]
+    return values * scaling
 
 
 def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:

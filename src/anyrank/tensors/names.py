@@ -34,11 +34,11 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     if rename is None:
         return lambda key: key
     if callable(rename):
-        given = cast("Callable[[str], object]", rename)
+        function = cast("Callable[[str], object]", rename)
 
         def by_function(key: str) -> str:
             try:
-                name = given(key)
+                name = function(key)
             except Exception as error:
                 raise LoadError(
                     f"rename= failed for {key}: {type(error).__name__}: {error}"
@@ -83,12 +83,12 @@ def unused(rename: Rename, keys: Collection[str]) -> list[str]:
         return [old for old in rename if old not in names and f"{old}." not in names]
     left = {pattern: re.compile(pattern) for pattern, _ in rename}
     for key in keys:
-        left = {pattern: each for pattern, each in left.items() if not each.search(key)}
+        left = {pattern: regex for pattern, regex in left.items() if not regex.search(key)}
     return list(left)
 
 
-def _are_texts(*given: object) -> bool:
-    return all(isinstance(each, str) for each in given)
+def _are_texts(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _by_table(key: str, table: dict[str, str]) -> str:
@@ -116,12 +116,12 @@ def candidates(key: str) -> Iterator[str]:
     yield ".".join(part for part in base.split(".") if part not in PEFT_SEGMENTS)
 
 
-def of_adapter(key: str) -> bool:
+def is_of_adapter(key: str) -> bool:
     """Whether a key is one that PEFT saved, and so never of a base model by itself."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))
 
 
-def of_own_adapter(key: str) -> bool:
+def is_own_factor(key: str) -> bool:
     """Whether a key is a factor as a model under PEFT names it: `up.lora_A.default.weight`."""
     return _OWN_FACTOR.search(key) is not None
 
@@ -199,13 +199,13 @@ def match_keys(
     """
     places: dict[str, list[tuple[int, int]]] = {}
     for index, want in enumerate(wanted):
-        for place, names in enumerate(want):
+        for position, names in enumerate(want):
             for name in names:
-                places.setdefault(name, []).append((index, place))
-    found: dict[tuple[int, int], str] = {}
+                places.setdefault(name, []).append((index, position))
+    filled: dict[tuple[int, int], str] = {}
     result = KeyMatch()
     renamed = {key: rename(key) for key in keys}
-    adapters = {key: None for key, name in renamed.items() if of_adapter(name)}
+    adapters = {key: None for key, name in renamed.items() if is_of_adapter(name)}
     # A trained copy that a run saved by its own name takes that, and not its original's.
     trained = {key: None for key, name in renamed.items() if _TRAINED_COPY.search(name)}
     first = {**adapters, **trained}
@@ -220,15 +220,15 @@ def match_keys(
             copies = [hit for hit in hits if "original_module" not in wanted[hit[0]][hit[1]][0]]
             hits = copies or hits
         for hit in dict.fromkeys(hits):
-            if hit in found:
-                known = found[hit]
+            if hit in filled:
+                known = filled[hit]
                 is_copy = len(hits) > 1 and (known in adapters or known in trained)
                 if is_copy and key not in adapters:
                     continue
                 name = wanted[hit[0]][hit[1]][0]
-                raise LoadError(f"both {found[hit]} and {key} of the file mean {name}: rename one")
-            found[hit] = key
-    for (index, _), key in sorted(found.items()):
+                raise LoadError(f"both {filled[hit]} and {key} of the file mean {name}: rename one")
+            filled[hit] = key
+    for (index, _), key in sorted(filled.items()):
         used = result.keys.setdefault(index, key)
         if used != key:
             result.duplicates[key] = used
@@ -283,22 +283,22 @@ def near(name: str, others: Sequence[str]) -> str:
 
 def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
     """Those of some names that begin most like another one."""
-    place = bisect_left(ordered, name)
-    return list(ordered[max(0, place - NEIGHBOURS) : place + NEIGHBOURS])
+    position = bisect_left(ordered, name)
+    return list(ordered[max(0, position - NEIGHBOURS) : position + NEIGHBOURS])
 
 
 def wrong_prefix(keys: Sequence[str], names: Iterable[str]) -> tuple[str, str, int] | None:
     """A change of prefix that places most of the unused keys: the keys' prefix, the names' in its
     place, and how many keys it places; None where no change places at least half of them.
     """
-    at: dict[str, str | None] = {}  # the end of a name -> what stands before it, if only one has it
+    prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
     for name in names:
         for before, end in _cuts(name):
-            at[end] = None if end in at else before
+            prefixes[end] = None if end in prefixes else before
     counts: Counter[tuple[str, str]] = Counter()
     for key in keys:
-        found = ((before, at[end]) for before, end in _cuts(key) if end in at)
-        old, new = next(found, ("", None))  # the longest end
+        pairs = ((before, prefixes[end]) for before, end in _cuts(key) if end in prefixes)
+        old, new = next(pairs, ("", None))  # the longest end
         if new is not None and old != new:
             counts[old, new] += 1
     (pair, count), *_ = counts.most_common(1) or [(("", ""), 0)]

@@ -37,7 +37,7 @@ class Read:
     def nbytes(self) -> int:
         return self.box.numel * self.stored.dtype.itemsize
 
-    def of(self, local: torch.Tensor) -> torch.Tensor:
+    def view_of(self, local: torch.Tensor) -> torch.Tensor:
         """The box's place in the rank's local tensor, which may be all of it."""
         if local.shape == self.box.sizes:
             return local
@@ -45,8 +45,8 @@ class Read:
 
     def part(self, box: Box) -> Read:
         """The same read, limited to a smaller box."""
-        by = tuple(a - b for a, b in zip(box.offsets, self.box.offsets, strict=True))
-        local = tuple(a + b for a, b in zip(self.local, by, strict=True))
+        shift = tuple(a - b for a, b in zip(box.offsets, self.box.offsets, strict=True))
+        local = tuple(a + b for a, b in zip(self.local, shift, strict=True))
         return Read(self.stored, self.chunk, box, local)
 
 
@@ -155,10 +155,10 @@ def plan_reads(
             local = tuple(a + b for a, b in zip(piece.local, inside, strict=True))
             reads.append(Read(stored, stored.chunks[number], common, local))
     wanted = sum(piece.box.numel for piece in pieces)
-    found = sum(read.box.numel for read in reads)
-    if wanted != found:
+    total = sum(read.box.numel for read in reads)
+    if wanted != total:
         raise LoadError(
-            f"{stored.name}: the file's chunks hold {found} of the {wanted} elements wanted here, "
+            f"{stored.name}: the file's chunks hold {total} of the {wanted} elements wanted here, "
             f"of shape {list(stored.shape)}: the checkpoint is incomplete or its index is wrong"
         )
     return reads

@@ -99,16 +99,16 @@ class Quantised:
         while row < stop:
             matrix, inside = divmod(row, rows)
             end = min(stop, matrix * rows + min(rows, (inside // high + 1) * high))
-            mine = scales.view(-1, grid_columns)[grid_row(row) - first]
-            numbers[row - start : end - start] *= mine.repeat_interleave(wide)[:columns]
+            row_scales = scales.view(-1, grid_columns)[grid_row(row) - first]
+            numbers[row - start : end - start] *= row_scales.repeat_interleave(wide)[:columns]
             row = end
         return numbers.view(-1)
 
 
 def _as_float(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scales in float32; bytes are exponents of two."""
-    given = torch.float8_e8m0fnu if dtype == torch.uint8 else dtype
-    return data.view(given).to(torch.float32)
+    stored_dtype = torch.float8_e8m0fnu if dtype == torch.uint8 else dtype
+    return data.view(stored_dtype).to(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,35 +166,35 @@ class Pair:
 def _block(
     config: Mapping[str, Any], shape: tuple[int, int], scales: StoredTensor, rest: Sequence[int]
 ) -> tuple[int, int]:
-    given = config.get("weight_block_size", BLOCK)
-    if given is None or scales.numel == math.prod(rest):
+    sizes = config.get("weight_block_size", BLOCK)
+    if sizes is None or scales.numel == math.prod(rest):
         return shape  # one scale for all
-    match given:
+    match sizes:
         case [high, wide] if type(high) is type(wide) is int and min(high, wide) > 0:
             # As small as the tensor: no memory is taken for columns that it has not.
             return min(high, max(1, shape[0])), min(wide, max(1, shape[1]))
         case _:
             raise LoadError(
-                f"weight_block_size of quantization_config is {given!r}: two whole numbers are "
+                f"weight_block_size of quantization_config is {sizes!r}: two whole numbers are "
                 "expected"
             )
 
 
 def pairs_of(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
     """The pairs of a source, by their names and dtypes."""
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for key, scales in tensors.items():
         exponents = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
         stem = key.removesuffix(SCALES)
         blocks = tensors.get(stem + BLOCKS) if stem != key and exponents else None
         if blocks is not None and blocks.dtype == torch.uint8 and len(blocks.shape) > 1:
-            found.append(Pair("mxfp4", stem + BLOCKS, key, stem))
+            pairs.append(Pair("mxfp4", stem + BLOCKS, key, stem))
         stem = key.removesuffix(SCALE_INV)
         numbers = exponents or scales.dtype.is_floating_point
         values = tensors.get(stem) if stem != key and numbers else None
         if values is not None and is_small(values.dtype) and len(values.shape) > 1:
-            found.append(Pair("fp8", stem, key, stem))
-    return found
+            pairs.append(Pair("fp8", stem, key, stem))
+    return pairs
 
 
 def is_small(dtype: torch.dtype) -> bool:

@@ -148,23 +148,23 @@ def _given_boxes(tensor: Any, name: str) -> tuple[int, ...]:
         LoadError: a box that does not lie in both tensors.
     """
     local, whole = tuple(tensor.shape), global_shape(tensor)
-    found = [*local]
-    for start, at, sizes in zip(
+    coordinate = [*local]
+    for start, own_start, sizes in zip(
         tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
     ):
         inside = [
             len(low) == len(sizes) == len(shape)
             and all(0 <= a <= a + n <= m for a, n, m in zip(low, sizes, shape, strict=True))
-            for low, shape in ((start, whole), (at, local))
+            for low, shape in ((start, whole), (own_start, local))
         ]
         if not all(inside):
             raise LoadError(
                 f"{name}: says that it holds {list(sizes)} at {list(start)} of {list(whole)}, at "
-                f"{list(at)} of its {list(local)}, which do not lie in both: correct its "
+                f"{list(own_start)} of its {list(local)}, which do not lie in both: correct its "
                 "global_offsets, local_offsets and local_sizes"
             )
-        found += [*start, *at, *sizes]
-    return tuple(map(int, found))
+        coordinate += [*start, *own_start, *sizes]
+    return tuple(map(int, coordinate))
 
 
 def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
@@ -218,12 +218,12 @@ def dtensor_like(
     mesh = like.device_mesh
     kind: Any = type(like)  # by its class, as an import statement here takes 0.1 ms
     elsewhere = local.device.type != mesh.device_type
-    given = torch.empty_like(local, device="meta") if elsewhere else local
-    made = kind.from_local(given, mesh, placements, run_check=False, shape=shape, stride=stride)
+    blank = torch.empty_like(local, device="meta") if elsewhere else local
+    dtensor = kind.from_local(blank, mesh, placements, run_check=False, shape=shape, stride=stride)
     if not elsewhere:
-        return made
-    names, context = made.__tensor_flatten__()
-    parts = {name: getattr(made, name) for name in names}
+        return dtensor
+    names, context = dtensor.__tensor_flatten__()
+    parts = {name: getattr(dtensor, name) for name in names}
     parts |= {name: local for name, part in parts.items() if isinstance(part, torch.Tensor)}
     return kind.__tensor_unflatten__(parts, context, shape, stride)
 
@@ -249,34 +249,34 @@ class Coordinates:
     table: tuple[tuple[int, ...] | None, ...]
     which: tuple[int, ...]
 
-    def of(self, index: int) -> tuple[int, ...] | None:
+    def coordinate(self, index: int) -> tuple[int, ...] | None:
         """The coordinate in the mesh of a tensor."""
         return self.table[self.which[index]]
 
 
 def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
     """This rank's place in the mesh of each tensor, by which others know what it holds."""
-    table = tuple(dict.fromkeys(held.coordinate for held in tensors))
-    return Coordinates(table, tuple(table.index(held.coordinate) for held in tensors))
+    table = tuple(dict.fromkeys(tensor.coordinate for tensor in tensors))
+    return Coordinates(table, tuple(table.index(tensor.coordinate) for tensor in tensors))
 
 
 def replicas(
-    index: int, held: ShardedTensor, coordinates: Mapping[int, Coordinates]
+    index: int, tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
     """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
 
     Args:
         index: position of the tensor in every rank's list.
-        held: the tensor, as any rank holds it.
+        tensor: the tensor, as any rank holds it.
         coordinates: of every rank, by global rank.
     """
-    if held.layout is None:
-        return {held.pieces: tuple(coordinates)} if held.pieces else {}
-    at: dict[tuple[int, ...] | None, list[int]] = {}
+    if tensor.layout is None:
+        return {tensor.pieces: tuple(coordinates)} if tensor.pieces else {}
+    by_coordinate: dict[tuple[int, ...] | None, list[int]] = {}
     for rank, known in coordinates.items():
-        at.setdefault(known.of(index), []).append(rank)
+        by_coordinate.setdefault(known.coordinate(index), []).append(rank)
     groups: dict[tuple[Piece, ...], list[int]] = {}
-    for coordinate, ranks in at.items():
-        pieces = local_pieces(held.shape, held.layout, coordinate)
+    for coordinate, ranks in by_coordinate.items():
+        pieces = local_pieces(tensor.shape, tensor.layout, coordinate)
         groups.setdefault(pieces, []).extend(ranks)
     return {pieces: tuple(sorted(ranks)) for pieces, ranks in groups.items() if pieces}

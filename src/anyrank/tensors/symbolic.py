@@ -36,14 +36,14 @@ class SymbolicTensor:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        own = FUNCTIONS.get(func)
-        if own is None:
+        function = FUNCTIONS.get(func)
+        if function is None:
             raise LoadError(
                 f"a conversion calls {getattr(func, '__name__', func)}, which computes values; "
                 "anyrank converts names and layouts only: convert the checkpoint with the library "
                 "that made it, save it, and load the result"
             )
-        return own(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -98,7 +98,7 @@ class SymbolicTensor:
             for chunk in self.stored.chunks
             if (common := chunk.box.intersect(window)) is not None
         ]
-        return self._made(tuple(sizes), chunks)
+        return self._with_chunks(tuple(sizes), chunks)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[SymbolicTensor, ...]:
         return self.split(max(1, -(-self.shape[dim] // chunks)), dim)
@@ -128,7 +128,7 @@ class SymbolicTensor:
             )
             for chunk in self.stored.chunks
         ]
-        return self._made(pick(self.shape), chunks)
+        return self._with_chunks(pick(self.shape), chunks)
 
     def transpose(self, dim0: int, dim1: int) -> SymbolicTensor:
         order = list(range(self.ndim))
@@ -145,13 +145,13 @@ class SymbolicTensor:
 
     def unsqueeze(self, dim: int) -> SymbolicTensor:
         dim = _dim(dim, self.ndim + 1)
-        return self._each(lambda values, new: (*values[:dim], new, *values[dim:]))
+        return self._with_dims(lambda values, new: (*values[:dim], new, *values[dim:]))
 
     def squeeze(self, dim: int) -> SymbolicTensor:
         dim = _dim(dim, self.ndim)
         if self.shape[dim] != 1:
             return self
-        return self._each(lambda values, new: (*values[:dim], *values[dim + 1 :]))
+        return self._with_dims(lambda values, new: (*values[:dim], *values[dim + 1 :]))
 
     def reshape(self, *shape: Any) -> SymbolicTensor:
         """The same elements in another shape, where that is a view of the stored bytes."""
@@ -171,11 +171,15 @@ class SymbolicTensor:
                 f"{list(sizes)} across its memory layout: convert the checkpoint with the library "
                 "that made it, save it, and load the result"
             ) from error
-        return self._made(sizes, [replace(chunk, box=Box.whole(sizes), strides=strides.stride())])
+        return self._with_chunks(
+            sizes, [replace(chunk, box=Box.whole(sizes), strides=strides.stride())]
+        )
 
     view = reshape
 
-    def _each(self, change: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> SymbolicTensor:
+    def _with_dims(
+        self, change: Callable[[tuple[int, ...], int], tuple[int, ...]]
+    ) -> SymbolicTensor:
         chunks = [
             replace(
                 chunk,
@@ -184,9 +188,9 @@ class SymbolicTensor:
             )
             for chunk in self.stored.chunks
         ]
-        return self._made(change(tuple(self.shape), 1), chunks)
+        return self._with_chunks(change(tuple(self.shape), 1), chunks)
 
-    def _made(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> SymbolicTensor:
+    def _with_chunks(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> SymbolicTensor:
         return SymbolicTensor(StoredTensor(self.stored.name, shape, self.dtype, tuple(chunks)))
 
 
@@ -203,8 +207,8 @@ def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
                 f"a conversion joins {first.stored.name} {list(first.shape)} {first.dtype} and "
                 f"{tensor.stored.name} {list(tensor.shape)} {tensor.dtype}"
             )
-        by = tuple(position if d == dim else 0 for d in range(first.ndim))
-        chunks += (replace(chunk, box=chunk.box.shifted(by)) for chunk in tensor.stored.chunks)
+        shift = tuple(position if d == dim else 0 for d in range(first.ndim))
+        chunks += (replace(chunk, box=chunk.box.shifted(shift)) for chunk in tensor.stored.chunks)
         position += tensor.shape[dim]
     shape = tuple(position if d == dim else n for d, n in enumerate(first.shape))
     return SymbolicTensor(StoredTensor(first.stored.name, shape, first.dtype, tuple(chunks)))

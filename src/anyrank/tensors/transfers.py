@@ -134,10 +134,10 @@ class HeldBox:
 
     @cached_property
     def _by_node(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {}
+        ranks_by_node: dict[int, list[int]] = {}
         for rank in self.holders:
-            found.setdefault(self.nodes[rank], []).append(rank)
-        return {node: tuple(ranks) for node, ranks in found.items()}
+            ranks_by_node.setdefault(self.nodes[rank], []).append(rank)
+        return {node: tuple(ranks) for node, ranks in ranks_by_node.items()}
 
     @cached_property
     def _all(self) -> tuple[int, ...]:
@@ -167,11 +167,11 @@ def places_of(
         coordinates: global rank -> its coordinate in the layout's mesh.
         nodes: global rank -> its machine.
     """
-    at: dict[Coordinate, list[int]] = {}
+    by_coordinate: dict[Coordinate, list[int]] = {}
     for rank, coordinate in coordinates.items():
-        at.setdefault(coordinate, []).append(rank)
+        by_coordinate.setdefault(coordinate, []).append(rank)
     holders: dict[Box, dict[int, tuple[int, ...]]] = {}
-    for coordinate, ranks in at.items():
+    for coordinate, ranks in by_coordinate.items():
         for piece in local_pieces(shape, layout, coordinate):
             holders.setdefault(piece.box, {}).update(dict.fromkeys(ranks, piece.local))
     return tuple(
@@ -187,7 +187,7 @@ class Transfer:
     Attributes:
         sender, receiver: global ranks.
         strip: number of the strip of the wanted tensor that the box is in.
-        place: number of the held box that it is a part of.
+        box_number: of the held box that it is a part of.
         box: in the wanted tensor.
         source: where it starts in the sender's local tensor, in the source's dims.
         target: where it starts in the receiver's local tensor.
@@ -196,7 +196,7 @@ class Transfer:
     sender: int
     receiver: int
     strip: int
-    place: int
+    box_number: int
     box: Box
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -222,11 +222,14 @@ def transfers_of(
     Raises:
         LoadError: an element that nobody holds, for what `rank` receives.
     """
-    every = [_Numbered([*enumerate(held)]) for held in places]
-    mine = [_Numbered([(n, p) for n, p in enumerate(held) if rank in p.holders]) for held in places]
-    found: list[Transfer] = []
+    all_boxes = [_Numbered([*enumerate(boxes)]) for boxes in places]
+    own_boxes = [
+        _Numbered([(n, box) for n, box in enumerate(boxes) if rank in box.holders])
+        for boxes in places
+    ]
+    transfers: list[Transfer] = []
     for position, (receiver, pieces) in enumerate(wanted.items()):
-        known = every if receiver == rank else mine
+        known = all_boxes if receiver == rank else own_boxes
         for piece in pieces:
             filled = 0
             for number, strip in enumerate(strips):
@@ -234,16 +237,16 @@ def transfers_of(
                 if common is None:
                     continue
                 inside = strip.to_source(common)
-                for n, place, held in known[number].common(inside):
-                    filled += held.numel
-                    senders = place.near(receiver)
-                    box = strip.to_wanted(held)
+                for n, held_box, overlap in known[number].common(inside):
+                    filled += overlap.numel
+                    senders = held_box.near(receiver)
+                    box = strip.to_wanted(overlap)
                     for sender, part in _shared(box, senders, position + n):
                         if rank in (sender, receiver):
-                            at = strip.to_source(part).relative_to(place.box.offsets)
-                            source = at.shifted(place.holders[sender]).offsets
+                            inner = strip.to_source(part).relative_to(held_box.box.offsets)
+                            source = inner.shifted(held_box.holders[sender]).offsets
                             target = piece.part(part).local
-                            found.append(
+                            transfers.append(
                                 Transfer(sender, receiver, number, n, part, source, target)
                             )
             if receiver == rank and filled != piece.box.numel:
@@ -251,20 +254,20 @@ def transfers_of(
                     f"the source's ranks hold {filled} of the {piece.box.numel} elements that rank "
                     f"{rank} wants at {list(piece.box.offsets)}: give src on all ranks of its mesh"
                 )
-    return found
+    return transfers
 
 
 class _Numbered:
     """Some of the held boxes of a tensor, by the number of each."""
 
-    def __init__(self, places: Sequence[tuple[int, HeldBox]]) -> None:
-        self.places = places
-        self.index = BoxIndex([place.box for _, place in places])
+    def __init__(self, boxes: Sequence[tuple[int, HeldBox]]) -> None:
+        self.boxes = boxes
+        self.index = BoxIndex([held_box.box for _, held_box in boxes])
 
     def common(self, box: Box) -> Iterator[tuple[int, HeldBox, Box]]:
         """Those with elements of a box, in the order of their numbers, and these elements."""
-        for n, held in sorted(self.index.common(box), key=lambda found: found[0]):
-            yield *self.places[n], held
+        for n, overlap in sorted(self.index.common(box), key=lambda pair: pair[0]):
+            yield *self.boxes[n], overlap
 
 
 def _shared(box: Box, senders: Sequence[int], start: int) -> Iterator[tuple[int, Box]]:

@@ -47,16 +47,16 @@ def plan_writes(
     load = dict.fromkeys(coordinates, 0)
     writes: list[Write] = []
     shared: list[tuple[int, int, Piece, tuple[int, ...]]] = []
-    for index, held in enumerate(tensors):
-        itemsize = held.dtype.itemsize
-        groups = replicas(index, held, coordinates)
-        for pieces, members in (groups or _empty(held, coordinates)).items():
+    for index, tensor in enumerate(tensors):
+        itemsize = tensor.dtype.itemsize
+        groups = replicas(index, tensor, coordinates)
+        for pieces, members in (groups or _empty(tensor, coordinates)).items():
             for whole in pieces:
                 for box in whole.box.cut(PIECE_BYTES // itemsize):
                     piece = whole.part(box)
                     nbytes = piece.box.numel * itemsize
                     first, *others = members
-                    if others and held.name not in by_first:
+                    if others and tensor.name not in by_first:
                         shared.append((nbytes, index, piece, members))
                         continue
                     load[first] += nbytes
@@ -69,11 +69,11 @@ def plan_writes(
 
 
 def _empty(
-    held: ShardedTensor, coordinates: Mapping[int, Coordinates]
+    tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
     """A tensor without elements is written as one empty box, so that its dtype and shape are kept.
 
     Its local offset is of no account.
     """
-    whole = Box.whole(held.shape)
+    whole = Box.whole(tensor.shape)
     return {(Piece(whole, whole.offsets),): (next(iter(coordinates)),)}
