@@ -41,14 +41,14 @@ def command(
             f"File '{script}' does not exist; a module takes -m: anyrank check -m {script}",
             param_hint="'SCRIPT'",
         )
-    own = arguments[1:] if arguments[:1] == ("--",) else arguments
-    found = _run(ranks, script, ("-m", script, *own) if is_module else (script, *own))
-    if found["ranks"] != ranks:
+    program = (script, *(arguments[1:] if arguments[:1] == ("--",) else arguments))
+    result = _run(ranks, script, ("-m", *program) if is_module else program)
+    if result["ranks"] != ranks:
         err().print(
             f"anyrank: {script} made no group of {ranks} ranks: the first was checked alone",
             markup=False,
         )
-    findings = Findings([Finding(**one) for one in found["findings"]], found["ranks"])
+    findings = Findings([Finding(**fields) for fields in result["findings"]], result["ranks"])
     if as_json:
         click.echo(findings.to_json())
     else:
@@ -63,8 +63,8 @@ def _run(ranks: int, script: str, program: tuple[str, ...]) -> dict[str, Any]:
         AnyrankError: it came to no step.
     """
     with tempfile.TemporaryDirectory(prefix="anyrank-check-") as folder:
-        result, log = os.path.join(folder, "result.json"), os.path.join(folder, "log")
-        line = torchrun.line(ranks, "-m", "anyrank.watching.first_step", result, *program)
+        path, log = os.path.join(folder, "result.json"), os.path.join(folder, "log")
+        line = torchrun.line(ranks, "-m", "anyrank.watching.first_step", path, *program)
         with open(log, "wb") as file:
             process = torchrun.start(line, file, environ(ranks))
             try:
@@ -76,14 +76,14 @@ def _run(ranks: int, script: str, program: tuple[str, ...]) -> dict[str, Any]:
                 ) from error
             finally:
                 torchrun.kill_all(process)
-        if not os.path.exists(result):
+        if not os.path.exists(path):
             ended = f"failed with exit code {code}" if code else "ended"
             raise AnyrankError(
                 f"{script}: {ended} before an optimizer step: nothing was checked; its last lines:"
                 f"\n{torchrun.tail(log)}"
             )
-        with open(result, encoding="utf-8") as file:
-            found: dict[str, Any] = json.load(file)
-    if "error" in found:
-        raise AnyrankError(f"{script}: {found['error']}")
-    return found
+        with open(path, encoding="utf-8") as file:
+            result: dict[str, Any] = json.load(file)
+    if "error" in result:
+        raise AnyrankError(f"{script}: {result['error']}")
+    return result
