@@ -26,11 +26,16 @@ def command(pid: int | None, as_json: bool) -> None:
     lines, verdict = describe(job, looks)
     if as_json:
         ranks = [
-            {"rank": one.rank, "pid": job.ranks[one.rank], "state": one.state, "stack": one.text}
-            for one in looks
+            {
+                "rank": look.rank,
+                "pid": job.ranks[look.rank],
+                "state": look.state,
+                "stack": look.text,
+            }
+            for look in looks
         ]
-        found = json.loads(verdict.to_json()) if verdict else None
-        click.echo(json.dumps({"launcher": job.launcher, "ranks": ranks, "verdict": found}))
+        report = json.loads(verdict.to_json()) if verdict else None
+        click.echo(json.dumps({"launcher": job.launcher, "ranks": ranks, "verdict": report}))
     else:
         write(out(), *lines)
     sys.exit(1 if verdict and verdict.culprits else 0)
