@@ -14,7 +14,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
 # Rooms that are done; "" is the modules beside the rooms.
-DONE = ("", "memory", "peers", "resume", "saving", "world")
+DONE = ("", "memory", "peers", "resume", "saving", "watching", "world")
 
 # Word -> what to say instead. Of a value each of them hides what the value is.
 PARTICIPLE = "a participle names the verb: say what was found, held, given"
