@@ -300,20 +300,42 @@ def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(
     assert (f'under "if {test}"' in verdict.screen) == (culprit == 1)
 
 
-def test_the_if_that_parts_the_ranks_is_named_whatever_it_asks(tmp_path: Path) -> None:
+def test_each_if_that_parts_the_ranks_is_named_and_further_in_those_that_ask_for_the_rank(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "train.py"
-    lines = ["def log():", "    if loss > 9:", "        gather()", "if step == 4:"]
-    lines += ["    if step:", "        log()", "    reduce()"]
+    lines = [
+        "def save():",
+        "    if world > 1:",
+        "        if args.rank == 2:",
+        "            gather()",
+    ]
+    lines += ["if step == 4:", "    if loss > 9:", "        save()", "    reduce()"]
     script.write_text("\n".join(lines))
     looks = [
-        Look(rank, stack=in_collective("all_reduce", Frame(str(script), 7, "<module>")))
+        Look(rank, stack=in_collective("all_reduce", Frame(str(script), 8, "<module>")))
         for rank in (0, 1)
     ]
-    within = Frame(str(script), 3, "log"), Frame(str(script), 6, "<module>")
+    within = Frame(str(script), 4, "save"), Frame(str(script), 7, "<module>")
     verdict = conclude([*looks, Look(2, stack=in_collective("all_gather", *within))], 61)
     assert verdict is not None
     assert (verdict.culprits, verdict.kind) == ([2], "branch")
-    assert 'log, under "if step", "if loss > 9": every rank has to call it' in verdict.screen
+    assert 'save, under "if loss > 9", "if args.rank == 2": every rank' in verdict.screen
+
+
+def test_an_if_of_a_helper_makes_no_branch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    lines = ["def sync():", "    if world > 1:", "        gather()", "reduce()", "sync()"]
+    script.write_text("\n".join(lines))
+    looks = [
+        Look(rank, stack=in_collective("all_reduce", Frame(str(script), 4, "<module>")))
+        for rank in (0, 1)
+    ]
+    within = Frame(str(script), 3, "sync"), Frame(str(script), 5, "<module>")
+    verdict = conclude([*looks, Look(2, stack=in_collective("all_gather", *within))], 61)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.kind) == ([2], "skipped")
+    assert "under" not in verdict.screen
 
 
 def test_a_rank_that_is_done_where_the_others_wait_is_a_mismatch() -> None:

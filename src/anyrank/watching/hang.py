@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -306,7 +306,7 @@ class Watching:
     def _conclude(self) -> None:
         """Have all ranks look, conclude, and say it. The first rank alone."""
         beats, steps, idle_sec = self._beats, self._all_steps(), self._all_idle_sec()
-        number = self._order("look")
+        number = self._last_order = self._order("look")
         looks = {self._rank: self._eyes.look(self._steps)}
         others = [rank for rank in range(self._size) if rank != self._rank]
         looks |= self._gather(f"look/{number}", others)
@@ -325,24 +325,22 @@ class Watching:
         self._say(verdict)
         if self._ends_job:
             self._order("exit")
-            self._exit()
 
     def _order(self, what: str) -> int:
-        """Tell the other ranks what to do; returns the order's number."""
-        self._last_order = self._store.count("orders")
-        self._store.set("order", f"{self._last_order} {what}")
-        return self._last_order
+        """Tell all ranks what to do at their next tick; returns the order's number."""
+        number = self._store.count("orders")
+        self._store.set("order", f"{number} {what}")
+        return number
 
-    def _gather(self, key: str, ranks: Iterable[int]) -> dict[int, Look]:
+    def _gather(self, key: str, ranks: Sequence[int]) -> dict[int, Look]:
         """What ranks have seen; those that do not answer in time are missing."""
-        states = {rank: "left" if self._beats[rank].text else "absent" for rank in ranks}
-        looks = {
-            rank: Look(rank, state)
-            for rank, state in states.items()
-            if self._beats[rank].text in ("", LEFT)
-        }
+        looks: dict[int, Look] = {}
+        for rank in ranks:
+            text = self._beats[rank].text
+            if text in ("", LEFT):
+                looks[rank] = Look(rank, "left" if text else "absent")
         end = time.monotonic() + ANSWER_SEC
-        pending = states.keys() - looks.keys()
+        pending = {*ranks} - looks.keys()
         while pending:
             for rank in pending:
                 if text := self._store.get(f"{key}/{rank}"):

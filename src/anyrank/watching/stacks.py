@@ -28,6 +28,11 @@ STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 MODULES = re.compile(r"torch/nn/modules/module\.py$")
 END = "destroy_process_group"
+# In the test of an `if` that asks for the rank; lora_rank is none.
+RANK = re.compile(
+    r"\b(?!lora|low)(\w+_)?rank\b|(rank|global|process)_zero"
+    r"|(main|master)_process|\bis_(main|master)\b|process_index"
+)
 
 
 class Frame(NamedTuple):
@@ -142,6 +147,11 @@ class Branch(NamedTuple):
     line: int
     test: str
     is_else: bool
+
+    @property
+    def asks_for_rank(self) -> bool:
+        """Whether the test does, by a usual name."""
+        return bool(RANK.search(self.test.lower()))
 
     def __str__(self) -> str:
         return f'{"the else of " if self.is_else else ""}"if {self.test}"'

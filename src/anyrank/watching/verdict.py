@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -30,11 +29,6 @@ from anyrank.world.group import name_ranks
 
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
-# In the test of an `if` that asks for the rank; lora_rank is none.
-RANK = re.compile(
-    r"\b(?!lora|low)(\w+_)?rank\b|(rank|global|process)_zero"
-    r"|(main|master)_process|\bis_(main|master)\b|process_index"
-)
 # What a rank does, after its name: where it does not answer, by its state, else by the kind.
 STATES = {
     "killed": "has ended",
@@ -192,14 +186,19 @@ def _parting_lines(look: Look, other: Look) -> tuple[Frame, Frame] | None:
 
 
 def _branches_apart(look: Look, other: Look) -> list[Branch]:
-    """Each `if` that a rank is within, and another is not, from where their ways part."""
+    """Each `if` that a rank is within, and another is not, where their ways part; further in, those
+    that ask for the rank.
+    """
     lines = _parting_lines(look, other)
     if lines is None:
         return []
     shared = branches_around(lines[1])
     frames = own_frames(look.stack)
-    within = frames[: frames.index(lines[0]) + 1][::-1]
-    return [branch for frame in within for branch in branches_around(frame) if branch not in shared]
+    further = frames[: frames.index(lines[0])][::-1]
+    return [
+        *(branch for branch in branches_around(lines[0]) if branch not in shared),
+        *(b for frame in further for b in branches_around(frame) if b.asks_for_rank),
+    ]
 
 
 def _calls_otherwise(odd: Look, waiter: Look) -> bool:
@@ -229,7 +228,7 @@ def _odd_ones(waiting: Sequence[Look]) -> list[Look]:
         groups[_position(look)].append(look)
     most = min(
         groups.values(),
-        key=lambda group: (-len(group), _asks_for_rank(group[0]), group[0].steps, group[0].rank),
+        key=lambda group: (-len(group), _is_led_by_rank(group[0]), group[0].steps, group[0].rank),
     )
     return _behind(waiting) or [look for look in waiting if look not in most]
 
@@ -274,10 +273,10 @@ def _position(look: Look) -> object:
     return own_frames(look.stack), collective_of(look.stack)
 
 
-def _asks_for_rank(look: Look) -> bool:
+def _is_led_by_rank(look: Look) -> bool:
     """Whether a rank is where an `if` that asks for the rank has led it."""
     branches = (branch for frame in own_frames(look.stack) for branch in branches_around(frame))
-    return any(RANK.search(branch.test.lower()) for branch in branches)
+    return any(branch.asks_for_rank for branch in branches)
 
 
 # -- words ----------------------------------------------------------------------------------------
