@@ -59,8 +59,8 @@ BOTH = "ranks 0, 1"
         ("streams", f"drop, {BOTH}", *2 * [{"stream": "s", "dropout": "drop"}], {}),
         ("sampler", f"loader.sampler, {BOTH}", *2 * [{"loader": loader(0)}], {}),
         ("batch", f"loader.batch_size, {BOTH}", {}, {"loader": loader(1, batch=5)}, {}),
-        ("device", f"w, {BOTH}", *2 * [{"found": [OWN]}], {}),
-        ("device", "w, rank 1", {}, {"found": [OWN]}, {}),
+        ("device", f"w, {BOTH}", *2 * [{"findings": [OWN]}], {}),
+        ("device", "w, rank 1", {}, {"findings": [OWN]}, {}),
     ],
 )
 def test_a_rule_speaks_for_the_ranks_that_it_is_about(

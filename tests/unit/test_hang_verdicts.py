@@ -9,22 +9,23 @@ from pathlib import Path
 import pytest
 
 import anyrank
-from anyrank.watching.judge import ADVICE, conclude
 from anyrank.watching.looks import Look, Operation, works
 from anyrank.watching.options import read_options
 from anyrank.watching.stacks import (
     Frame,
     Stack,
+    branches_around,
     collective_of,
     fetches,
     is_own,
     own_frames,
-    place_of,
     read_faulthandler,
     read_py_spy,
+    tries_around,
     waits_for_store,
 )
 from anyrank.watching.system import Workers, ended, oom_kills, state_of
+from anyrank.watching.verdict import ADVICE, conclude
 
 TORCH = "/v/lib/python3.11/site-packages/torch"
 DUMP = f"""Current thread 0x00007f9ad21116c0 (most recent call first):
@@ -139,13 +140,14 @@ def other():
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (7, ([("rank == 0", 0, True)], 0)),
-        (10, ([("rank == 0", 1, True)], 0)),
-        (13, ([], 1)),
-        (15, ([], 0)),
-        (17, ([], 0)),
-        (21, ([], 0)),
-        (99, ([], 0)),
+        (5, (['"if step < 3"'], set())),
+        (7, (['"if rank == 0"'], set())),
+        (10, (['the else of "if rank == 0"'], set())),
+        (13, ([], {12})),
+        (15, ([], set())),
+        (17, ([], set())),
+        (21, ([], set())),
+        (99, ([], set())),
     ],
 )
 def test_the_source_says_what_a_line_hangs_on(
@@ -153,28 +155,20 @@ def test_the_source_says_what_a_line_hangs_on(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SOURCE)
-    place = place_of(Frame(str(script), line, "main"))
-    conditions = [(one.text, one.arm, one.is_by_rank) for one in place.conditions]
-    assert (conditions, len(place.swallows)) == expected
+    frame = Frame(str(script), line, "main")
+    assert ([str(branch) for branch in branches_around(frame)], tries_around(frame)) == expected
 
 
 @pytest.mark.parametrize("text", ["def (", "\x00", ""])
 def test_a_source_that_cannot_be_read_says_nothing(text: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert place_of(Frame(str(script), 1, "main")) == place_of(Frame("<string>", 1, "main"))
+    for file in (str(script), "<string>"):
+        assert branches_around(Frame(file, 1, "main")) == []
+        assert collective_of((Frame(file, 1, "main"),)) == ""
 
 
 # -- at work or not -------------------------------------------------------------------------------
-
-
-def test_a_rank_is_known_by_the_name_that_the_script_gives_it(tmp_path: Path) -> None:
-    script = str(tmp_path / "train.py")
-    lines = ["R = dist.get_rank()", "net = DDP(net, device_ids=[local_rank])"]
-    lines += ["if step == 30 and R == 0:", "    dist.barrier()", "if net is None:", "    pass"]
-    Path(script).write_text("\n".join(lines))
-    asking = [one.is_by_rank for n in (4, 6) for one in place_of(Frame(script, n, "f")).conditions]
-    assert asking == [True, False]
 
 
 def test_what_goes_from_function_to_function_is_at_work() -> None:
@@ -282,6 +276,79 @@ def test_of_two_ranks_the_one_under_its_rank_is_it(tmp_path: Path) -> None:
     assert 'under "if rank == 0"' in verdict.screen
 
 
+@pytest.mark.parametrize(
+    ("test", "culprit"),
+    [
+        ("dist.get_rank() == 0", 1),
+        ("args.local_rank in (-1, 0)", 1),
+        ("master_process", 1),
+        ("trainer.is_global_zero", 1),
+        ("config.lora_rank > 4", 2),
+        ("step % 10 == 0", 2),
+    ],
+)
+def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(
+    test: str, culprit: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"if {test}:\n    gather()\nreduce()\n")
+    under = Look(1, stack=in_collective("all_gather", Frame(str(script), 2, "<module>")))
+    other = Look(2, stack=in_collective("all_reduce", Frame(str(script), 3, "<module>")))
+    verdict = conclude([under, other], 61)
+    assert verdict is not None
+    assert verdict.culprits == [culprit]
+    assert (f'under "if {test}"' in verdict.screen) == (culprit == 1)
+
+
+def test_each_if_that_parts_the_ranks_is_named_and_further_in_those_that_ask_for_the_rank(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    lines = [
+        "def save():",
+        "    if world > 1:",
+        "        if args.rank == 2:",
+        "            gather()",
+    ]
+    lines += ["if step == 4:", "    if loss > 9:", "        save()", "    reduce()"]
+    script.write_text("\n".join(lines))
+    looks = [
+        Look(rank, stack=in_collective("all_reduce", Frame(str(script), 8, "<module>")))
+        for rank in (0, 1)
+    ]
+    within = Frame(str(script), 4, "save"), Frame(str(script), 7, "<module>")
+    verdict = conclude([*looks, Look(2, stack=in_collective("all_gather", *within))], 61)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.kind) == ([2], "branch")
+    assert 'save, under "if loss > 9", "if args.rank == 2": every rank' in verdict.screen
+
+
+def test_an_if_of_a_helper_makes_no_branch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    lines = ["def sync():", "    if world > 1:", "        gather()", "reduce()", "sync()"]
+    script.write_text("\n".join(lines))
+    looks = [
+        Look(rank, stack=in_collective("all_reduce", Frame(str(script), 4, "<module>")))
+        for rank in (0, 1)
+    ]
+    within = Frame(str(script), 3, "sync"), Frame(str(script), 5, "<module>")
+    verdict = conclude([*looks, Look(2, stack=in_collective("all_gather", *within))], 61)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.kind) == ([2], "skipped")
+    assert "under" not in verdict.screen
+
+
+def test_a_rank_that_is_done_where_the_others_wait_is_a_mismatch() -> None:
+    looks = [waits(0), waits(1), waits(2, "all_gather", 20)]
+    for look in looks:
+        is_done = look.rank == 2
+        look.operations = [Operation("0", 7, "all_reduce", "[[4]]", is_done)]
+        look.operations += [Operation("0", 8, "all_gather", "[[4]]", False)] if is_done else []
+    verdict = conclude(looks, 61)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.kind) == ([2], "mismatch")
+
+
 def test_shapes_that_differ_are_a_mismatch() -> None:
     looks = [waits(rank) for rank in range(3)]
     for look in looks:
@@ -334,7 +401,7 @@ def test_a_look_travels_as_text() -> None:
     ("after", "seconds"), [("60s", 60), ("10min", 600), ("1h", 3600), (2.5, 2.5)]
 )
 def test_times_are_read(after: str | float, seconds: float) -> None:
-    assert read_options(after, False, None).after_sec == seconds
+    assert read_options(after, False, None) == (seconds, None)
 
 
 @pytest.mark.parametrize("after", ["", "0s", "-1s", "soon", "60 days", -3, 0])
@@ -381,5 +448,5 @@ def test_ends_of_processes_are_told_in_words() -> None:
     assert ended(9) == "signal 9 (SIGKILL)"
     assert ended(3 << 8) == "exit code 3"
     assert state_of(2**22 + 1) == ""
-    assert Workers().scan() == []
+    assert Workers().find_dead() == []
     assert oom_kills() >= 0

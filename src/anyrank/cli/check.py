@@ -41,9 +41,8 @@ def command(
             f"File '{script}' does not exist; a module takes -m: anyrank check -m {script}",
             param_hint="'SCRIPT'",
         )
-    arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
-    program = ("-m", script, *arguments) if is_module else (script, *arguments)
-    result = _run(ranks, script, program)
+    program = (script, *(arguments[1:] if arguments[:1] == ("--",) else arguments))
+    result = _run(ranks, script, ("-m", *program) if is_module else program)
     if result["ranks"] != ranks:
         err().print(
             f"anyrank: {script} made no group of {ranks} ranks: the first was checked alone",

@@ -18,7 +18,7 @@ import click
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
 from anyrank.cli.run_memory import outliving
-from anyrank.watching.options import Options, read_options
+from anyrank.watching.options import read_options
 from anyrank.wording import count
 
 
@@ -91,7 +91,8 @@ def command(
         )
     program = ("-m", script, *arguments) if is_module else (script, *arguments)
     if watch is not None:
-        program = _options(watch, is_exit, report).program(*program)
+        options = json.dumps(_options(watch, is_exit, report))
+        program = ("-m", "anyrank.watching.launched", options, *program)
     elif is_exit or report is not None:
         raise click.UsageError("--exit and --report go with --watch TIME")
     first = ranks or _count_devices()
@@ -152,12 +153,13 @@ def _run_once(
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
 
 
-def _options(watch: str, is_exit: bool, report: str | None) -> Options:
-    """The options of the watch; wrong ones are wrong usage."""
+def _options(watch: str, is_exit: bool, report: str | None) -> dict[str, Any]:
+    """The arguments of `anyrank.watch`; wrong ones are wrong usage."""
     try:
-        return read_options(watch, is_exit, report)
+        after_sec, path = read_options(watch, is_exit, report)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    return {"after": after_sec, "exit": is_exit, "report": path}
 
 
 def environ(ranks: int) -> dict[str, str]:

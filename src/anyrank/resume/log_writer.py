@@ -84,7 +84,7 @@ class LogWriter:
             self._write(self._state.step - 1, event=START, lost=self._lost)
         spent = [report.spent for report in reports]
         if self._pace is not None and self._is_first and all(spent):
-            self._pace.say(self._ranks, spent)
+            self._pace.warn_of_slow(self._ranks, spent)
         if self._state.step % LINE_STEPS == 0:
             losses = [report.loss for report in reports if report.loss is not None]
             weight = sum(weight for _, weight in losses)

@@ -62,9 +62,11 @@ def compare_replicas(
     wrong = {name: groups for name, groups in differing.items() if name not in may_differ}
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
-        text = _in_words("nothing was saved, as", wrong, parts, others)
-        way = "Checkpoints(replicas_every=1) compares all of each tensor, and names the step"
-        raise CheckpointError(f"{text}\na ninth of each tensor was compared: {way}")
+        raise CheckpointError(
+            _in_words("nothing was saved, as", wrong, parts, others)
+            + "\na ninth of each tensor was compared: Checkpoints(replicas_every=1) compares all, "
+            "and names the step"
+        )
     if ranks.index == 0:
         log.warning(
             "%d tensors differ between the ranks; the first rank's are saved: %s",

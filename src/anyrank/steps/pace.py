@@ -36,7 +36,7 @@ Spent = tuple[float, float]
 class Pace:
     """Where this rank's time goes in each step. One at a time in a process.
 
-    The hooks are functions of the module: a copied or pickled model takes nothing with it.
+    The model's hook is a function of the module: a copied or pickled model takes nothing with it.
 
     Args:
         model: that is trained.
@@ -45,7 +45,7 @@ class Pace:
 
     Attributes:
         waited_sec: seconds in which this rank has waited for others, and exchanged with them.
-        named_slow: slow ranks, with the part of their step, that were named: once.
+        warned: ranks that were named as slow, with the part: each once.
     """
 
     running: Pace | None = None
@@ -57,7 +57,7 @@ class Pace:
         on_first: Callable[[], object] = lambda: None,
     ) -> None:
         self.waited_sec = 0.0
-        self.named_slow: set[tuple[int, str]] = set()
+        self.warned: set[tuple[int, str]] = set()
         self._on_first = on_first
         self._times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._rows: list[list[float]] = []
@@ -66,12 +66,13 @@ class Pace:
         self._last, self._agreed_sec = time.perf_counter(), Wait.spent_sec
         # FSDP2 sets the gradients of its parameters itself, and calls no hook.
         trained = [p for p in model.parameters() if p.requires_grad and type(p) is nn.Parameter]
-        ends = {id(parameter): parameter for parameter in (*trained[:ENDS], *trained[-ENDS:])}
+        ends = {id(p): p for p in (*trained[:ENDS], *trained[-ENDS:])}
         self._handles: list[Any] = [model.register_forward_pre_hook(_begin_forward)]
-        self._handles += [p.register_post_accumulate_grad_hook(_gradient) for p in ends.values()]
+        for parameter in ends.values():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(_before_step))
-            self._handles.append(optimizer.register_step_post_hook(_after_step))
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
         Pace.running = self
 
     def begin_forward(self) -> None:
@@ -79,19 +80,21 @@ class Pace:
         self._add("forward" if self._in_forward else "loader")
         self._in_forward = self._sees_forward = True
 
-    def gradient(self) -> None:
+    def _gradient(self, parameter: torch.Tensor) -> None:
         """One of the first or last parameters has its gradient."""
+        if torch.compiler.is_compiling():
+            return
         part = "forward" if self._in_forward else "backward"
         self._add(part if self._sees_forward else "step")
         self._in_forward, self._has_gradient = False, True
 
-    def before_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step: what it does not do alone is over."""
         if self._has_gradient:
             self.waited_sec += time.perf_counter() - self._last - self._agreements()
         self._has_gradient = self._in_forward = False
 
-    def after_step(self) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped."""
         self.pause()
         if any(self._times.values()):
@@ -113,13 +116,13 @@ class Pace:
         spent, self._spent = self._spent, []
         return spent
 
-    def say(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
+    def warn_of_slow(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
         """Name the slow one of the ranks, by what each of them has told, once, on the first."""
-        slowest = slow_rank(spent)
-        if slowest is None or (ranks[slowest[0]], slowest[1]) in self.named_slow:
+        slow = slow_rank(spent)
+        if slow is None or (ranks[slow[0]], slow[1]) in self.warned:
             return
-        index, part, seconds = slowest
-        self.named_slow.add((ranks[index], part))
+        index, part, seconds = slow
+        self.warned.add((ranks[index], part))
         log.warning(
             "rank %d is slow: the others wait %.0f ms a step for it, in its %s",
             ranks[index],
@@ -175,26 +178,9 @@ def _spent(seconds: Sequence[float]) -> Spent:
     return median, high - low
 
 
-# -- hooks ----------------------------------------------------------------------------------------
-
-
 def _begin_forward(module: nn.Module, args: Any) -> None:
+    """Hook of the model."""
     if torch.compiler.is_compiling():
         return
     if Pace.running is not None and torch.is_grad_enabled():
         Pace.running.begin_forward()
-
-
-def _gradient(parameter: torch.Tensor) -> None:
-    if not torch.compiler.is_compiling() and Pace.running is not None:
-        Pace.running.gradient()
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if Pace.running is not None:
-        Pace.running.before_step()
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if Pace.running is not None:
-        Pace.running.after_step()

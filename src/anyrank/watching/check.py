@@ -50,7 +50,7 @@ def check(
         What was found, the same on all ranks: an empty list where all is well.
 
     Raises:
-        AnyrankError: the model is wrapped by FSDP1.
+        LoadError: the model is wrapped by FSDP1, or a part is packed by torch.ao.
         RankError: arguments differ between ranks, or a rank did not come.
         TypeError, ValueError: an argument that is wrong on its face.
     """
@@ -70,21 +70,21 @@ def check_now(
     """As `check`; with `is_before=False`, after a forward, which may change buffers, and may have
     run under a seed of its own. All ranks.
     """
-    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = [one for one in several if one is not None]
+    listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [value for value in listed if value is not None]
 
     def check_arguments() -> None:
         check_model(model)
-        for one in optimizers:
-            if not hasattr(one, "param_groups"):
-                raise TypeError(f"optimizer= takes an optimizer, not {type(one).__name__}")
+        for value in optimizers:
+            if not hasattr(value, "param_groups"):
+                raise TypeError(f"optimizer= takes an optimizer, not {type(value).__name__}")
         if global_batch is not None:
             check_int("global_batch", global_batch, 1)
         check_int("accumulation", accumulation, 1)
 
     with open_ranks(call="check()") as ranks:
-        given = {"global_batch": global_batch, "accumulation": accumulation}
-        compare_arguments(ranks, "check", given, RankError, check_arguments)
+        arguments = {"global_batch": global_batch, "accumulation": accumulation}
+        compare_arguments(ranks, "check", arguments, RankError, check_arguments)
 
         def look() -> tuple[dict[str, Table], Facts]:
             return facts_of(model, optimizers, loader, ranks, is_before, is_seeded)

@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from anyrank.steps.loader import ElasticLoader
 
+MOST_TRANSFORMS = 256  # that are looked at: one may be within itself
 RANDOM = ("Random", "Jitter", "AutoAugment", "RandAugment", "TrivialAugment", "AugMix", "MixUp")
 
 
@@ -45,7 +46,7 @@ def look_at(loader: Any) -> LoaderFacts | None:
     dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
     samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
-    sampler = next((one for one in samplers if isinstance(one, DistributedSampler)), None)
+    sampler = next((s for s in samplers if isinstance(s, DistributedSampler)), None)
     samples = _length(dataset)
     return LoaderFacts(
         size if isinstance(size, int) else None,
@@ -75,24 +76,25 @@ def _length(dataset: Any) -> int | None:
 
 
 def _rows(dataset: Any) -> str:
-    for one in _datasets(dataset):
-        if isinstance(one, Subset):
-            rows = repr([*map(int, one.indices)]).encode()
-            return hashlib.blake2b(rows, digest_size=8).hexdigest()
+    subsets = (inner for inner in _datasets(dataset) if isinstance(inner, Subset))
+    for subset in subsets:
+        rows = repr([*map(int, subset.indices)]).encode()
+        return hashlib.blake2b(rows, digest_size=8).hexdigest()
     return ""
 
 
 def _augments(dataset: Any) -> str:
     """The class of a random transform, as torchvision's datasets hold them."""
-    for one in _datasets(dataset):
-        pending = [getattr(one, name, None) for name in ("transform", "transforms")]
-        for _ in range(64):
-            if not pending:
-                break
-            each = pending.pop()
-            name = type(each).__name__
-            if any(word in name for word in RANDOM):
-                return name
-            inner = getattr(each, "transforms", None)
-            pending += [*inner] if isinstance(inner, (list, tuple)) else [inner] if inner else []
+    pending = [
+        getattr(inner, name, None)
+        for inner in _datasets(dataset)
+        for name in ("transform", "transforms")
+    ]
+    for transform in pending:  # to which those within are added
+        name = type(transform).__name__
+        if any(word in name for word in RANDOM):
+            return name
+        inner = getattr(transform, "transforms", None)
+        if inner and len(pending) < MOST_TRANSFORMS:
+            pending += inner if isinstance(inner, (list, tuple)) else [inner]
     return ""

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from anyrank.random_state.saved_streams import capture
 from anyrank.state.digests import start_digests
 from anyrank.steps.loader import ElasticLoader
@@ -20,7 +22,7 @@ from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.findings import Finding
 from anyrank.world.ranks import Ranks
 
-FOUND = 32  # by a rank itself; what is gathered is small
+FINDINGS = 32  # of a rank itself; what is gathered is small
 TABLES = 4  # that are compared line by line
 LINES = 32  # of each, from each rank
 
@@ -30,15 +32,25 @@ Values = dict[int, "str | None"]  # by rank; None where the rank's table lacks t
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's: small, and without a tensor."""
+    """One rank's: small, and without a tensor.
+
+    Attributes:
+        digests: of each table.
+        tensor_parallel: ranks that share one copy of the data.
+        stream: digest of torch's generator.
+        is_seeded: whether forwards run under seeds of their own, as an ElasticLoader's do.
+        dropout: modules that draw random numbers in each forward.
+        loader: None for none, and for an ElasticLoader.
+        findings: of this rank by itself.
+    """
 
     digests: Mapping[str, str]
     tensor_parallel: int
     stream: str
-    streams_given: bool
+    is_seeded: bool
     dropout: str
     loader: LoaderFacts | None
-    found: Sequence[Finding]
+    findings: Sequence[Finding]
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class Known:
 
 
 def facts_of(
-    given: Any,
+    model: nn.Module,
     optimizers: Sequence[Any],
     loader: Any,
     ranks: Ranks,
@@ -75,53 +87,52 @@ def facts_of(
     """This rank's tables and facts.
 
     Args:
-        given: the model.
+        model: as it is trained.
         optimizers: of it; none when they are not known.
         loader: of its data, or None.
         ranks: that check together.
         is_before: whether no forward ran, so that buffers are alike as well.
-        is_seeded: whether forwards ran under seeds of their own, as an ElasticLoader's do.
+        is_seeded: whether forwards ran under seeds of their own.
 
     Raises:
-        AnyrankError: the model's parameters are not its own (FSDP1).
+        LoadError: the model's parameters are not its own (FSDP1).
     """
-    model = model_rules.take_apart(given)
-    held = model_rules.readable(model, buffers=is_before)
-    values = [(one.name, one.local()) for one in held]
+    parts = model_rules.take_apart(model)
+    tensors = model_rules.readable(parts, buffers=is_before)
+    values = [(tensor.name, tensor.local()) for tensor in tensors]
     digests = [str(digest) for digest in start_digests(values, ranks.check)()]
-    kinds = model_rules.kinds_of(model)
+    kinds = model_rules.kinds_of(parts)
     tables = {
         "kinds": kinds,
         "order": {f"{number}": name for number, name in enumerate(kinds)},
     }
-    for one, digest in zip(held, digests, strict=True):
-        if (share := _share(one)) is not None:
-            tables.setdefault(f"values {share}", {})[one.name] = digest
-    by_id = {id(one.tensor): digest for one, digest in zip(held, digests, strict=True)}
+    for tensor, digest in zip(tensors, digests, strict=True):
+        if (share := _share(tensor)) is not None:
+            tables.setdefault(f"values {share}", {})[tensor.name] = digest
+    by_id = {id(item.tensor): digest for item, digest in zip(tensors, digests, strict=True)}
     streams = capture({})
-    drawn = "device" if model.on_accelerator() and "device" in streams else "torch"
+    drawn = "device" if parts.on_accelerator() and "device" in streams else "torch"
     return (
         tables,
         Facts(
             {name: _digest(table.items()) for name, table in tables.items()},
-            model.tensor_parallel(),
+            parts.tensor_parallel(),
             streams[drawn].digest,
-            # Each microbatch of an ElasticLoader has a stream of its own.
             is_seeded or isinstance(loader, ElasticLoader),
-            model_rules.active_dropout(model),
+            model_rules.active_dropout(parts),
             data_facts.look_at(loader),
-            [*model_rules.own_findings(model, optimizers, by_id, ranks.size)][:FOUND],
+            [*model_rules.own_findings(parts, optimizers, by_id, ranks.size)][:FINDINGS],
         ),
     )
 
 
-def _share(held: ShardedTensor) -> str | None:
+def _share(tensor: ShardedTensor) -> str | None:
     """The same for two ranks that hold the same part of a tensor; None outside of its mesh."""
-    if held.layout is None:
+    if tensor.layout is None:
         return "whole"
-    if held.coordinate is None:
+    if tensor.coordinate is None:
         return None
-    return _digest([(str(held.layout), str(held.pieces))])
+    return _digest([(str(tensor.layout), str(tensor.pieces))])
 
 
 def _digest(lines: Iterable[tuple[str, str]]) -> str:
@@ -142,10 +153,11 @@ def differences(
         Table -> line -> values, of the first LINES lines that a rank has otherwise than the first.
     """
     having: dict[str, list[int]] = {}
-    for rank, one in zip(ranks.ranks, facts, strict=True):
-        for name in one.digests:
+    digests: dict[str, set[str]] = {}
+    for rank, known in zip(ranks.ranks, facts, strict=True):
+        for name, digest in known.digests.items():
             having.setdefault(name, []).append(rank)
-    digests = {name: {one.digests[name] for one in facts if name in one.digests} for name in having}
+            digests.setdefault(name, set()).add(digest)
     wrong = sorted(name for name in having if len(digests[name]) > 1)[:TABLES]
     return {name: _differing(tables.get(name), name, having[name], ranks) for name in wrong}
 
@@ -155,9 +167,9 @@ def _differing(
 ) -> dict[str, Values]:
     """Line -> values, of the lines of one table that differ between the ranks that have it."""
     first = ranks.run_on_one(f"comparing {name}", lambda: table or {}, having[0])
-    own = first if table is None else table
-    lines = [line for line in {**first, **own} if own.get(line) != first.get(line)][:LINES]
-    answers = ranks.gather({line: own.get(line) for line in lines})
+    table = first if table is None else table
+    lines = [line for line in {**first, **table} if table.get(line) != first.get(line)][:LINES]
+    answers = ranks.gather({line: table.get(line) for line in lines})
     by_rank = dict(zip(ranks.ranks, answers, strict=True))
     return {
         line: {rank: by_rank[rank].get(line, first.get(line)) for rank in having}

@@ -40,8 +40,8 @@ class Findings(list[Finding]):
         num_ranks: that checked together.
     """
 
-    def __init__(self, found: list[Finding], num_ranks: int) -> None:
-        super().__init__(found)
+    def __init__(self, findings: list[Finding], num_ranks: int) -> None:
+        super().__init__(findings)
         self.num_ranks = num_ranks
 
     def __str__(self) -> str:

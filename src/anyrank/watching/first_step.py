@@ -50,7 +50,7 @@ class FirstStep:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook of all optimizers. All ranks."""
-        if any(optimizer is one for one in self.optimizers):
+        if any(optimizer is known for known in self.optimizers):
             self.conclude()
         self.optimizers.append(optimizer)
         closure = kwargs.get("closure", args[0] if args else None)
@@ -65,20 +65,20 @@ class FirstStep:
 
     def misses(self) -> bool:
         """Whether the model has trainable parameters that no optimizer has stepped yet."""
-        held = parameters_of(self.optimizers)
+        stepped = parameters_of(self.optimizers)
         model = self.model
         assert model is not None
-        return any(p.requires_grad and id(p) not in held for p in model.parameters())
+        return any(p.requires_grad and id(p) not in stepped for p in model.parameters())
 
     def conclude(self) -> NoReturn:
         """Check, write down what is found, and end the process. All ranks."""
         try:
-            found = self.check()
+            result = self.check()
         except AnyrankError as error:
-            found = {"error": str(error)}
+            result = {"error": str(error)}
         if os.environ.get("RANK", "0") == "0":
             with open(self.result, "w", encoding="utf-8") as file:
-                json.dump(found, file)
+                json.dump(result, file)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # whatever the script would do at its end
@@ -91,7 +91,7 @@ class FirstStep:
         findings = check_now(
             self.model, self.optimizers, None, is_before=False, is_seeded=is_seeded
         )
-        return {"ranks": findings.num_ranks, "findings": [asdict(one) for one in findings]}
+        return {"ranks": findings.num_ranks, "findings": [asdict(finding) for finding in findings]}
 
 
 def main(result: str, *program: str) -> None:

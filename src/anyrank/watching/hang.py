@@ -12,13 +12,13 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -26,14 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.steps.step_listeners import on_step
-from anyrank.watching.judge import conclude
-from anyrank.watching.looks import Eyes, Look, look_at_process, record_collectives
-from anyrank.watching.options import EXIT_CODE, Options, read_options
+from anyrank.watching.looks import Eyes, Look, look_from_outside, record_collectives
+from anyrank.watching.options import EXIT_CODE, read_options
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
-from anyrank.watching.stacks import read_faulthandler
 from anyrank.watching.system import descendants
+from anyrank.watching.verdict import Verdict, conclude
 from anyrank.world.group import default_store, name_ranks
-from anyrank.world.processes import describe_own_process
 from anyrank.world.store import Store
 
 log = logging.getLogger("anyrank.watching")
@@ -41,25 +39,12 @@ log = logging.getLogger("anyrank.watching")
 TICK_SEC = 1.0
 SILENT_SEC = 5.0  # without a sign of life, after which a rank is looked at from outside
 ANSWER_SEC = 4.0  # for a look beyond its own two seconds, on a busy machine
-VAIN_SEC = 1.5  # for ranks that give no sign of life anyway
-SIGNAL_SEC = 1.5  # for a stack that a signal asks for
-LEAVE_SEC = 2.0  # for all to have the verdict: errors of sockets that close would follow it
+END_SEC = 4.0  # for the thread, at the end of the script
+LEAVE_SEC = 2.0  # for all to hear of the exit: errors of sockets that close would follow it
 AGAIN_SEC = 4.0  # between looks while somebody is at work
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
-
-
-class Watching:
-    """A watch that runs. `close()` ends it; so does the end of the script."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def close(self) -> None:
-        """End the watch on this rank. Does nothing where it has ended."""
-        self._watcher.end()
-
-    def __repr__(self) -> str:
-        return f"<watch of rank {self._watcher.rank} after {self._watcher.after_sec:g} s>"
+LEFT = "left"  # the last sign of life of a rank whose watch has ended
+RUNNING: list[Watching] = []  # the watch of this process, if there is one
 
 
 def watch(after: str | float = "60s", *, exit: bool = False, report: str | None = None) -> Watching:
@@ -82,7 +67,7 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
         after: time without a step: "60s", "10min", "1h", or seconds. More than the longest pause
             in which a rank legitimately waits in one place.
         exit: end all ranks with exit code 124 then.
-        report: file to which the lowest waiting rank writes a JSON object: `culprits`, `kind`,
+        report: file to which the lowest rank that answers writes a JSON object: `culprits`, `kind`,
             `file`, `line`, `function`, `waiting`, `collective`, `stacks`. `kind` is one of skipped,
             order, mismatch, branch, swallowed, loader, worker, stopped, killed, gil, store, slow,
             ending.
@@ -94,18 +79,15 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
         AnyrankError: torchrun has started several ranks, and they are in no group yet.
         ValueError, TypeError: `after` is no time, or the folder of `report` does not exist.
     """
-    options = read_options(after, exit, report)
-    if Watcher.running is not None:
-        log.warning(
-            "watch() was called again, and runs already after %g s: this call changes nothing",
-            Watcher.running.after_sec,
-        )
-        return Watching(Watcher.running)
+    after_sec, path = read_options(after, exit, report)
+    for watching in RUNNING:
+        log.warning("watch() was called again, and changes nothing: %r runs already", watching)
+        return watching
     if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise AnyrankError(
             "watch() was called before the ranks are in a group: call it after init_process_group()"
         )
-    return Watching(Watcher(options))
+    return Watching(after_sec, exit, path)
 
 
 def _has_group() -> bool:
@@ -125,311 +107,278 @@ def _own_connection(has_group: bool) -> Any:
         ) from error
 
 
-@functools.cache
-def _count_steps() -> None:
-    """Count the steps of this process from now on, for the watch that runs."""
+class Beat(NamedTuple):
+    """A rank's last sign of life.
 
-    def count(optimizer: Optimizer | None = None, *_: Any) -> None:
-        if Watcher.running is not None:
-            Watcher.running.count(optimizer)
-
-    register_optimizer_step_post_hook(count)
-    on_step(count)
-
-
-class Watcher:
-    """One rank's watch. All that follows `__init__` runs in its thread.
-
-    Args:
-        options: of `watch`.
+    Attributes:
+        text: as the store has it: steps, seconds since the last, and what makes it a new one; LEFT;
+            or "" without any.
+        time: when it was heard first.
     """
 
-    running: Watcher | None = None
-    calls = 0  # of watches in this process; ranks count alike
+    text: str = ""
+    time: float = 0.0
 
-    def __init__(self, options: Options) -> None:
-        self.after_sec, self.exit, self.report = options.after_sec, options.exit, options.report
-        self.has_group = _has_group()
-        self.rank = dist.get_rank() if self.has_group else 0
-        self.size = dist.get_world_size() if self.has_group else 1
-        Watcher.calls += 1
-        record_collectives()
-        self.store = Store(_own_connection(self.has_group), f"anyrank-watch/{Watcher.calls}")
-        self.stopped, self.ended = threading.Event(), threading.Event()
-        self.woken = threading.Event()
-        self.slow = SlowRanks(self.store, self.rank, self.size, self.woken.set)
-        self.eyes = Eyes(self.rank, self.stopped)
-        self.steps, self.last_step = 0, time.monotonic()
-        self.heard: dict[int, tuple[str, float]] = {}  # rank -> its last sign of life, and when
-        self.hellos: dict[int, dict[str, Any]] = {}
-        self.orders = 0  # that were followed
-        self.looks = 0
-        self.next_look = 0.0
-        self.next_listen = 0.0
-        self.said_at = -1  # all ranks' steps at the last verdict: one for each hang
-        self.has_warned = False
-        self.pid = os.getpid()
-        _count_steps()
-        self.tick_sec = min(TICK_SEC, self.after_sec / 4)
-        Watcher.running = self
-        atexit.register(self.end)  # a daemon thread that is in C++ then would abort the process
-        threading.Thread(target=self._run, name="anyrank-hang", daemon=True).start()
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank gives no sign of life, or none any more."""
+        is_old = self.text != LEFT and time.monotonic() - self.time > SILENT_SEC
+        return is_old or not self.text
 
-    def end(self) -> None:
-        """End the thread; its last sign of life says so to the others."""
-        self.slow.close()
-        self.stopped.set()
-        self.woken.set()
-        self.ended.wait(ANSWER_SEC)
+    @property
+    def lives(self) -> bool:
+        """Whether the rank watches."""
+        return not self.is_silent and self.text != LEFT
 
-    def count(self, optimizer: Optimizer | None) -> None:
-        """A step was made, by an optimizer or of a run."""
-        self.steps += 1
-        self.last_step = time.monotonic()
-        if optimizer is not None:
-            self.slow.step_made(optimizer)
+    @property
+    def steps(self) -> int:
+        """That the rank has made."""
+        return int(self.text.split()[0]) if self.text and self.text != LEFT else 0
 
     @property
     def idle_sec(self) -> float:
-        """Since this rank's last step."""
-        return time.monotonic() - self.last_step
+        """Since the last step of a rank that lives."""
+        return float(self.text.split()[1]) + time.monotonic() - self.time
+
+
+class Watching:
+    """A watch that runs. `close()` ends it; so does the end of the script.
+
+    Args:
+        after_sec: time without a step.
+        exit: whether the ranks end then.
+        report: absolute path of the file, or None.
+    """
+
+    _calls = 0  # of watches in this process; ranks count alike
+
+    def __init__(self, after_sec: float, exit: bool, report: str | None) -> None:
+        self._after_sec, self._ends_job, self._report = after_sec, exit, report
+        self._has_group = _has_group()
+        self._rank = dist.get_rank() if self._has_group else 0
+        self._size = dist.get_world_size() if self._has_group else 1
+        Watching._calls += 1
+        record_collectives()
+        self._store = Store(_own_connection(self._has_group), f"anyrank-watch/{Watching._calls}")
+        self._stopped, self._woken = threading.Event(), threading.Event()
+        self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
+        self._eyes = Eyes(self._rank, self._stopped)
+        self._process = self._eyes.describe()
+        self._steps, self._last_step = 0, time.monotonic()
+        self._beats = [Beat()] * self._size
+        self._last_order = 0  # that this rank has followed
+        self._next_look = 0.0
+        self._steps_at_verdict = -1  # of all ranks: one verdict for each hang
+        self._has_warned = False
+        self._tick_sec = min(TICK_SEC, after_sec / 4)
+        Watching._count_steps()
+        RUNNING.append(self)
+        atexit.register(self.close)  # a daemon thread that is in C++ then would abort the process
+        self._thread = threading.Thread(target=self._run, name="anyrank-hang", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch on this rank. Does nothing where it has ended."""
+        self._slow.close()
+        self._stopped.set()
+        self._woken.set()
+        self._thread.join(END_SEC)
+
+    def __repr__(self) -> str:
+        return f"<watch of rank {self._rank} after {self._after_sec:g} s>"
+
+    @staticmethod
+    @functools.cache
+    def _count_steps() -> None:
+        """Count the steps of this process from now on, for the watch that runs."""
+
+        def count(optimizer: Optimizer | None = None, *_: Any) -> None:
+            for watching in RUNNING:
+                watching._steps += 1
+                watching._last_step = time.monotonic()
+                if optimizer is not None:
+                    watching._slow.step_made(optimizer)
+
+        register_optimizer_step_post_hook(count)
+        on_step(count)
+
+    # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._say_hello()
+            self._store.set(f"process/{self._rank}", json.dumps(self._process))
             self._beat()  # at once: the GIL may be gone before the first tick
-            tick_sec = self.tick_sec
-            while self._pauses(tick_sec) and self.has_group == _has_group():
+            pause_sec = self._tick_sec
+            while self._pauses(pause_sec) and self._has_group == _has_group():
                 self._tick()
-                tick_sec = FIRST_SEC if self.slow.tick() else self.tick_sec
-            self.store.set(f"beat/{self.rank}", "left")
+                pause_sec = FIRST_SEC if self._slow.tick() else self._tick_sec
+            self._store.set(f"beat/{self._rank}", LEFT)
         except Exception as error:  # of ours, which must not end in somebody's training
-            log.warning("the watch of rank %d ends: %s: %s", self.rank, type(error).__name__, error)
+            name = type(error).__name__
+            log.warning("the watch of rank %d ends: %s: %s", self._rank, name, error)
         finally:
-            self.eyes.close()
-            atexit.unregister(self.end)
-            Watcher.running = None
-            self.ended.set()
+            self._eyes.close()
+            atexit.unregister(self.close)
+            RUNNING.remove(self)
 
     def _pauses(self, seconds: float) -> bool:
         """Wait for the next look; whether there is one."""
-        self.woken.wait(seconds)
-        self.woken.clear()
-        return not self.stopped.is_set()
-
-    def _say_hello(self) -> None:
-        own = {**describe_own_process(), "file": self.eyes.file, "signal": self.eyes.signal}
-        own |= {"main": self.eyes.main}
-        self.hellos[self.rank] = own
-        self.store.set(f"hello/{self.rank}", json.dumps(own))
+        self._woken.wait(seconds)
+        self._woken.clear()
+        return not self._stopped.is_set()
 
     def _tick(self) -> None:
-        self.eyes.workers.tick()
+        self._eyes.workers.tick()
         self._beat()
-        order = self.store.get("order")
-        if order:
-            self._follow(json.loads(order))
-        if self.idle_sec > self.after_sec / 2 or time.monotonic() >= self.next_listen:
+        if order := self._store.get("order"):
+            self._follow(order)
+        if self._idle_sec() > self._after_sec / 2:
             self._listen()
-            if self._is_judge() and self._is_due():
-                self._judge()
+            if self._is_first() and self._is_due():
+                self._conclude()
 
     def _beat(self) -> None:
         """Give a sign of life."""
-        self.store.set(f"beat/{self.rank}", f"{self.steps} {self.idle_sec:.3f} {time.monotonic()}")
+        text = f"{self._steps} {self._idle_sec():.3f} {time.monotonic()}"
+        self._store.set(f"beat/{self._rank}", text)
+
+    def _idle_sec(self) -> float:
+        """Since this rank's last step."""
+        return time.monotonic() - self._last_step
+
+    def _follow(self, order: str) -> None:
+        """Do what the first rank has told all ranks to do, once."""
+        number, what = order.split()
+        if int(number) <= self._last_order:
+            return
+        self._last_order = int(number)
+        if what == "exit":
+            self._exit()
+        self._beat()  # the look takes time, and on a busy machine much
+        look = self._eyes.look(self._steps)
+        self._store.set(f"look/{number}/{self._rank}", look.to_json())
 
     # -- the others' signs of life ----------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Read the other ranks' signs of life."""
+        """Read all ranks' signs of life."""
         now = time.monotonic()
-        is_needed = self.rank == 0 or len(self.hellos) < self.size
-        self.next_listen = now + self.after_sec / 4 if is_needed else math.inf
-        for rank, said in enumerate(self._beats()):
-            if said and self.heard.get(rank, ("", 0.0))[0] != said:
-                self.heard[rank] = said, now
-        for rank in self.heard.keys() - self.hellos.keys():
-            self.hellos[rank] = json.loads(self.store.get(f"hello/{rank}"))
-        missing = [rank for rank in range(self.size) if rank not in self.heard]
-        if missing and not self.has_warned and self.idle_sec > min(JOIN_SEC, self.after_sec):
-            self.has_warned = True
-            if self._is_judge():
+        keys = [f"beat/{rank}" for rank in range(self._size)]
+        if self._store.has(keys):
+            values = self._store.call(lambda store: store.multi_get(keys))
+            texts = [value.decode() for value in values]
+        else:
+            texts = [self._store.get(key) for key in keys]
+        self._beats = [
+            beat if beat.text == text else Beat(text, now)
+            for beat, text in zip(self._beats, texts, strict=True)
+        ]
+        missing = [rank for rank, text in enumerate(texts) if not text]
+        limit_sec = min(JOIN_SEC, self._after_sec)
+        if missing and not self._has_warned and self._idle_sec() > limit_sec:
+            self._has_warned = True
+            if self._is_first():
                 log.warning(
                     "%s never called anyrank.watch: call it on every rank; of others no stack can "
                     "be had",
                     name_ranks(missing),
                 )
 
-    def _beats(self) -> list[str]:
-        """The last signs of life of all ranks; "" of those that have given none."""
-        keys = [f"beat/{rank}" for rank in range(self.size)]
-        if self.store.has(keys):
-            return [said.decode() for said in self.store.call(lambda store: store.multi_get(keys))]
-        return [self.store.get(key) for key in keys]
-
-    def _has_left(self, rank: int) -> bool:
-        return self.heard.get(rank, ("", 0.0))[0] == "left"
-
-    def _is_silent(self, rank: int) -> bool:
-        """Whether a rank gives no sign of life."""
-        said, when = self.heard.get(rank, ("", 0.0))
-        return not said or (said != "left" and time.monotonic() - when > SILENT_SEC)
-
-    def _is_judge(self) -> bool:
-        """Whether no lower rank lives."""
-        return all(self._is_silent(rank) or self._has_left(rank) for rank in range(self.rank))
-
-    def _progress(self) -> dict[int, tuple[int, float]]:
-        """Rank -> its steps, and the seconds since its last; of those that have not left."""
-        now = time.monotonic()
-        found: dict[int, tuple[int, float]] = {}
-        for rank, (said, when) in self.heard.items():
-            if said != "left":
-                steps, idle, _ = said.split()
-                found[rank] = int(steps), float(idle) + now - when
-        return found
-
-    def _steps(self) -> int:
-        """Of all ranks together."""
-        return sum(steps for steps, _ in self._progress().values())
+    def _is_first(self) -> bool:
+        """Whether this is the first rank that watches."""
+        return not any(beat.lives for beat in self._beats[: self._rank])
 
     def _is_due(self) -> bool:
         """Whether no rank has stepped for the limit, and nothing was said of it."""
-        idle = min((sec for _, sec in self._progress().values()), default=0.0)
-        is_new = self._steps() != self.said_at
-        return idle >= self.after_sec and is_new and time.monotonic() >= self.next_look
+        is_new = self._all_steps() != self._steps_at_verdict and time.monotonic() >= self._next_look
+        return is_new and self._all_idle_sec() >= self._after_sec
+
+    def _all_steps(self) -> int:
+        """Of all ranks together."""
+        return sum(beat.steps for beat in self._beats)
+
+    def _all_idle_sec(self) -> float:
+        """Since the last step of any rank."""
+        return min((beat.idle_sec for beat in self._beats if beat.lives), default=0.0)
 
     # -- a look, and what follows -----------------------------------------------------------------
 
-    def _judge(self) -> None:
-        """Have all ranks look, conclude, and have the verdict said. The judge alone."""
-        heard, before = dict(self.heard), self._steps()
-        idle = min(sec for _, sec in self._progress().values())
-        self.looks = self.store.count("orders")
-        self._order({"look": self.looks})
-        looks = {self.rank: self.eyes.look(self.steps)}
-        looks |= self._gather(set(range(self.size)) - {self.rank})
-        looks |= {rank: self._look_at(rank) for rank in range(self.size) if rank not in looks}
+    def _conclude(self) -> None:
+        """Have all ranks look, conclude, and say it. The first rank alone."""
+        beats, steps, idle_sec = self._beats, self._all_steps(), self._all_idle_sec()
+        number = self._last_order = self._order("look")
+        looks = {self._rank: self._eyes.look(self._steps)}
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        looks |= self._gather(f"look/{number}", others)
+        looks |= {rank: self._look_at(rank) for rank in others if rank not in looks}
         self._listen()
-        self.next_look = time.monotonic() + AGAIN_SEC
-        held = [rank for rank, look in looks.items() if look.state == "gil"]
-        if any(self.heard[rank] != heard[rank] for rank in held) or self._steps() != before:
+        self._next_look = time.monotonic() + AGAIN_SEC
+        silent = [rank for rank, look in looks.items() if look.state == "gil"]
+        if any(self._beats[rank] != beats[rank] for rank in silent) or self._all_steps() != steps:
             return  # one was only late, or somebody has stepped meanwhile
-        verdict = conclude([looks[rank] for rank in sorted(looks)], idle)
+        verdict = conclude([looks[rank] for rank in sorted(looks)], idle_sec)
         if verdict is None:
             return
-        self.said_at = before
-        if self.store.count(f"verdicts/{before}") > 1:
+        self._steps_at_verdict = steps
+        if self._store.count(f"verdicts/{steps}") > 1:
             return  # another rank took this one for silent
-        writer = min(verdict.waiting, default=self.rank)
-        said = {"writer": writer, "json": verdict.to_json(), "screen": verdict.screen}
-        self._order({"verdict": self.looks, **said, "exit": self.exit})
+        self._say(verdict)
+        if self._ends_job:
+            self._order("exit")
 
-    def _order(self, order: dict[str, Any]) -> None:
-        """Tell all ranks what to do. The judge follows its own."""
-        number = self.store.count("orders")
-        self.store.set("order", json.dumps({"number": number, **order}))
-        if "verdict" in order:
-            self._follow({"number": number, **order})
-        else:
-            self.orders = number
+    def _order(self, what: str) -> int:
+        """Tell all ranks what to do at their next tick; returns the order's number."""
+        number = self._store.count("orders")
+        self._store.set("order", f"{number} {what}")
+        return number
 
-    def _follow(self, order: dict[str, Any]) -> None:
-        """Do what the judge has told all ranks to do."""
-        if order["number"] <= self.orders:
-            return
-        self.orders = order["number"]
-        if "look" in order:
-            self._beat()  # the look takes time, and on a busy machine much
-            own = self.eyes.look(self.steps)
-            self.store.set(f"look/{order['look']}/{self.rank}", own.to_json())
-        else:
-            said = f"said/{order['verdict']}"
-            if order["writer"] == self.rank:
-                self._say(order["screen"], order["json"])
-                self.store.set(said, "1")
-            if order["exit"]:
-                self.store.wait([said], ANSWER_SEC)
-                time.sleep(LEAVE_SEC)
-                self._exit()
-
-    def _gather(self, ranks: set[int]) -> dict[int, Look]:
-        """What the ranks have seen; those that do not answer in time are missing."""
-        found: dict[int, Look] = {}
-        start = time.monotonic()
-        while not found.keys() >= ranks:
-            is_vain = all(map(self._is_silent, ranks - found.keys()))
-            if time.monotonic() > start + (VAIN_SEC if is_vain else ANSWER_SEC):
+    def _gather(self, key: str, ranks: Sequence[int]) -> dict[int, Look]:
+        """What ranks have seen; those that do not answer in time are missing."""
+        looks: dict[int, Look] = {}
+        for rank in ranks:
+            text = self._beats[rank].text
+            if text in ("", LEFT):
+                looks[rank] = Look(rank, "left" if text else "absent")
+        end = time.monotonic() + ANSWER_SEC
+        pending = {*ranks} - looks.keys()
+        while pending:
+            for rank in pending:
+                if text := self._store.get(f"{key}/{rank}"):
+                    looks[rank] = Look.from_json(text)
+            pending -= looks.keys()
+            is_vain = all(self._beats[rank].is_silent for rank in pending)
+            if is_vain or time.monotonic() > end or self._stopped.wait(0.1):
                 break
-            for rank in ranks - found.keys():
-                if self._has_left(rank):
-                    found[rank] = Look(rank, "left")
-                elif rank not in self.heard:
-                    found[rank] = Look(rank, "absent")
-                elif said := self.store.get(f"look/{self.looks}/{rank}"):
-                    found[rank] = Look.from_json(said)
-            if self.stopped.wait(0.1):
-                break
-        return found
+        return looks
 
     def _look_at(self, rank: int) -> Look:
         """Look at a rank that does not answer: through the system, if it is on this machine."""
-        if rank not in self.hellos:
-            self.hellos[rank] = json.loads(self.store.get(f"hello/{rank}"))
-        own, other = self.hellos[self.rank], self.hellos[rank]
-        if any(own[key] != other[key] for key in ("boot", "pid_namespace")):
+        process = json.loads(self._store.get(f"process/{rank}"))
+        if any(self._process[key] != process[key] for key in ("boot", "pid_namespace")):
             return Look(rank, "lost")
-        return _look_through_system(rank, other)
+        return look_from_outside(rank, process)
 
-    def _say(self, screen: str, report: str) -> None:
+    def _say(self, verdict: Verdict) -> None:
         """Print the screen, and write the report: whole, or not at all."""
-        print(screen, file=sys.stderr, flush=True)
-        if self.report is None:
+        print(verdict.screen, file=sys.stderr, flush=True)
+        path = self._report
+        if path is None:
             return
-        partial = f"{self.report}.{self.pid}.partial"
+        partial = f"{path}.{os.getpid()}.partial"
         try:
             with open(partial, "w", encoding="utf-8") as file:
-                file.write(f"{report}\n")
-            os.replace(partial, self.report)
+                file.write(f"{verdict.to_json()}\n")
+            os.replace(partial, path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
-            log.warning("the report %s cannot be written: %s", self.report, error.strerror)
+            log.warning("the report %s cannot be written: %s", path, error.strerror)
 
     def _exit(self) -> None:
         """End this process, and those that it has started."""
+        time.sleep(LEAVE_SEC)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         sys.stderr.flush()
         os._exit(EXIT_CODE)
-
-
-def _look_through_system(rank: int, process: dict[str, Any]) -> Look:
-    """Look at a rank of this machine, by what it has said of its process, through the system."""
-    pid = int(process["pid"])
-    seen = look_at_process(rank, pid)
-    if seen.state != "answers":
-        return seen
-    before, text = (_stacks_by_signal(pid, process) for _ in range(2))
-    one, stack = (read_faulthandler(dump).get(int(process["main"]), ()) for dump in (before, text))
-    return Look(rank, "gil", stack, at_work=one != stack, text=text)
-
-
-def _stacks_by_signal(pid: int, process: dict[str, Any]) -> str:
-    """A process's stacks, which a signal makes it write although the GIL is held; or ""."""
-    path = f"/proc/{pid}/fd/{process['file']}"
-    deadline = time.monotonic() + SIGNAL_SEC
-    try:
-        before = os.stat(path).st_mtime_ns
-        if not process["signal"]:
-            return ""
-        os.kill(pid, process["signal"])
-        while os.stat(path).st_mtime_ns == before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.3)  # to its end; and for a second look to be another one
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        return ""
-    return text[text.rfind("Current thread") :] if "Current thread" in text else text

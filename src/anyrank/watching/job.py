@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anyrank.errors import AnyrankError
-from anyrank.watching.judge import Verdict, conclude
 from anyrank.watching.looks import BUSY, Look, look_at_process, works
 from anyrank.watching.stacks import Stack, collective_of, own_frames, read_py_spy
 from anyrank.watching.system import (
@@ -27,6 +26,7 @@ from anyrank.watching.system import (
     state_of,
     variable_of,
 )
+from anyrank.watching.verdict import Verdict, conclude
 
 DUMPS = 4
 PAUSE_SEC = 0.5
@@ -63,7 +63,7 @@ def find_job(pid: int | None) -> Job:
                 "with RANK in their environment (or it belongs to another user)"
             )
         return Job(start, ranks)
-    tops = {_top(one) for one in _processes() if variable_of(one, "RANK")}
+    tops = {_top(rank) for rank in _processes() if variable_of(rank, "RANK")}
     jobs = [Job(top, _ranks_below(top)) for top in sorted(tops)]
     jobs = [job for job in jobs if job.ranks]
     if len(jobs) == 1:
@@ -89,12 +89,12 @@ def _top(pid: int) -> int:
 
 def _ranks_below(launcher: int) -> dict[int, int]:
     """Rank -> process: of those with the same RANK the uppermost that is a Python."""
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for pid in descendants(launcher):
         rank = variable_of(pid, "RANK")
         if rank.isdigit() and "python" in program_of(pid):
-            found.setdefault(int(rank), pid)
-    return dict(sorted(found.items()))
+            ranks.setdefault(int(rank), pid)
+    return dict(sorted(ranks.items()))
 
 
 def _py_spy() -> str | None:
@@ -154,10 +154,10 @@ def describe(job: Job, looks: list[Look]) -> tuple[list[str], Verdict | None]:
     lines = [f"{len(looks)} ranks of process {job.launcher}; none is seen to hold up the others"]
     for look in looks:
         pid = job.ranks[look.rank]
-        own = own_frames(look.stack)
+        frames = own_frames(look.stack)
         doing = collective_of(look.stack) or ("at work" if look.at_work else "in no collective")
-        place = f"{doing}, at {own[0]}" if own else f"py-spy dump --pid {pid}"
-        lines.append(f"  rank {look.rank}, process {pid}: {place}")
+        shown = f"{doing}, at {frames[0]}" if frames else f"py-spy dump --pid {pid}"
+        lines.append(f"  rank {look.rank}, process {pid}: {shown}")
         lines += [f"    {look.detail}"] if look.detail else []
     if any(look.state == "answers" and not look.stack for look in looks) and not _py_spy():
         lines.append("  py-spy is not installed, which reads stacks: pip install 'anyrank[stacks]'")

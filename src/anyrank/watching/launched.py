@@ -1,7 +1,8 @@
 """A rank of `anyrank run --watch`: a script as it is, watched while it is in a group.
 
-Started as `python -m anyrank.watching.launched OPTIONS SCRIPT ARGUMENTS`, with `-m MODULE` in place
-of a script. Torch is left for the script to import, which may set variables before.
+Started as `python -m anyrank.watching.launched OPTIONS SCRIPT ARGUMENTS`, with the arguments of
+`watch` as JSON, and with `-m MODULE` in place of a script. Torch is left for the script to import,
+which may set variables before.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import traceback
 from typing import Any
 
 from anyrank.errors import AnyrankError
-from anyrank.watching.options import Options
 
 LOOK_SEC = 0.2  # for the group
 
 
-def _watch_groups(options: Options) -> None:
+def _watch_groups(options: dict[str, Any]) -> None:
     """Begin to watch whenever the script has made a group."""
     while True:
         time.sleep(LOOK_SEC)
@@ -29,11 +29,11 @@ def _watch_groups(options: Options) -> None:
         has_group = getattr(group, "is_initialized", None)
         if has_group is None or not has_group():
             continue
-        from anyrank.watching.hang import Watcher, watch
+        from anyrank.watching.hang import RUNNING, watch
 
-        if Watcher.running is None:
+        if not RUNNING:
             try:
-                watch(options.after_sec, exit=options.exit, report=options.report)
+                watch(**options)
             except (AnyrankError, OSError) as error:
                 print(f"anyrank: this rank is not watched: {error}", file=sys.stderr, flush=True)
                 return
@@ -54,10 +54,7 @@ def run_program(program: tuple[str, ...]) -> None:
 
 def main(options: str, *program: str) -> None:
     """Run the program; an error of it is shown without what runs it."""
-    thread = threading.Thread(
-        target=_watch_groups, args=[Options(**json.loads(options))], daemon=True
-    )
-    thread.start()
+    threading.Thread(target=_watch_groups, args=[json.loads(options)], daemon=True).start()
     try:
         run_program(program)
     except Exception as error:

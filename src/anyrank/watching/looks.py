@@ -19,16 +19,8 @@ from typing import Any
 
 import torch
 
-from anyrank.watching.stacks import (
-    Frame,
-    Stack,
-    collective_of,
-    is_own,
-    own_frames,
-    read_faulthandler,
-)
+from anyrank.watching.stacks import Frame, Stack, collective_of, is_own, read_faulthandler
 from anyrank.watching.system import (
-    ENDED,
     STOPPED,
     Workers,
     bytes_moved,
@@ -37,6 +29,7 @@ from anyrank.watching.system import (
     seconds_wanted,
     state_of,
 )
+from anyrank.world.processes import ENDED, describe_own_process
 
 LOOKS = 20
 PAUSE_SEC = 0.1
@@ -45,12 +38,20 @@ STANDS = 0.8  # of the looks at the same place, by a thread that takes little ti
 MOVED_BYTES = 1 << 20  # of files
 MOST_CHARACTERS = 6000  # of a rank's stacks in a report
 RECORDED = 200  # collectives that torch's flight recorder keeps
+PASSED = 4  # of each group, that a look has
 BUFFER = "TORCH_FR_BUFFER_SIZE"
+SIGNAL_SEC = 1.5  # for a stack that a signal asks for
 
 
 @dataclass
 class Operation:
-    """A collective, as torch's flight recorder has it."""
+    """A collective, as torch's flight recorder has it.
+
+    Attributes:
+        group, number, name: the same on ranks that wait for each other in it.
+        sizes: of its tensors, as text; empty where ranks may have others.
+        is_done: whether it has ended on this rank.
+    """
 
     group: str
     number: int
@@ -72,7 +73,7 @@ class Look:
         is_busy: whether it wants a core.
         has_finished: whether its main thread has ended.
         dead_workers: processes of its DataLoaders that were killed, in words.
-        operations: its newest collective of each group, and the oldest that is not done.
+        operations: its newest collectives of each group, and the oldest that is not done.
         members: ranks of each group, where the recorder says so.
         detail: signal, exit code or limit, in words.
         text: all threads' stacks.
@@ -100,8 +101,8 @@ class Look:
     def from_json(text: str) -> Look:
         """Back from the store."""
         plain: dict[str, Any] = json.loads(text)
-        plain["stack"] = tuple(Frame(*one) for one in plain["stack"])
-        plain["operations"] = [Operation(**one) for one in plain["operations"]]
+        plain["stack"] = tuple(Frame(*frame) for frame in plain["stack"])
+        plain["operations"] = [Operation(**operation) for operation in plain["operations"]]
         return Look(**plain)
 
 
@@ -143,21 +144,26 @@ class Eyes:
             faulthandler.unregister(self.signal)
         os.close(self.file)
 
+    def describe(self) -> dict[str, Any]:
+        """What `look_from_outside` of another process needs, as plain values."""
+        eyes = {"file": self.file, "signal": self.signal, "main": self.main}
+        return {**describe_own_process(), **eyes}
+
     def look(self, steps: int) -> Look:
-        """Look for two seconds at this process."""
+        """Look for two seconds at this process, which has made so many steps."""
         stacks: list[Stack] = []
         operations, _ = _recorded()
         start, wanted, moved = time.monotonic(), seconds_wanted(self.thread), bytes_moved()
         text = ""
         for _ in range(LOOKS):
             self.stopped.wait(PAUSE_SEC)
-            text = self.dump()
+            text = self._dump()
             moved += 2 * len(text)  # that were written and read
             stacks.append(read_faulthandler(text).get(self.main, ()))
         is_busy = seconds_wanted(self.thread) - wanted > BUSY * (time.monotonic() - start)
         later, members = _recorded()
         stack = _most_common(stacks)
-        is_waiting = any(not one.is_done for one in later)
+        is_waiting = any(not operation.is_done for operation in later)
         reads = bytes_moved() - moved > MOVED_BYTES and not collective_of(stack)
         kills = oom_kills() - self.killed_before
         return Look(
@@ -166,7 +172,7 @@ class Eyes:
             at_work=reads or later != operations or works(stacks, is_busy, is_waiting),
             is_busy=is_busy,
             has_finished=not threading.main_thread().is_alive(),
-            dead_workers=self.workers.scan(),
+            dead_workers=self.workers.find_dead(),
             operations=later,
             members=members,
             detail=f"its cgroup killed {kills} for memory" if kills else "",
@@ -174,12 +180,48 @@ class Eyes:
             steps=steps,
         )
 
-    def dump(self) -> str:
+    def _dump(self) -> str:
         """All threads' stacks, as `faulthandler` writes them."""
         os.lseek(self.file, 0, os.SEEK_SET)
         os.ftruncate(self.file, 0)
         faulthandler.dump_traceback(file=self.file, all_threads=True)
         return os.pread(self.file, 1 << 20, 0).decode(errors="replace")
+
+
+def look_from_outside(rank: int, process: dict[str, Any]) -> Look:
+    """Look at a rank of this machine that does not answer, as the system shows it.
+
+    Args:
+        rank: it is of.
+        process: what its `Eyes.describe` said.
+    """
+    pid, main = int(process["pid"]), int(process["main"])
+    look = look_at_process(rank, pid)
+    if look.state == "answers":
+        before, text = _stacks_by_signal(pid, process), _stacks_by_signal(pid, process)
+        look.state, look.text = "gil", text
+        look.stack = read_faulthandler(text).get(main, ())
+        look.at_work = look.stack != read_faulthandler(before).get(main, ())
+    return look
+
+
+def _stacks_by_signal(pid: int, process: dict[str, Any]) -> str:
+    """A process's stacks, which a signal makes it write although the GIL is held; or ""."""
+    path = f"/proc/{pid}/fd/{process['file']}"
+    deadline = time.monotonic() + SIGNAL_SEC
+    try:
+        before = os.stat(path).st_mtime_ns
+        if not process["signal"]:
+            return ""
+        os.kill(pid, process["signal"])
+        while os.stat(path).st_mtime_ns == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)  # to its end; and for a second look to be another one
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    return text[text.rfind("Current thread") :] if "Current thread" in text else text
 
 
 def _most_common(stacks: list[Stack]) -> Stack:
@@ -201,10 +243,10 @@ def works(stacks: list[Stack], is_busy: bool, is_waiting: bool = False) -> bool:
     common = _most_common(stacks)
     if is_busy and not is_waiting and common and not is_own(common[0]):
         return True
-    places = collections.Counter(map(_functions, stacks))
-    if len(places) < 2:
+    positions = collections.Counter(map(_functions, stacks))
+    if len(positions) < 2:
         return False
-    return is_busy or places.most_common(1)[0][1] < STANDS * len(stacks)
+    return is_busy or positions.most_common(1)[0][1] < STANDS * len(stacks)
 
 
 def _functions(stack: Stack) -> tuple[Any, ...]:
@@ -222,35 +264,33 @@ def _recorded() -> tuple[list[Operation], dict[str, list[int]]]:
     # No public name: without it, the stacks alone say where a rank waits.
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
     dump = getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return [], {}
     try:
-        found: dict[str, Any] = json.loads(dump(True, False))
+        record: dict[str, Any] = json.loads(dump(True, False)) if dump else {}
     except (RuntimeError, TypeError, ValueError):
         return [], {}
     groups: dict[str, list[Operation]] = {}
-    for entry in found.get("entries", []):
-        if entry.get("is_p2p"):
-            continue
-        group = str(entry["process_group"][0])
-        name = str(entry["profiling_name"]).rpartition(":")[2]
-        done = bool(entry["retired"]) or entry["state"] == "completed"
-        one = Operation(group, int(entry["collective_seq_id"]), name, _sizes(entry), done)
-        groups.setdefault(group, []).append(one)
+    for entry in record.get("entries", []):
+        if not entry.get("is_p2p"):
+            operation = _read_operation(entry)
+            groups.setdefault(operation.group, []).append(operation)
     members = {
-        str(one["name"]): [int(text) for text in re.findall(r"\d+", str(one["ranks"]))]
-        for one in found.get("pg_config", {}).values()
+        str(group["name"]): [int(text) for text in re.findall(r"\d+", str(group["ranks"]))]
+        for group in record.get("pg_config", {}).values()
     }
-    kept: list[Operation] = []
-    for every in groups.values():
-        waiting = next((one for one in every if not one.is_done), every[-1])
-        kept += [waiting] if waiting is every[-1] else [waiting, every[-1]]
-        kept += [one for one in every[-4:-1] if one is not waiting]  # what it has passed
-    return kept, members
+    operations: list[Operation] = []
+    for calls in groups.values():
+        oldest = next((call for call in calls if not call.is_done), calls[-1])
+        operations += [oldest, *(call for call in calls[-PASSED:] if call is not oldest)]
+    return operations, members
 
 
-def _sizes(entry: dict[str, Any]) -> str:
-    return json.dumps(entry.get("input_sizes", []))
+def _read_operation(entry: dict[str, Any]) -> Operation:
+    """A collective from the recorder's entry."""
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    is_done = bool(entry["retired"]) or entry["state"] == "completed"
+    sizes = "" if "all_to_all" in name else json.dumps(entry.get("input_sizes", []))
+    group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+    return Operation(group, number, name, sizes, is_done)
 
 
 def record_collectives() -> None:
@@ -264,9 +304,3 @@ def _free_signal() -> int:
         if signal.getsignal(number) is signal.SIG_DFL:
             return number
     return 0
-
-
-def innermost(stack: Stack) -> Frame | None:
-    """The innermost line of the user's own code."""
-    own = own_frames(stack)
-    return own[0] if own else None

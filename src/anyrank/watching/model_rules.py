@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from anyrank.errors import AnyrankError, LoadError
-from anyrank.model.peft import is_peft
-from anyrank.model.wrappers import is_wrapping, plain_class
+from anyrank.errors import AnyrankError
+from anyrank.model.tensors import TABLES, NamedModule, find_modules
+from anyrank.model.wrappers import plain_class
 from anyrank.state.digests import check_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
 from anyrank.tensors.spec import dtype_name
@@ -43,54 +44,38 @@ def some(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module of the model: its name without wrappers, and the modules from the root to it."""
-
-    name: str
-    module: nn.Module
-    path: tuple[nn.Module, ...]
-
-    def names(self, attribute: str) -> str:
-        """The name of something in it."""
-        return f"{self.name}.{attribute}" if self.name else attribute
-
-    def unit(self) -> nn.Module | None:
-        """The FSDP2 unit that it belongs to."""
-        return next((part for part in reversed(self.path) if isinstance(part, FSDPModule)), None)
-
-
-@dataclass(frozen=True)
 class Entry:
     """A parameter or buffer where the model has it; a tied one has several."""
 
     name: str
     kind: str
     tensor: torch.Tensor
-    place: Place
+    module: nn.Module
+    unit: nn.Module | None  # of FSDP2
 
 
 @dataclass(frozen=True)
 class Model:
     """A model, taken apart once."""
 
-    places: list[Place]
+    layers: list[NamedModule]
     entries: list[Entry]
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The first wrapper of DDP."""
-        wrappers = (place.module for place in self.places)
-        return next((one for one in wrappers if isinstance(one, DistributedDataParallel)), None)
+        wrappers = (layer.module for layer in self.layers)
+        return next((m for m in wrappers if isinstance(m, DistributedDataParallel)), None)
 
     def on_accelerator(self) -> bool:
         """Whether it computes on one, wherever its parameters are kept."""
         kinds = {
             getattr(entry.tensor, "device_mesh", entry.tensor.device) for entry in self.entries
         }
-        return any(getattr(one, "device_type", getattr(one, "type", "")) != "cpu" for one in kinds)
+        return any(getattr(k, "device_type", getattr(k, "type", "")) != "cpu" for k in kinds)
 
     def parameters(self) -> list[Entry]:
-        """Each parameter once, at its first place."""
+        """Each parameter once, where the model has it first."""
         first: dict[int, Entry] = {}
         for entry in self.entries:
             if entry.kind == "parameter":
@@ -101,14 +86,14 @@ class Model:
         """Ranks that share one copy of the data: those along the axes behind FSDP's, or, without
         FSDP, of the whole mesh.
         """
-        size, is_fsdp = 1, any(isinstance(place.module, FSDPModule) for place in self.places)
+        size, is_fsdp = 1, any(isinstance(layer.module, FSDPModule) for layer in self.layers)
         for entry in self.parameters():
             tensor: Any = entry.tensor
             placements = getattr(tensor, "placements", None)
             if placements is None:
                 continue
             shape = tuple(tensor.device_mesh.shape)
-            cut = [axis for axis, one in enumerate(placements) if not one.is_replicate()]
+            cut = [axis for axis, placed in enumerate(placements) if not placed.is_replicate()]
             before = 0 if not is_fsdp else (cut[0] + 1 if cut else len(shape))
             size = max(size, math.prod(shape[before:]))
         return size
@@ -118,37 +103,21 @@ def take_apart(model: nn.Module) -> Model:
     """The modules and tensors of a model; FSDP2's units are resharded, as optimizers see them.
 
     Raises:
-        AnyrankError: it is wrapped by FSDP1, whose parameters are not the model's.
+        LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
     """
-    places = list(_places(model, "", ()))
-    if any(isinstance(place.module, FullyShardedDataParallel) for place in places):
-        raise AnyrankError(
-            "check(): the model is wrapped by FullyShardedDataParallel (FSDP1), whose flat "
-            "parameters are not the model's: check before it is wrapped, or use fully_shard"
-        )
-    for place in places:
-        if isinstance(place.module, FSDPModule):
-            place.module.reshard()
-    entries: list[Entry] = []
-    for place in places:
-        tables = ("parameter", "_parameters"), ("buffer", "_buffers")
-        for kind, table in tables:
-            held: dict[str, torch.Tensor | None] = place.module.__dict__[table]
-            for attribute, tensor in held.items():
+    layers, entries = find_modules(model), list[Entry]()
+    for layer in layers:
+        if isinstance(layer.module, FSDPModule):
+            layer.module.reshard()
+    for layer in layers:
+        units = (module for module in reversed(layer.path) if isinstance(module, FSDPModule))
+        unit = next(units, None)
+        prefix = f"{layer.unwrapped}." if layer.unwrapped else ""
+        for kind, table in TABLES:
+            for attribute, tensor in layer.module.__dict__[table].items():
                 if tensor is not None:
-                    entries.append(Entry(place.names(attribute), kind, tensor, place))
-    return Model(places, entries)
-
-
-def _places(module: nn.Module, name: str, above: tuple[nn.Module, ...]) -> Iterator[Place]:
-    if any(module is each for each in above):
-        return
-    path = (*above, module)
-    yield Place(name, module, path)
-    for key, child in module.__dict__["_modules"].items():
-        if child is not None:
-            below = name if is_wrapping(module, key) else f"{name}.{key}" if name else key
-            yield from _places(child, below, path)
+                    entries.append(Entry(prefix + attribute, kind, tensor, layer.module, unit))
+    return Model(layers, entries)
 
 
 def kinds_of(model: Model) -> dict[str, str]:
@@ -162,25 +131,29 @@ def kinds_of(model: Model) -> dict[str, str]:
 
 def readable(model: Model, buffers: bool) -> list[ShardedTensor]:
     """What replicas hold alike: parameters, and buffers but for statistics of batches."""
-    found: dict[int, ShardedTensor] = {}
+    tensors: dict[int, ShardedTensor] = {}
     for entry in model.entries:
         counts = entry.kind == "parameter"
         if not counts and buffers:
-            counts = not hasattr(entry.place.module, "track_running_stats")
-        if not counts or id(entry.tensor) in found or entry.tensor.is_meta:
+            counts = not hasattr(entry.module, "track_running_stats")
+        if not counts or id(entry.tensor) in tensors or entry.tensor.is_meta:
             continue
         try:
-            held = as_sharded(entry.name, entry.tensor)
-            check_memory(entry.name, held.local())
-        except (AnyrankError, LoadError):
+            tensor = as_sharded(entry.name, entry.tensor)
+            check_memory(entry.name, tensor.local())
+        except AnyrankError:
             continue  # quantised, nested or released: its values are not its bytes
-        found[id(entry.tensor)] = held
-    return list(found.values())
+        tensors[id(entry.tensor)] = tensor
+    return list(tensors.values())
 
 
 def active_dropout(model: Model) -> str:
     """Modules that draw random numbers in each forward."""
-    return some(p.name or "the model" for p in model.places if _drops(p.module))
+    return some(_name(layer) for layer in model.layers if _drops(layer.module))
+
+
+def _name(layer: NamedModule) -> str:
+    return layer.unwrapped or "the model"
 
 
 def own_findings(
@@ -204,29 +177,29 @@ def own_findings(
 
 def _ties(model: Model, digests: Mapping[int, str]) -> Iterator[Finding]:
     """Embeddings and heads with the same values that are two parameters, or lie in two units."""
-    untied = any(_says_untied(place.module) for place in model.places)
-    parameters = [] if untied else [e for e in model.entries if id(e.tensor) in digests]
-    heads = [entry for entry in parameters if isinstance(entry.place.module, nn.Linear)]
-    for one in parameters:
-        if not isinstance(one.place.module, nn.Embedding):
+    untied = any(_says_untied(layer.module) for layer in model.layers)
+    entries = [] if untied else [entry for entry in model.entries if id(entry.tensor) in digests]
+    embeddings = [entry for entry in entries if isinstance(entry.module, nn.Embedding)]
+    heads = [entry for entry in entries if isinstance(entry.module, nn.Linear)]
+    for embedding, head in itertools.product(embeddings, heads):
+        if (
+            embedding.tensor is head.tensor
+            or embedding.tensor.shape != head.tensor.shape
+            or digests[id(embedding.tensor)] != digests[id(head.tensor)]
+            or not _varies(embedding.tensor)
+        ):
             continue
-        for other in heads:
-            equal = digests[id(other.tensor)] == digests[id(one.tensor)]
-            is_alike = equal and one.tensor.shape == other.tensor.shape and _varies(one.tensor)
-            if not is_alike or one.tensor is other.tensor:
-                continue
-            a, b = one.place.unit(), other.place.unit()
-            in_units = a is not b
-            yield Finding(
-                "ties",
-                f"{other.name} has the same values as {one.name}, and is another Parameter"
-                + (" in another FSDP unit" if in_units else ""),
-                f"{one.name}, {other.name}",
-                "each gets gradients of its own and they drift apart",
-                "fully_shard([embedding, head])  # one unit; or leave both to the root's"
-                if in_units
-                else f"model.{other.name} = model.{one.name}  # or model.tie_weights()",
-            )
+        in_units = embedding.unit is not head.unit
+        yield Finding(
+            "ties",
+            f"{head.name} has the same values as {embedding.name}, and is another Parameter"
+            + (" in another FSDP unit" if in_units else ""),
+            f"{embedding.name}, {head.name}",
+            "each gets gradients of its own and they drift apart",
+            "fully_shard([embedding, head])  # one unit; or leave both to the root's"
+            if in_units
+            else f"model.{head.name} = model.{embedding.name}  # or model.tie_weights()",
+        )
 
 
 def _says_untied(module: nn.Module) -> bool:
@@ -243,11 +216,12 @@ def _varies(tensor: Any) -> bool:
 
 def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
     """Trainable parameters that no optimizer has, and what these have in their place."""
-    held = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
-    missing = [e for e in model.parameters() if e.tensor.requires_grad and id(e.tensor) not in held]
+    stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+    trained = [entry for entry in model.parameters() if entry.tensor.requires_grad]
+    missing = [entry for entry in trained if id(entry.tensor) not in stepped]
     known = {id(entry.tensor) for entry in model.entries}
     shapes = {tuple(entry.tensor.shape) for entry in missing}
-    stale = sum(n not in known and tuple(p.shape) in shapes for n, p in held.items())
+    stale = sum(n not in known and tuple(p.shape) in shapes for n, p in stepped.items())
     if missing:
         what = f"the optimizer misses {count(len(missing), 'trainable parameter')}"
         yield Finding(
@@ -265,7 +239,7 @@ def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
 
 def _device(model: Model, world_size: int) -> Iterator[Finding]:
     """Tensors on meta, and tensors elsewhere than on the device of this rank."""
-    own = rank_device()
+    device = rank_device()
     meta = [entry.name for entry in model.entries if entry.tensor.is_meta]
     if meta:
         yield Finding(
@@ -275,24 +249,24 @@ def _device(model: Model, world_size: int) -> Iterator[Finding]:
             "the forward fails, or computes nothing",
             "anyrank.load(model, path)  # or anyrank.materialize(model)",
         )
-    used = {entry.tensor.device for entry in model.entries if not entry.tensor.is_meta}
-    used = {device for device in used if device.type != "cpu"}
+    used = {entry.tensor.device for entry in model.entries}
+    used = {kind for kind in used if kind.type not in ("cpu", "meta")}
     off: list[str] = []
     for entry in model.entries:
         tensor: Any = entry.tensor
         mesh = getattr(tensor, "device_mesh", None)
         offloaded = mesh is not None and mesh.device_type != "cpu"  # FSDP2 keeps it on the CPU
         on_cpu = tensor.device.type == "cpu" and bool(used) and not offloaded
-        foreign = tensor.device in used and world_size > 1 and tensor.device != own
+        foreign = tensor.device in used and world_size > 1 and tensor.device != device
         if on_cpu or foreign:
             off.append(f"{entry.name} ({tensor.device})")
     if off:
         yield Finding(
             "device",
-            f"{count(len(off), 'tensor')} off the rank's device, {own}",
+            f"{count(len(off), 'tensor')} off the rank's device, {device}",
             some(off),
             "ranks share a device, or the forward stops at tensors of two",
-            f'torch.accelerator.set_device_index(local_rank); model.to("{own}")',
+            f'torch.accelerator.set_device_index(local_rank); model.to("{device}")',
         )
 
 
@@ -313,10 +287,14 @@ def _frozen(model: Model) -> Iterator[Finding]:
     """Parts without a trained parameter: those in train mode where that matters, and those whose
     buffers DDP broadcasts. What an adapter is added to is none.
     """
-    adapted = any(is_peft(p.module) for p in model.places)
+    adapted = any(layer.in_peft for layer in model.layers)
     adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())
     parts = [] if adapted else list(_frozen_parts(model))
-    training = [p.name for p in parts if any(_drops(m) or _counts(m) for m in p.module.modules())]
+    training = [
+        part.unwrapped
+        for part in parts
+        if any(_drops(module) or _counts(module) for module in part.module.modules())
+    ]
     if training:
         yield Finding(
             "frozen",
@@ -330,7 +308,7 @@ def _frozen(model: Model) -> Iterator[Finding]:
         ignored = model.ddp.parameters_to_ignore
         named = model.ddp.module.named_buffers()
         broadcast = {id(buffer) for name, buffer in named if name not in ignored}
-    sent = [p.name for p in parts if broadcast.intersection(map(id, p.module.buffers()))]
+    sent = [part.unwrapped for part in parts if broadcast & {*map(id, part.module.buffers())}]
     if sent:
         yield Finding(
             "frozen",
@@ -341,15 +319,15 @@ def _frozen(model: Model) -> Iterator[Finding]:
         )
 
 
-def _frozen_parts(model: Model) -> Iterator[Place]:
+def _frozen_parts(model: Model) -> Iterator[NamedModule]:
     """The outermost modules whose parameters all are frozen, in a model that is trained."""
-    found: set[nn.Module] = set()
-    for place in model.places:
-        grads = [parameter.requires_grad for parameter in place.module.parameters()]
-        if grads and not any(grads) and found.isdisjoint(place.path):
-            found.add(place.module)
-            if len(place.path) > 1:
-                yield place
+    frozen: set[nn.Module] = set()
+    for layer in model.layers:
+        grads = [parameter.requires_grad for parameter in layer.module.parameters()]
+        if grads and not any(grads) and frozen.isdisjoint(layer.path):
+            frozen.add(layer.module)
+            if len(layer.path) > 1:
+                yield layer
 
 
 def _reentrant(model: Model) -> Iterator[Finding]:
@@ -357,10 +335,10 @@ def _reentrant(model: Model) -> Iterator[Finding]:
     if model.ddp is None or model.ddp.static_graph:
         return
     parts = [
-        place.name or "the model"
-        for place in model.places
-        if getattr(place.module, "gradient_checkpointing", True) is not False
-        and (any(map(_is_reentrant, vars(place.module).values())) or _says_reentrant(place.module))
+        _name(layer)
+        for layer in model.layers
+        if getattr(layer.module, "gradient_checkpointing", True) is not False
+        and (any(map(_is_reentrant, vars(layer.module).values())) or _says_reentrant(layer.module))
     ]
     if parts:
         yield Finding(

@@ -25,17 +25,16 @@ RULES = (
 
 def run_rules(known: Known) -> list[Finding]:
     """All findings, in the order of the rules."""
-    found = [*_own(known)]
-    for rule in (_replicas, _trainable, _streams, _sampler, _batch):
-        found += rule(known)
-    return sorted(found, key=lambda finding: RULES.index(finding.rule))
+    rules = (_join_findings, _replicas, _trainable, _streams, _sampler, _batch)
+    findings = [finding for rule in rules for finding in rule(known)]
+    return sorted(findings, key=lambda finding: RULES.index(finding.rule))
 
 
-def _own(known: Known) -> Iterator[Finding]:
+def _join_findings(known: Known) -> Iterator[Finding]:
     """What ranks have found by themselves, once for those that have found the same."""
     groups: dict[Finding, list[int]] = {}
     for rank, facts in _ranks(known):
-        for finding in facts.found:
+        for finding in facts.findings:
             groups.setdefault(finding, []).append(rank)
     for finding, ranks in groups.items():
         yield replace(finding, where=f"{finding.where}, {name_ranks(ranks)}")
@@ -57,19 +56,16 @@ def _trainable(known: Known) -> Iterator[Finding]:
     lines = known.differing.get("kinds", {})
     if lines:
         first, values = next(iter(lines.items()))
-        told = [
-            f"{value or 'absent'} on {name_ranks(ranks)}"
-            for value, ranks in _by_text(values).items()
-        ]
+        shown = {rank: value or "absent" for rank, value in values.items()}
         yield Finding(
             "trainable",
-            f"{first} is {'; '.join(told)}",
+            f"{first} is {_show(shown, '; ')}",
             _where(lines),
             "gradients are exchanged in order and by size: ranks would hang, or sum unlike ones",
             "build the model alike on all ranks: no branch on the rank",
         )
     elif order := known.differing.get("order", {}):
-        names = {value: order[at] for at in order for value in order[at].values() if value}
+        names = {name: lines for lines in order.values() for name in lines.values() if name}
         yield Finding(
             "trainable",
             "parameters are registered in different orders",
@@ -86,26 +82,21 @@ def _streams(known: Known) -> Iterator[Finding]:
         if facts.loader is not None and facts.loader.seed is not None
     }
     if len({*seeds.values()}) > 1:
-        told = ", ".join(
-            f"{seed} on {name_ranks(ranks)}" for seed, ranks in _by_text(seeds).items()
-        )
         yield Finding(
             "streams",
-            f"the DistributedSampler's seed differs: {told}",
+            f"the DistributedSampler's seed differs: {_show(seeds)}",
             f"loader.sampler, {name_ranks([*seeds])}",
             "each rank takes its share of another order: samples come twice, others never",
             "DistributedSampler(dataset, seed=0)  # the same on all ranks",
         )
-    if known.data_parallel < 2 or any(facts.streams_given for facts in known.facts):
+    if known.data_parallel < 2 or any(facts.is_seeded for facts in known.facts):
         return
-    streams = _by_text({rank: facts.stream for rank, facts in _ranks(known)})
+    streams = _group({rank: facts.stream for rank, facts in _ranks(known)})
     groups = [ranks for ranks in streams.values() if len(ranks) > 1]
     if known.data_parallel < len(known.ranks):  # ranks of a tensor-parallel group may be alike
         groups = [ranks for ranks in groups if len(ranks) == len(known.ranks)]
     for ranks in groups:
         facts = known.facts[known.ranks.index(ranks[0])]
-        if facts.loader is None and not facts.dropout:
-            continue
         augments = "" if facts.loader is None else facts.loader.augments
         users = facts.dropout or (f"loader.dataset's {augments}" if augments else "")
         if users:
@@ -120,8 +111,8 @@ def _streams(known: Known) -> Iterator[Finding]:
 
 def _sampler(known: Known) -> Iterator[Finding]:
     loaders = {rank: facts.loader for rank, facts in _ranks(known) if facts.loader is not None}
-    shared = {rank: one for rank, one in loaders.items() if one.share is not None}
-    if len({(one.samples, one.subset) for one in shared.values()}) > 1:
+    shared = {rank: loader for rank, loader in loaders.items() if loader.share is not None}
+    if len({(loader.samples, loader.subset) for loader in shared.values()}) > 1:
         yield Finding(
             "sampler",
             "the samples are sharded twice: each rank has its own part, and DistributedSampler "
@@ -130,7 +121,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
             "most samples are never seen",
             "DataLoader(part, shuffle=True)  # without a sampler; or give all ranks the whole",
         )
-    shares = {one.share for one in shared.values() if one.share is not None}
+    shares = {loader.share for loader in shared.values() if loader.share is not None}
     if len(shares) == 1 and len(shared) == known.data_parallel > 1:
         ((size, rank),) = shares
         yield Finding(
@@ -140,7 +131,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
             "the ranks see the same samples, and the others are never seen",
             "DistributedSampler(dataset)  # takes rank and num_replicas from the process group",
         )
-    repeated = max((one.repeated for one in shared.values()), default=0)
+    repeated = max((loader.repeated for loader in shared.values()), default=0)
     if repeated:
         samples = next(iter(shared.values())).samples
         yield Finding(
@@ -159,12 +150,9 @@ def _batch(known: Known) -> Iterator[Finding]:
         if facts.loader is not None and facts.loader.batch is not None
     }
     if len({*sizes.values()}) > 1:
-        told = ", ".join(
-            f"{size} on {name_ranks(ranks)}" for size, ranks in _by_text(sizes).items()
-        )
         yield Finding(
             "batch",
-            f"the batch sizes differ: {told}",
+            f"the batch sizes differ: {_show(sizes)}",
             f"loader.batch_size, {name_ranks([*sizes])}",
             "gradients are averaged over ranks, so samples of small batches weigh more",
             "DataLoader(..., batch_size=8)  # the same on all ranks",
@@ -172,12 +160,12 @@ def _batch(known: Known) -> Iterator[Finding]:
     elif sizes and known.global_batch is not None:
         (size,) = {*sizes.values()}
         replicas = known.data_parallel
-        found = size * known.accumulation * replicas
-        if found != known.global_batch:
+        samples = size * known.accumulation * replicas
+        if samples != known.global_batch:
             wanted, rest = divmod(known.global_batch, known.accumulation * replicas)
             yield Finding(
                 "batch",
-                f"a step has {found} samples ({size} x {known.accumulation} accumulated x "
+                f"a step has {samples} samples ({size} x {known.accumulation} accumulated x "
                 f"{replicas} ranks), and not {known.global_batch}",
                 f"loader.batch_size, {name_ranks([*sizes])}",
                 "the learning rate belongs to another batch",
@@ -194,25 +182,32 @@ def _ranks(known: Known) -> Iterator[tuple[int, Facts]]:
     yield from zip(known.ranks, known.facts, strict=True)
 
 
-def _by_text(values: Mapping[int, V]) -> dict[V, list[int]]:
+def _group(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """Value -> the ranks that have it."""
     groups: dict[V, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     return groups
 
 
+def _show(values: Mapping[int, Hashable], between: str = ", ") -> str:
+    """Values as text: "8 on ranks 0, 1, 4 on rank 2"."""
+    groups = _group(values).items()
+    return between.join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
+
+
 def _differing(known: Known, tables: str) -> dict[str, Values]:
     """Lines of the tables of a kind for which two ranks have different values."""
-    found: dict[str, Values] = {}
+    differing: dict[str, Values] = {}
     for name, lines in known.differing.items():
         for line, values in lines.items() if name.startswith(tables) else ():
-            here: Values = {rank: value for rank, value in values.items() if value is not None}
-            if len({*here.values()}) > 1:
-                found.setdefault(line, here)
-    return found
+            present: Values = {rank: value for rank, value in values.items() if value is not None}
+            if len({*present.values()}) > 1:
+                differing.setdefault(line, present)
+    return differing
 
 
 def _where(lines: Mapping[str, Values]) -> str:
     """The first lines, and the ranks that are alike on the first."""
-    groups = _by_text(next(iter(lines.values())))
+    groups = _group(next(iter(lines.values())))
     return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in groups.values())

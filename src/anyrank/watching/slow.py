@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +14,14 @@ from torch.optim import Optimizer
 from anyrank.steps.pace import Pace
 from anyrank.world.store import Store
 
-READ_SEC = 5.0  # between two looks at what the others tell
-FIRST_SEC = 0.1  # while their first is awaited
+FIRST_SEC = 0.1  # between looks while the others' first medians are awaited
 
 
 class SlowRanks:
     """Has this rank's pace measured, tells it, and on the first rank compares.
 
-    The second step shows the model, as the watch may have begun within the first; a job in which
-    `Checkpoints` compares is left alone.
+    The second step shows the model, as the watch may have begun within the first; a job whose pace
+    is measured already, as by `Checkpoints`, is left alone.
 
     Args:
         store: of the watch.
@@ -31,13 +29,10 @@ class SlowRanks:
         on_first: called when there is a first window to tell.
     """
 
-    last: Pace | None = None  # of the last watch, which may have ended by itself
-
     def __init__(self, store: Store, rank: int, size: int, on_first: Callable[[], None]) -> None:
         self._store, self._rank, self._size, self._on_first = store, rank, size, on_first
         self._pace: Pace | None = None
-        self._has_told = False
-        self._next_read = 0.0
+        self._is_due = False  # to compare
         self._modules: dict[int, nn.Module] | None = None  # that have run in the second step
         self._hook = register_module_forward_pre_hook(self._note_module) if size > 1 else None
 
@@ -47,15 +42,15 @@ class SlowRanks:
             return False
         if window := self._pace.take_window():
             self._store.set(f"pace/{self._rank}", json.dumps(window))
-            self._has_told = True
-        if not self._has_told or self._rank or time.monotonic() < self._next_read:
+            self._is_due = self._rank == 0
+        if not self._is_due:
             return False
         keys = [f"pace/{rank}" for rank in range(self._size)]
         if not self._store.has(keys):
             return True
-        self._next_read = time.monotonic() + READ_SEC
-        told = self._store.call(lambda store: store.multi_get(keys))
-        self._pace.say(range(self._size), [json.loads(each) for each in told])
+        self._is_due = False
+        windows = self._store.call(lambda store: store.multi_get(keys))
+        self._pace.warn_of_slow(range(self._size), [json.loads(window) for window in windows])
         return False
 
     def step_made(self, optimizer: Optimizer) -> None:
@@ -68,10 +63,8 @@ class SlowRanks:
         self._hook.remove()
         model = find_model([*self._modules.values()], [optimizer])
         self._hook = self._modules = None
-        if model is not None and Pace.running in (None, SlowRanks.last):
-            if SlowRanks.last is not None:
-                SlowRanks.last.close()
-            self._pace = SlowRanks.last = Pace(model, [optimizer], self._on_first)
+        if model is not None and Pace.running is None:
+            self._pace = Pace(model, [optimizer], self._on_first)
 
     def close(self) -> None:
         """Remove all hooks: in the thread that trains, as another would do so while they run."""
@@ -90,11 +83,12 @@ def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn
     optimizers are stale, most gradients.
     """
     inner = {id(part) for module in seen for part in module.modules() if part is not module}
-    held = parameters_of(optimizers)
+    stepped = parameters_of(optimizers)
 
     def score(module: nn.Module) -> tuple[int, int]:
         parameters = [*module.parameters()]
-        return sum(id(p) in held for p in parameters), sum(p.grad is not None for p in parameters)
+        with_gradient = sum(p.grad is not None for p in parameters)
+        return sum(id(p) in stepped for p in parameters), with_gradient
 
     outermost = [module for module in seen if id(module) not in inner]
     best = max(outermost, key=score, default=None)
@@ -103,4 +97,4 @@ def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
     """The ids of what they step."""
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}

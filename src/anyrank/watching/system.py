@@ -7,13 +7,12 @@ import os
 import signal
 import time
 
-from anyrank.world.processes import stat_fields
+from anyrank.world.processes import ENDED, stat_fields
 
 STOPPED = ("T", "t")
-ENDED = ("Z", "X")
 WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's processes
 SCAN_SHARE = 1000  # times what a scan of all threads' children takes of a core, between two
-EXIT_CODE = 49  # of the fields of /proc/PID/stat, counted from the state on
+STATUS_FIELD = 49  # of the fields of /proc/PID/stat, counted from the state on
 ORDERLY = (0, signal.SIGTERM)  # how a DataLoader ends its workers
 
 
@@ -26,9 +25,9 @@ def state_of(pid: int) -> str:
 def end_of(pid: int) -> str:
     """How a process ended, in words, while its parent has not asked yet; "" where none can say."""
     fields = stat_fields(pid)
-    if not fields or fields[0] not in ENDED or len(fields) <= EXIT_CODE:
+    if not fields or fields[0] not in ENDED or len(fields) <= STATUS_FIELD:
         return ""
-    return ended(int(fields[EXIT_CODE]))
+    return ended(int(fields[STATUS_FIELD]))
 
 
 def ended(status: int) -> str:
@@ -63,11 +62,11 @@ class Workers:
             if not fields:
                 self.known.discard(pid)
             elif fields[0] in ENDED:
-                status = int(fields[EXIT_CODE]) if len(fields) > EXIT_CODE else 0
+                status = int(fields[STATUS_FIELD]) if len(fields) > STATUS_FIELD else 0
                 if status not in ORDERLY:
                     self.dead[pid] = f"worker process {pid} of its DataLoader: {ended(status)}"
 
-    def scan(self) -> list[str]:
+    def find_dead(self) -> list[str]:
         """Those that were killed, in words."""
         self.tick()
         return list(self.dead.values())
@@ -75,17 +74,17 @@ class Workers:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and that are its own still."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
     """The children of a process, each before its own."""
-    return [one for child in children(pid) for one in (child, *descendants(child))]
+    return [below for child in children(pid) for below in (child, *descendants(child))]
 
 
 def variable_of(pid: int, name: str) -> str:
@@ -96,7 +95,7 @@ def variable_of(pid: int, name: str) -> str:
     except OSError:
         return ""
     start = f"{name}=".encode()
-    return next((one[len(start) :].decode() for one in variables if one.startswith(start)), "")
+    return next((text[len(start) :].decode() for text in variables if text.startswith(start)), "")
 
 
 def parent_of(pid: int) -> int:
