@@ -1,4 +1,4 @@
-"""Recompute, tiles, tiled loss and offload beside their peers: live bytes, errors and time.
+"""Tiles and tiled loss beside their peers: live bytes, runs of the layer and time.
 
     python benchmarks/memory.py              # some minutes; results/memory.json
     python benchmarks/memory.py --quick      # small, nothing is written
@@ -33,8 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-
-import anyrank
 
 MIB = 1 << 20
 SUM_IN_FP32 = ("anyrank.tile, grad_dtype",)  # by operations of its own, so `Live` sees it as it is
@@ -146,24 +144,6 @@ def nested_calls() -> dict[str, float]:
     return found
 
 
-def weight_errors() -> dict[str, float]:
-    """Error of bf16 weight gradients over 64 tiles against float64, over the untiled layer's."""
-    torch.manual_seed(0)
-    module = Mlp(128, 256)
-    x = torch.randn(1, 8192, 128, dtype=BF16)
-    upstream = torch.randn(1, 8192, 128, dtype=BF16)
-    exact = Mlp(128, 256, torch.float64)
-    exact.load_state_dict(module.state_dict())
-    wanted = torch.autograd.grad(exact(x.double()), list(exact.parameters()), upstream.double())
-    errors: dict[str, float] = {}
-    for way in ("plain", "anyrank.tile", "anyrank.tile, grad_dtype"):
-        call = MLPS[way](module, 128)
-        grads = torch.autograd.grad(call(x), list(module.parameters()), upstream)
-        each = [(g.double() - w).norm() / w.norm() for g, w in zip(grads, wanted, strict=True)]
-        errors[way] = sum(each).item()
-    return {way: round(error / errors["plain"], 2) for way, error in errors.items()}
-
-
 # -- the loss -------------------------------------------------------------------------------------
 
 
@@ -195,67 +175,6 @@ def loss_bytes() -> list[dict[str, Any]]:
     return rows
 
 
-# -- offload --------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Attention's and the MLP's share of saved tensors, without their cost."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def offload_rows(tokens: int, width: int) -> list[dict[str, Any]]:
-    """What leaves for the host in a forward pass, of that parameters, and what stays."""
-    rows: list[dict[str, Any]] = []
-    for way in ("save_on_cpu", "anyrank, keep_last=0", "anyrank"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block(width) for _ in range(6)))
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        x = torch.randn(1, tokens, width, requires_grad=True)
-        moved: list[tuple[int, bool]] = []
-
-        def pack(tensor: torch.Tensor, moved: Any = moved, parameters: Any = parameters) -> Any:
-            nbytes = tensor.numel() * tensor.element_size()
-            moved.append((nbytes, tensor.untyped_storage().data_ptr() in parameters))
-            return tensor
-
-        if way == "save_on_cpu":  # what it would copy: on CPU tensors it does nothing
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                model(x).sum().backward()
-            row: dict[str, Any] = {"to_host_mib": sum(n for n, _ in moved) / MIB}
-            row |= {"of_parameters_mib": sum(n for n, p in moved if p) / MIB, "left_mib": 0}
-        else:
-            keep = 0 if way.endswith("0") else 1
-            offload = anyrank.Offload(1 << 30, keep_last=keep, min_bytes=1, force=True)
-            anyrank.recompute_(model, "*", offload=offload)
-            held = set()
-            for _ in range(100):
-                inputs: list[weakref.ref[Any]] = []
-                hooks = [
-                    block.register_forward_pre_hook(
-                        lambda m, args, i=inputs: i.append(weakref.ref(args[0].untyped_storage()))
-                    )
-                    for block in model[1:]
-                ]
-                loss = model(x).sum()
-                left = sum(s.nbytes() for s in (ref() for ref in inputs) if s is not None)
-                loss.backward()
-                held.add(offload.stats().held_bytes)
-                for hook in hooks:
-                    hook.remove()
-            row = {"to_host_mib": offload.stats().copied_bytes / 100 / MIB, "left_mib": left / MIB}
-            row |= {"of_parameters_mib": 0.0, "host_bytes_over_100_steps": sorted(held)}
-        rows.append({"way": way} | row)
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
 # -- time -----------------------------------------------------------------------------------------
 
 
@@ -284,19 +203,15 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     loss = {(row["way"], row["tokens"]): row["live_mib"] for row in result["loss"]}
     mlp_time = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
     loss_time = {row["way"]: row["ratio"]["median"] for row in result["loss_time"]}
-    offload = {row["way"]: row for row in result["offload"]}["anyrank, keep_last=0"]
     wanted: list[tuple[str, float, float]] = [
         ("tiled MLP, 64 tiles, MiB", mlp["anyrank.tile", 64]["allocated_mib"], 260),
         ("tiled MLP, 32 tiles, MiB", mlp["anyrank.tile", 32]["allocated_mib"], 500),
         ("tiled MLP, 16 tiles, MiB", mlp["anyrank.tile", 16]["allocated_mib"], 500),
         ("tiled MLP, time of plain", mlp_time["anyrank.tile"], 1.35),
         ("calls in a recomputed block", result["nested_calls"]["anyrank.tile"], 2),
-        ("weight error, grad_dtype", result["weight_errors"]["anyrank.tile, grad_dtype"], 1.2),
         ("tiled loss, 4096 tokens, MiB", loss["anyrank.tiled_loss", 4096], 1050),
         ("tiled loss, 65536 tokens, MiB", loss["anyrank.tiled_loss", 65536], 1050),
         ("tiled loss, time of all logits", loss_time["anyrank.tiled_loss"], 1.05),
-        ("offload, MiB left on the device", offload["left_mib"], 0),
-        ("offload, host sizes over 100 steps", len(offload["host_bytes_over_100_steps"]), 1),
     ]
     if "torch linear_cross_entropy" in loss_time:
         best = loss_time["torch linear_cross_entropy"]
@@ -319,10 +234,8 @@ def main() -> None:
     result["versions"] |= peer_versions()
     result["mlp"] = mlp_bytes()
     result["nested_calls"] = nested_calls()
-    result["weight_errors"] = weight_errors()
-    print(json.dumps([result["nested_calls"], result["weight_errors"]]), flush=True)
+    print(json.dumps(result["nested_calls"]), flush=True)
     result["loss"] = loss_bytes()
-    result["offload"] = offload_rows(4096 // shrink, 128)
     sizes = (4096 // shrink, 512, 1536, 8)
     result["mlp_time"] = times({way: mlp_case(way, *sizes) for way in MLPS}, repeats)
     sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)

@@ -38,28 +38,6 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class NestedBackward(torch.autograd.Function):
-    """A backward pass of its own for each tile, into `.grad`: fails or is wrong under wrappers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, chunk: int, *weights: Any) -> Any:
-        ctx.module, ctx.chunk = module, chunk
-        ctx.save_for_backward(x)
-        return torch.cat([module(part) for part in x.split(chunk, 1)], 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        found = torch.empty_like(x)
-        for n in range(0, x.shape[1], ctx.chunk):
-            part = x[:, n : n + ctx.chunk].detach().requires_grad_()
-            part.grad = found[:, n : n + ctx.chunk].zero_()
-            with torch.enable_grad():
-                y = ctx.module(part)
-            torch.autograd.backward(y, grad[:, n : n + ctx.chunk])
-        return found, None, None, *[None] * len(list(ctx.module.parameters()))
-
-
 def deepspeed_tiles(module: nn.Module, chunk: int) -> Tiled:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
@@ -85,9 +63,6 @@ def torch_tiles(module: nn.Module, chunk: int) -> Tiled:
 MLPS: dict[str, Callable[[Any, int], Tiled]] = {
     "plain": lambda module, chunk: module,
     "torch checkpoint per tile": torch_tiles,
-    "backward per tile": lambda module, chunk: (
-        lambda x: NestedBackward.apply(x, module, chunk, *module.parameters())
-    ),
     "anyrank.tile": lambda module, chunk: anyrank.tile(module, chunk_size=chunk),
     "anyrank.tile, grad_dtype": lambda module, chunk: anyrank.tile(
         module, chunk_size=chunk, grad_dtype=torch.float32
