@@ -15,26 +15,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import statistics
 import time
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import bench
 import torch
 import torch.nn.functional as F
-from figures import in_turn, keep, ratios
-from machine import describe_machine
-from memory_peers import BF16, LOSSES, MLPS, Mlp, peer_versions
+from bench import MIB, Case, Run, describe_machine, goal, median, ratios, tell
+from memory_peers import BF16, LOSSES, MLPS, PACKAGES, Mlp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-MIB = 1 << 20
 SUM_IN_FP32 = ("anyrank.tile, grad_dtype",)  # by operations of its own, so `Live` sees it as it is
 TOKENS, HIDDEN, INNER, VOCAB = 65536, 4096, 14336, 128256
 
@@ -116,19 +113,19 @@ def allocated_mib(make: Callable[[], Any], floor: int, scale: int) -> int:
     return round((peak * scale - floor) / MIB)
 
 
-def mlp_bytes() -> list[dict[str, Any]]:
+def mlp_bytes() -> list[Run]:
     floor = 2 * (2 * TOKENS * HIDDEN + 3 * HIDDEN * INNER)
-    rows: list[dict[str, Any]] = []
+    rows: list[Run] = []
     for tiles in (16, 32, 64):
         for way in MLPS:
             full = functools.partial(mlp_case, way, TOKENS, HIDDEN, INNER, tiles)
-            row: dict[str, Any] = {"way": way, "tiles": tiles, "live_mib": live_mib(full, floor)}
+            row: Run = {"way": way, "tiles": tiles, "live_mib": live_mib(full, floor)}
             if way not in SUM_IN_FP32:
                 sizes = (TOKENS // 16, HIDDEN // 16, INNER // 16, tiles, torch.float32)
                 small = functools.partial(mlp_case, way, *sizes)
                 row["allocated_mib"] = allocated_mib(small, floor, 16 * 16 // 2)
             rows.append(row)
-            print(json.dumps(rows[-1]), flush=True)
+            tell("mlp", rows[-1])
     return rows
 
 
@@ -160,8 +157,8 @@ def loss_case(way: str, tokens: int, hidden_size: int, vocab: int, dtype: Any) -
     return step
 
 
-def loss_bytes() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def loss_bytes() -> list[Run]:
+    rows: list[Run] = []
     for tokens in (4096, 16384, 65536):
         for way in LOSSES:
             make = functools.partial(loss_case, way, tokens, HIDDEN, VOCAB, BF16)
@@ -171,33 +168,32 @@ def loss_bytes() -> list[dict[str, Any]]:
             except RuntimeError as error:  # some operations have no fake form
                 found = str(error).splitlines()[0][:120]
             rows.append({"way": way, "tokens": tokens, "live_mib": found})
-            print(json.dumps(rows[-1]), flush=True)
+            tell("loss", rows[-1])
     return rows
 
 
 # -- time -----------------------------------------------------------------------------------------
 
 
-def times(steps: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
+def times(what: str, steps: dict[str, Callable[[], Any]], repeats: int) -> list[Run]:
     """Seconds of each, and ratios to the first one of the same turn."""
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
-    for step in steps.values():
-        step()
-    for turn in range(repeats):
-        for way in in_turn(steps, turn):
-            start = time.perf_counter()
-            steps[way]()
-            seconds[way].append(time.perf_counter() - start)
-    first = seconds[next(iter(seconds))]
-    rows: list[dict[str, Any]] = []
-    for way, taken in seconds.items():
-        row = {"way": way, "n": repeats, "sec": round(statistics.median(taken), 4)}
-        rows.append(row | {"ratio": ratios(taken, first)})
-        print(json.dumps(rows[-1]), flush=True)
+
+    def once(way: str, number: int) -> Run:
+        start = time.perf_counter()
+        steps[way]()
+        return {"seconds": time.perf_counter() - start}
+
+    runs = Case(what, steps, once).run(repeats, warm=1, is_told=False)
+    first = next(iter(runs.values()))
+    rows: list[Run] = []
+    for way, taken in runs.items():
+        row: Run = {"way": way, "n": repeats, "sec": round(median(taken, "seconds"), 4)}
+        rows.append(row | {"ratio": ratios(taken, first, "seconds")})
+        tell(what, rows[-1])
     return rows
 
 
-def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+def goals(result: Run) -> list[Run]:
     """What was to be reached, and whether it was."""
     mlp = {(row["way"], row["tiles"]): row for row in result["mlp"]}
     loss = {(row["way"], row["tokens"]): row["live_mib"] for row in result["loss"]}
@@ -216,36 +212,26 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "torch linear_cross_entropy" in loss_time:
         best = loss_time["torch linear_cross_entropy"]
         wanted.append(("tiled loss, time of torch's", loss_time["anyrank.tiled_loss"] / best, 1.0))
-    return [
-        {"what": what, "value": round(value, 3), "at_most": most, "met": value <= most}
-        for what, value, most in wanted
-    ]
+    return [goal(what, round(value, 3), most) for what, value, most in wanted]
 
 
-def main() -> None:
-    """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Run:
+    """Everything; the parts that take the time are smaller with --quick."""
     warnings.simplefilter("ignore")
-    repeats, shrink = (2, 4) if options.quick else (options.repeats, 1)
-    result: dict[str, Any] = describe_machine()
-    result["versions"] |= peer_versions()
+    shrink = options.shrink
+    result: Run = {"versions": describe_machine()["versions"] | bench.versions(PACKAGES)}
     result["mlp"] = mlp_bytes()
     result["nested_calls"] = nested_calls()
-    print(json.dumps(result["nested_calls"]), flush=True)
+    tell("runs of the layer", result["nested_calls"])
     result["loss"] = loss_bytes()
     sizes = (4096 // shrink, 512, 1536, 8)
-    result["mlp_time"] = times({way: mlp_case(way, *sizes) for way in MLPS}, repeats)
+    mlps = {way: mlp_case(way, *sizes) for way in MLPS}
+    result["mlp_time"] = times("mlp, time", mlps, options.repeats)
     sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)
-    result["loss_time"] = times({way: loss_case(way, *sizes) for way in LOSSES}, repeats)
-    result["goals"] = goals(result)
-    for goal in result["goals"]:
-        print(json.dumps(goal), flush=True)
-    if not options.quick:
-        keep("memory", result)
+    losses = {way: loss_case(way, *sizes) for way in LOSSES}
+    result["loss_time"] = times("loss, time", losses, options.repeats)
+    return result | {"goals": goals(result)}
 
 
 if __name__ == "__main__":
-    main()
+    bench.main("memory", measure, {"repeats": 2, "shrink": 4}, repeats=15, shrink=1)

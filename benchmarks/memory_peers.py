@@ -8,7 +8,6 @@ Packages are compared where they are installed:
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -73,11 +72,6 @@ if "deepspeed" in PACKAGES:
     MLPS["DeepSpeed TiledMLP"] = deepspeed_tiles
 if "liger_kernel" in PACKAGES:
     MLPS["Liger tiled_mlp"] = liger_tiles
-
-
-def peer_versions() -> dict[str, str]:
-    """Of the packages that are compared."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def full_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
