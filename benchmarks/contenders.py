@@ -256,7 +256,6 @@ def with_accelerate(target: Target, _: object) -> nn.Module:
 
 
 EACH = (1.1, 1.1)  # whole models, when every rank holds one
-# fmt: off
 CONTENDERS = {
     "hand": Contender("hand-written minimum", by_hand, (*SHARDED, "ddp"), sharded_before=True),
     "anyrank": Contender("anyrank", with_anyrank, EVERY, sharded_before=True),
@@ -268,7 +267,6 @@ CONTENDERS = {
     "load_file": Contender("load_file on every rank", load_and_shard, EVERY, EACH, 2),
     "ddp_sends": Contender("rank 0, sent by DDP", ddp_sends, ("ddp",), EACH, 2),
 }
-# fmt: on
 
 
 # -- one rank's run -------------------------------------------------------------------------------

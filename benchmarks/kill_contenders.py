@@ -148,23 +148,23 @@ def hush() -> None:
 
 # -- ways to save ---------------------------------------------------------------------------------
 
-Run = Callable[[State, str, Iterable[int]], None]
+Run = Callable[[State, str, str, Iterable[int]], None]  # state, folder, place in it, versions
 
 
-def each(save: Save, name: str) -> Run:
-    """Every version into a place of that name, where {} is the version."""
+def each(save: Save) -> Run:
+    """Every version into a place, in whose name {} is the version."""
 
-    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+    def run(state: State, folder: str, place: str, versions: Iterable[int]) -> None:
         for version in versions:
-            save(state, f"{folder}/{name.format(version)}")
+            save(state, f"{folder}/{place.format(version)}")
 
     return run
 
 
-def ours(background: bool) -> Run:
+def ours(background: bool = False) -> Run:
     """As the documentation says: every step is saved."""
 
-    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+    def run(state: State, folder: str, place: str, versions: Iterable[int]) -> None:
         train = anyrank.TrainState(*state)
         with anyrank.Checkpoints(folder, train, every=1, background=background) as ckpts:
             for _ in versions:
@@ -174,19 +174,7 @@ def ours(background: bool) -> Run:
     return run
 
 
-SAVES: dict[str, Run] = {
-    "dcp": each(dcp_save, "latest"),
-    "dcp_new": each(dcp_save, "step-{}"),
-    "dcp_async": each(dcp_async, "latest"),
-    "rank0": each(rank0, "latest"),
-    "rank0_new": each(rank0, "step-{}"),
-    "torch_checkpointing": each(torch_checkpointing, "step-{}"),
-    "anyrank": ours(background=False),
-    "anyrank_background": ours(background=True),
-}
-
-
-def run_save(kind: str, folder: str, blow: Blow | None) -> Stages:
+def run_save(name: str, folder: str, blow: Blow | None) -> Stages:
     """Two versions saved, the second under the blow; the file events of the second."""
     hush()
     state = make_state(LAYERS, WIDTH)
@@ -202,7 +190,8 @@ def run_save(kind: str, folder: str, blow: Blow | None) -> Stages:
             yield version
 
     yield {}
-    SAVES[kind](state, folder, versions())
+    contender = CONTENDERS[name]
+    contender.save(state, folder, contender.place, versions())
     yield {"seen": seen}
 
 
@@ -231,7 +220,8 @@ def newest_dcp(state: State, folder: str, pattern: str) -> bool:
 
 def newest_whole(state: State, folder: str, pattern: str) -> bool:
     """torch.load on each rank, which keeps its part."""
-    give(state, torch.load(newest(folder, pattern), map_location="cpu"), is_full=True)
+    file = newest(folder, f"{pattern}/*.pt")
+    give(state, torch.load(file, map_location="cpu"), is_full=True)
     return False
 
 
@@ -257,40 +247,43 @@ def resume(verify: bool) -> Load:
 
 @dataclass(frozen=True)
 class Contender:
-    """One column.
+    """One row.
 
     Attributes:
         title: of it.
-        saves: how; a key of SAVES.
+        save: how versions are saved.
         load: what its user calls to go on.
-        pattern: where the newest version is, which gets damaged.
+        place: of a version within the folder, {} for its number.
     """
 
     title: str
-    saves: str
+    save: Run
     load: Load
-    pattern: str
+    place: str
+
+    @property
+    def pattern(self) -> str:
+        """Where versions are, of which the newest gets damaged."""
+        return self.place.replace("{}", "*")
 
 
-STEPS = "step-????????"
+ONE, NEW, STEPS = "latest", "step-{}", "step-????????"
 CONTENDERS = {
-    "anyrank": Contender("anyrank, verify=True", "anyrank", resume(True), STEPS),
+    "anyrank": Contender("anyrank, verify=True", ours(), resume(True), STEPS),
     "anyrank_background": Contender(
-        "anyrank, background=True, verify=True", "anyrank_background", resume(True), STEPS
+        "anyrank, background=True, verify=True", ours(background=True), resume(True), STEPS
     ),
-    "anyrank_size": Contender("anyrank, verify=False", "anyrank", resume(False), STEPS),
-    "dcp": Contender("dcp.save, one folder", "dcp", newest_dcp, "latest"),
-    "dcp_async": Contender("dcp.async_save, one folder", "dcp_async", newest_dcp, "latest"),
-    "dcp_new": Contender("dcp.save, new folders", "dcp_new", newest_dcp, "step-*"),
-    "rank0": Contender("torch.save on rank 0, one file", "rank0", newest_whole, "latest/*.pt"),
-    "rank0_new": Contender(
-        "torch.save on rank 0, new files", "rank0_new", newest_whole, "step-*/*.pt"
-    ),
+    "anyrank_size": Contender("anyrank, verify=False", ours(), resume(False), STEPS),
+    "dcp": Contender("dcp.save, one folder", each(dcp_save), newest_dcp, ONE),
+    "dcp_async": Contender("dcp.async_save, one folder", each(dcp_async), newest_dcp, ONE),
+    "dcp_new": Contender("dcp.save, new folders", each(dcp_save), newest_dcp, NEW),
+    "rank0": Contender("torch.save on rank 0, one file", each(rank0), newest_whole, ONE),
+    "rank0_new": Contender("torch.save on rank 0, new files", each(rank0), newest_whole, NEW),
     "torch_checkpointing": Contender(
         "torch_checkpointing, new folders",
-        "torch_checkpointing",
+        each(torch_checkpointing),
         newest_torch_checkpointing,
-        "step-*",
+        NEW,
     ),
 }
 

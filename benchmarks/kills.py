@@ -211,12 +211,12 @@ class Bench:
                 raise RuntimeError(f"{args}: {outcome.error}")
             return outcome.stages[1]
 
-    def save(self, saves: str, blow: Blow | None) -> tuple[Path, list[Table]]:
+    def save(self, name: str, blow: Blow | None) -> tuple[Path, list[Table]]:
         """A new folder in which two versions were saved, the second one under the blow."""
         self.count += 1
         folder = self.top / str(self.count)
         folder.mkdir()
-        return folder, self.ranks(run_save, saves, str(folder), blow)
+        return folder, self.ranks(run_save, name, str(folder), blow)
 
     def load(self, name: str, folder: Path, when: str) -> dict[str, Any]:
         """The verdict over what this contender loads from a folder; the folder is used up."""
@@ -238,10 +238,10 @@ class Bench:
         Raises:
             RuntimeError: the way does not even save without a kill, or nobody was killed.
         """
-        saves, pattern = CONTENDERS[name].saves, CONTENDERS[name].pattern
-        whole, tables = self.save(saves, None)
+        pattern = CONTENDERS[name].pattern
+        whole, tables = self.save(name, None)
         if any(map(has_failed, tables)):
-            raise RuntimeError(f"{saves}: {tables}")
+            raise RuntimeError(f"{name}: {tables}")
         course = course_of(tables, whole, pattern)
         sound = self.load(name, self.copied(whole), "no kill")
         if sound["verdict"] != "v2":
@@ -255,10 +255,10 @@ class Bench:
                 else:
                     found.append({"at": "after the save", "verdict": "-", "text": "there is none"})
             for blow in [] if event in DAMAGES else blows_of(event, course):
-                folder, tables = self.save(saves, blow)
+                folder, tables = self.save(name, blow)
                 struck = {rank for rank, one in enumerate(tables) if one.get("end") == "died"}
                 if not struck & (blow.events.keys() | blow.limits.keys()):
-                    raise RuntimeError(f"{saves}: no rank died {blow.at}: {tables}")
+                    raise RuntimeError(f"{name}: no rank died {blow.at}: {tables}")
                 found.append(self.load(name, folder, blow.at))
             worst = max(found, key=lambda one: severity(one["verdict"]))
             yield event, {"verdict": worst["verdict"], "instants": found}
