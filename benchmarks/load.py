@@ -195,4 +195,4 @@ def measure(options: argparse.Namespace) -> Run:
 
 if __name__ == "__main__":
     name = "load-cuda" if "cuda" in sys.argv else "load"
-    bench.main(name, measure, QUICK, **OPTIONS)
+    bench.main(name, measure, QUICK, ["ranks", "dtype", "layout", "contenders"], **OPTIONS)

@@ -229,4 +229,5 @@ def measure(options: argparse.Namespace) -> Run:
 
 
 if __name__ == "__main__":
-    bench.main("sync", measure, {"mib": [8], "repeats": 1}, mib=[256, 1024, 2048], repeats=5)
+    small = {"mib": [8], "repeats": 1}
+    bench.main("sync", measure, small, ["mib"], mib=[256, 1024, 2048], repeats=5)

@@ -326,7 +326,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             row, cells = ROWS[name], dict[str, Any]()
             for way in options.ways:
                 source = write_folder(Path(folder, f"{name}-{way}"), FILES[row.files])
-                outcome = launcher.run(RANKS, run, name, way, str(source), timeout_sec=60)
+                outcome = launcher.run(RANKS, run, name, way, str(source), timeout_sec=120)
                 text = json.dumps(cell_of(outcome, row))
                 cells[way] = json.loads(text.replace(folder, "FOLDER"))
             rows.append({"row": name, "title": row.title, "cells": cells})
