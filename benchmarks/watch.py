@@ -29,7 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from bench import HERE, Run, describe_machine, keep, load_average, ratios, read, spread, tell
+from bench import (
+    HERE,
+    Run,
+    describe_machine,
+    keep,
+    load_average,
+    median,
+    ratios,
+    read,
+    spread,
+    tell,
+)
 
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -263,7 +274,7 @@ def cost(blocks: int, steps: int) -> Run:
     with launched(script, "train.py", ranks=2, TORCH_FR_BUFFER_SIZE="200") as (folder, _, _):
         alone, watched, shares = json.loads((folder / "cost-0").read_text())
     of_alone, of_watched = ([{"sec": sec} for sec in each] for each in (alone, watched))
-    medians = {"alone": spread(alone)["median"], "watched": spread(watched)["median"]}
+    medians = {"alone": median(of_alone, "sec"), "watched": median(of_watched, "sec")}
     return {
         "step_ms": {way: round(1000 * sec, 3) for way, sec in medians.items()},
         "step_ratio": ratios(of_watched, of_alone, "sec"),
