@@ -1,59 +1,59 @@
 """What the checks of saves and resumes cost: replicas compared, bytes verified, bytes read for it.
 
-    python benchmarks/checked.py             # a minute on 2 to 4 ranks; results/checked.json
-    python benchmarks/checked.py --repeats 3
+    python benchmarks/checked.py             # some minutes on 1 to 4 ranks; results/checked.json
+    python benchmarks/checked.py --quick     # small, nothing is written
 
-Replicas: what comparing them takes of ten saves in a row, nine of which compare everything.
-Verified: a resume with verify=True against one with verify=False, in turn, on the ranks that
+Replicas: what comparing them takes of ten saves in a row, nine of which compare everything; and
+what `replicas_every=100` takes of a training, one comparison on the slower rank over 100 median
+steps. Verified: a resume with verify=True against one with verify=False, in turn, on the ranks that
 saved and on one, from files in the page cache and from the disk, by the clock and by CPU time,
 which on a machine with other work tells more. Extra bytes: read beyond those needed, on other
-ranks than saved.
+ranks than saved. A layer has 4 MiB, three times that with Adam's state.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import json
 import os
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
+import bench
 import torch
 import torch.distributed as dist
-from figures import keep, spread
-from machine import describe_machine, load_average
+from bench import Case, Run, Runs, ratios, slowest, spread, tell
+from launch import Launcher
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.resume import checkpoints
 from anyrank.saving import collect
-from anyrank.testing import run_ranks
 
-MIB = 1 << 20
 SAVES = 10  # of which nine compare all of the replicas
-WIDTHS = [512, 1024, 768, 1536]
-LAYERS = 20  # of 4 MiB, times three with Adam's state
+STEPS, EVERY, ROWS = 10, 100, 64  # of a training that compares once
+WIDTH, WIDTHS = 1024, [512, 1024, 768, 1536]
 SAVED_ON, RESUMED_ON = 4, (1, 2, 3)
-LIMIT_SEC = 300.0
-GOALS = {"replicas": 0.1, "verified": 1.1, "extra": 0.02}
+GOALS = {"replicas": 0.1, "every": 0.01, "verified": 1.1, "extra": 0.02}
 
 
-class Resumed(NamedTuple):
-    """Seconds of this rank, and bytes read by all."""
-
-    clock: float
-    cpu: float
-    bytes_read: int
+def network(widths: list[int]) -> Any:
+    """Square layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(n, n, bias=False) for n in widths))
 
 
 def build(widths: list[int], sharded: bool, stepped: bool) -> anyrank.TrainState:
     """Square layers and Adam."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in widths))
+    model = network(widths)
     if sharded:
         for layer in model:
             fully_shard(layer)
@@ -67,35 +67,65 @@ def build(widths: list[int], sharded: bool, stepped: bool) -> anyrank.TrainState
     return anyrank.TrainState(model, optimizer)
 
 
-def job_replicas(path: str) -> float:
-    """The comparisons' part of ten saves of a model that both ranks hold whole."""
-    state, spent = build([1024] * LAYERS, sharded=False, stepped=True), 0.0
-    compare = collect.compare_replicas
+# -- what each rank does --------------------------------------------------------------------------
 
-    def timed(*arguments: Any) -> list[str]:
-        nonlocal spent
+
+@contextlib.contextmanager
+def seconds_in(module: Any, name: str) -> Iterator[list[float]]:
+    """The seconds of each call of a module's function, as long as this lasts."""
+    inner, spent = getattr(module, name), list[float]()
+
+    def timed(*arguments: Any) -> Any:
         start = time.perf_counter()
         try:
-            return compare(*arguments)
+            return inner(*arguments)
         finally:
-            spent += time.perf_counter() - start
+            spent.append(time.perf_counter() - start)
 
+    with patch.object(module, name, timed):
+        yield spent
+
+
+def compare_in_saves(path: str, layers: int) -> float:
+    """The comparisons' part of ten saves of a model that both ranks hold whole."""
+    state = build([WIDTH] * layers, sharded=False, stepped=True)
     with (
-        patch.object(collect, "compare_replicas", timed),
+        seconds_in(collect, "compare_replicas") as spent,
         anyrank.Checkpoints(path, state) as ckpts,
     ):
         for number in range(SAVES):
             state.step = number + 1
             ckpts.save()
-        return spent / sum(record.seconds for record in ckpts.stats())
+        return sum(spent) / sum(record.seconds for record in ckpts.stats())
 
 
-def job_save(path: str, widths: list[int]) -> None:
+def compare_in_steps(path: str, layers: int) -> Run:
+    """Seconds of one comparison under DDP, and of the median step without it, on this rank."""
+    model = DistributedDataParallel(network([WIDTH] * layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = anyrank.ElasticLoader(torch.randn(256, WIDTH), global_batch=ROWS, microbatch=ROWS // 2)
+    state, steps = anyrank.TrainState(model, optimizer, data=loader), list[float]()
+    with (
+        seconds_in(checkpoints, "check_replicas") as spent,
+        anyrank.Checkpoints(path, state, replicas_every=STEPS) as ckpts,
+    ):
+        start = time.perf_counter()
+        for step in ckpts.steps(until=STEPS):
+            for x in step.microbatches(model):
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(time.perf_counter() - start)
+            start = time.perf_counter()
+    return {"sec": sum(spent), "step_sec": statistics.median(steps[1:])}
+
+
+def save(path: str, widths: list[int]) -> None:
     with anyrank.Checkpoints(path, build(widths, sharded=True, stepped=True)) as ckpts:
         ckpts.save()
 
 
-def resumed(path: str, widths: list[int], verify: bool, from_disk: bool = False) -> Resumed:
+def resume(path: str, widths: list[int], verify: bool, from_disk: bool = False) -> Run:
     """A resume into a new state; from the disk, the files have left the page cache before."""
     state = build(widths, sharded=True, stepped=False)
     if from_disk:
@@ -108,93 +138,59 @@ def resumed(path: str, widths: list[int], verify: bool, from_disk: bool = False)
         dist.barrier()
         clock, cpu = time.perf_counter(), time.process_time()
         report = ckpts.resume("must")
-        took = time.perf_counter() - clock, time.process_time() - cpu
+        found = {"clock": time.perf_counter() - clock, "cpu": time.process_time() - cpu}
         assert report is not None
-        return Resumed(*took, sum(report.bytes_read))
+        return found | {"bytes_read": sum(report.bytes_read)}
 
 
-def job_verified(path: str, repeats: int, from_disk: bool) -> list[tuple[Resumed, Resumed]]:
-    """Every byte verified, and sizes alone, in turn."""
-    found: list[tuple[Resumed, Resumed]] = []
-    for number in range(repeats + 1):  # the first one warms up
-        order = (True, False) if number % 2 else (False, True)
-        took = {verify: resumed(path, [1024] * LAYERS, verify, from_disk) for verify in order}
-        found.append((took[True], took[False]))
-    return found[1:]
+def resume_in_turn(path: str, layers: int, repeats: int, from_disk: bool) -> Runs:
+    """Every byte verified, and sizes alone."""
+
+    def once(way: str, number: int) -> Run:
+        return resume(path, [WIDTH] * layers, way == "full", from_disk)
+
+    return Case("resume", ("full", "size"), once).run(repeats, warm=1, is_told=False)
 
 
-def job_extra(path: str) -> int:
-    return resumed(path, WIDTHS, True).bytes_read
+# -- figures --------------------------------------------------------------------------------------
 
 
-def summary(values: list[float], goal: float) -> dict[str, float]:
-    """Median, least and most of a figure, beside its goal."""
-    return spread(values) | {"goal": goal}
+def measure(options: argparse.Namespace) -> Run:
+    """Every figure, beside its goal."""
+    launcher, layers, repeats = Launcher("checked"), options.layers, options.repeats
+    figures: dict[str, Any] = {}
 
+    def record(name: str, figure: Run, goal: str) -> None:
+        figures[name] = figure | {"goal": GOALS[goal]}
+        tell(name, figures[name])
 
-def measure_replicas(top: str, repeats: int) -> dict[str, Any]:
-    """What the comparisons take of the saves."""
-    runs = [f"{top}/replicas-{number}" for number in range(repeats)]
-    parts = [max(run_ranks(2, job_replicas, run, timeout=LIMIT_SEC)) for run in runs]
-    return {"replicas": summary(parts, GOALS["replicas"])}
-
-
-def measure_verified(top: str, repeats: int) -> dict[str, Any]:
-    """Ratios of verified resumes to unverified ones; a resume takes as long as its slowest rank."""
-    path, figures = f"{top}/verified", dict[str, Any]()
-    run_ranks(2, job_save, path, [1024] * LAYERS, timeout=LIMIT_SEC)
-    for ranks, from_disk in ((2, False), (1, False), (2, True), (1, True)):
-        by_rank = run_ranks(ranks, job_verified, path, 3 * repeats, from_disk, timeout=LIMIT_SEC)
-        rounds = [*zip(*by_rank, strict=True)]
-        for kind in ("clock", "cpu"):
-            ratios: list[float] = []
-            for pairs in rounds:
-                full, size = (max(getattr(r, kind) for r in of) for of in zip(*pairs, strict=True))
-                ratios.append(full / size)
-            where = ", from the disk" if from_disk else ""
-            name = f"verified, saved on 2, resumed on {ranks}{where}, {kind}"
-            figures[name] = summary(ratios, GOALS["verified"])
-    return figures
-
-
-def measure_extra(top: str) -> dict[str, Any]:
-    """Bytes read beyond those that are needed."""
-    path, needed = f"{top}/extra", sum(3 * 4 * n * n for n in WIDTHS)
-    run_ranks(SAVED_ON, job_save, path, WIDTHS, timeout=LIMIT_SEC)
-    found: dict[str, Any] = {}
-    for ranks in RESUMED_ON:
-        read = run_ranks(ranks, job_extra, path, timeout=LIMIT_SEC)[0]
-        name = f"bytes beyond, saved on {SAVED_ON}, resumed on {ranks}"
-        found[name] = summary([read / needed - 1], GOALS["extra"])
-    return found
-
-
-def measure(repeats: int) -> dict[str, Any]:
-    """Every figure."""
     with tempfile.TemporaryDirectory(prefix="anyrank-checked-") as top:
-        figures = measure_verified(top, repeats) | measure_extra(top)
-        return figures | measure_replicas(top, repeats)
-
-
-def main() -> None:
-    """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    before = load_average()
-    figures = measure(options.repeats)
-    for what, row in figures.items():
-        print(what, json.dumps(row), flush=True)
-    shape = {
-        "load_average": [before, load_average()],
-        "replicas_mib": LAYERS * 12,
-        "saves": SAVES,
-        "verified_mib": LAYERS * 12,
-        "widths": WIDTHS,
-    }
-    result = describe_machine() | shape | {"figures": figures}
-    keep("checked", result)
+        launcher.values(2, save, f"{top}/verified", [WIDTH] * layers)
+        for ranks, from_disk in ((2, False), (1, False), (2, True), (1, True)):
+            given = (f"{top}/verified", layers, 3 * repeats, from_disk)
+            runs = slowest(launcher.values(ranks, resume_in_turn, *given))
+            for clock in ("clock", "cpu"):
+                where = ", from the disk" if from_disk else ""
+                what = f"verified, saved on 2, resumed on {ranks}{where}, {clock}"
+                record(what, ratios(runs["full"], runs["size"], clock), "verified")
+        launcher.values(SAVED_ON, save, f"{top}/extra", WIDTHS)
+        needed = sum(3 * 4 * n * n for n in WIDTHS)
+        for ranks in RESUMED_ON:
+            read = launcher.values(ranks, resume, f"{top}/extra", WIDTHS, True)[0]["bytes_read"]
+            what = f"bytes beyond, saved on {SAVED_ON}, resumed on {ranks}"
+            record(what, spread([read / needed - 1]), "extra")
+        parts: list[float] = []
+        shares: list[float] = []
+        for number in range(repeats):
+            parts.append(max(launcher.values(2, compare_in_saves, f"{top}/{number}", layers)))
+            each = launcher.values(2, compare_in_steps, f"{top}/steps-{number}", layers)
+            sec, step_sec = (max(run[figure] for run in each) for figure in ("sec", "step_sec"))
+            shares.append(sec / (EVERY * step_sec))
+        record("replicas", spread(parts), "replicas")
+        record(f"replicas_every={EVERY}", spread(shares), "every")
+    shape = {"replicas_mib": layers * 12, "saves": SAVES, "verified_mib": layers * 12}
+    return shape | {"widths": WIDTHS, "figures": figures}
 
 
 if __name__ == "__main__":
-    main()
+    bench.main("checked", measure, {"repeats": 1, "layers": 2}, repeats=5, layers=20)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,40 +15,59 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launch import settle
+import torch.distributed.checkpoint as dcp
+from bench import PAGE
+from launch import Stages, settle
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from weights import local_part, rows_of, weight_map, wrong_tensors
 
 import anyrank
 
-PAGE = 4096
 SCRATCH_BYTES = 1 << 20  # of the hand-written minimum's cast; stays in the core's cache
 
 
 @dataclass(frozen=True)
-class Case:
-    """What one rank loads.
+class Target:
+    """What each rank loads.
 
     Attributes:
         folder: of the safetensors shards.
         dtype: of the model's parameters, by name; the files are bf16.
-        layout: fsdp (sharded over all ranks), hsdp (two replicas, sharded inside), ddp (whole).
-        rank, size: of this process.
+        layout: fsdp (sharded over all ranks), hsdp (two replicas, sharded inside), ddp (whole),
+            cuda (whole, one rank on a GPU).
     """
 
     folder: str
     dtype: str
     layout: str
-    rank: int
-    size: int
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
 
+    @property
+    def device(self) -> str:
+        """Where they are."""
+        return "cuda:0" if self.layout == "cuda" else "cpu"
 
-Loader = Callable[[Case, Any], nn.Module]
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds a part of them."""
+        return self.layout in SHARDED
+
+
+SHARDED = ("fsdp", "hsdp")
+EVERY = (*SHARDED, "ddp", "cuda")
+Loader = Callable[[Target, Any], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -57,34 +76,32 @@ class Contender:
 
     Attributes:
         title: in tables.
-        run: from the case, and the model if it was built before, to the loaded model.
+        run: from the target, and the model if it was built before, to the loaded model.
         layouts: that it can load.
-        sharded_before: the model is built on meta and sharded before the clock starts; else
-            building it is part of the way, and of its time.
         full_copies: whole models in private memory at its highest: a fixed number, and one for
             every rank; decides what this machine can run.
         repeats: most repetitions of a slow way that no goal speaks of.
+        sharded_before: the model is built on meta and sharded before the clock starts; else
+            building it is part of the way, and of its time.
     """
 
     title: str
     run: Loader
     layouts: tuple[str, ...]
-    sharded_before: bool = False
     full_copies: tuple[float, float] = (1.1, 0.0)
     repeats: int = 1000
+    sharded_before: bool = False
 
 
 # -- models ---------------------------------------------------------------------------------------
 
 
-def build(case: Case, device: str = "meta") -> nn.Module:
+def build(target: Target, is_real: bool = False) -> nn.Module:
     """The model without its weights: on meta, or in memory nobody has written to."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(case.folder)
+    config = AutoConfig.from_pretrained(target.folder)
     with anyrank.meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=case.torch_dtype)
-    return model if device == "meta" else allocate(model)
+        model = AutoModelForCausalLM.from_config(config, dtype=target.torch_dtype)
+    return allocate(model) if is_real else model
 
 
 def allocate(model: nn.Module) -> nn.Module:
@@ -96,13 +113,13 @@ def allocate(model: nn.Module) -> nn.Module:
     return model
 
 
-def shard(model: Any, case: Case) -> nn.Module:
-    """`fully_shard` layer by layer, then the rest, on the mesh of the layout."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    shape = (2, case.size // 2) if case.layout == "hsdp" else (case.size,)
-    names = ("replicate", "shard") if case.layout == "hsdp" else ("shard",)
+def shard(model: Any, target: Target) -> nn.Module:
+    """`fully_shard` layer by layer, then the rest, on the layout's mesh; if it has one."""
+    if not target.is_sharded:
+        return model
+    size = dist.get_world_size()
+    shape = (2, size // 2) if target.layout == "hsdp" else (size,)
+    names = ("replicate", "shard") if target.layout == "hsdp" else ("shard",)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -112,19 +129,19 @@ def shard(model: Any, case: Case) -> nn.Module:
 # -- the ways -------------------------------------------------------------------------------------
 
 
-def with_anyrank(case: Case, model: nn.Module) -> nn.Module:
-    anyrank.load(model, case.folder)
+def with_anyrank(target: Target, model: nn.Module) -> nn.Module:
+    anyrank.load(model, target.folder)
     return model
 
 
-def by_hand(case: Case, model: nn.Module) -> nn.Module:
+def by_hand(target: Target, model: nn.Module) -> nn.Module:
     """Each rank reads its own bytes into its own tensors: no agreement, no checks, no report."""
     allocate(model)
-    where, files = weight_map(case.folder), dict[str, tuple[int, int, dict[str, Any]]]()
+    where, files = weight_map(target.folder), dict[str, tuple[int, int, dict[str, Any]]]()
     scratch = torch.empty(SCRATCH_BYTES // 2, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if where[name] not in files:
-            fd = os.open(Path(case.folder, where[name]), os.O_RDONLY)
+            fd = os.open(Path(target.folder, where[name]), os.O_RDONLY)
             length = int.from_bytes(os.pread(fd, 8, 0), "little")
             files[where[name]] = fd, 8 + length, json.loads(os.pread(fd, length, 8))
         fd, base, header = files[where[name]]
@@ -153,30 +170,25 @@ def read_into(fd: int, tensor: torch.Tensor, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def dcp_reader(case: Case, model: nn.Module) -> nn.Module:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
+def dcp_reader(target: Target, model: nn.Module) -> nn.Module:
     allocate(model)
-    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(case.folder))
+    dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(target.folder))
     return model
 
 
-def rank0_broadcast(case: Case, _: object) -> nn.Module:
+def rank0_broadcast(target: Target, _: object) -> nn.Module:
     """Rank 0 holds the full model, the others are on meta; every tensor is broadcast whole.
 
     Rank 0 skips the random first values that the original spends seconds on.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     full: dict[str, torch.Tensor] = {}
-    if case.rank == 0:
-        model = load_all(case)
+    if dist.get_rank() == 0:
+        model = load_all(target)
         full = model.state_dict()
     else:
-        model = build(case)
-    shard(model, case)
-    if case.rank:
+        model = build(target)
+    shard(model, target)
+    if not full:
         allocate(model)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, full, options=options)
@@ -185,57 +197,49 @@ def rank0_broadcast(case: Case, _: object) -> nn.Module:
     return model
 
 
-def load_all(case: Case) -> nn.Module:
-    """The whole model from all files, on this rank."""
-    from safetensors.torch import load_file
-
-    model = build(case, "cpu")
-    for file in sorted(set(weight_map(case.folder).values())):
-        model.load_state_dict(load_file(Path(case.folder, file)), strict=False)
-    return model
-
-
-def every_rank_loads_all(case: Case, _: object) -> nn.Module:
-    model = load_all(case)
-    return model if case.layout == "ddp" else shard(model, case)
+def load_all(target: Target) -> nn.Module:
+    """The whole model from all files, on this rank; on a GPU the files' tensors become its own."""
+    on_gpu = target.layout == "cuda"
+    model = build(target, is_real=not on_gpu)
+    for file in sorted(set(weight_map(target.folder).values())):
+        state = load_file(Path(target.folder, file), device=target.device)
+        model.load_state_dict(state, strict=False, assign=on_gpu)
+    return model.to(target.device) if on_gpu else model
 
 
-def every_rank_from_pretrained(case: Case, _: object) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.torch_dtype)
-    return model if case.layout == "ddp" else shard(model, case)
+def load_and_shard(target: Target, _: object) -> nn.Module:
+    return shard(load_all(target), target)
 
 
-def ddp_sends(case: Case, _: object) -> nn.Module:
+def from_pretrained(target: Target, _: object) -> nn.Module:
+    where: dict[str, Any] = {"device_map": {"": 0}} if target.layout == "cuda" else {}
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=target.torch_dtype, **where)
+    return shard(model, target)
+
+
+def ddp_sends(target: Target, _: object) -> nn.Module:
     """Rank 0 loads, and DDP's constructor sends it to the others."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = load_all(case) if case.rank == 0 else build(case, "cpu")
+    model = load_all(target) if dist.get_rank() == 0 else build(target, is_real=True)
     return DistributedDataParallel(model)
 
 
-def transformers_distributed(case: Case, _: object) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    replicas = 2 if case.layout == "hsdp" else 1
-    config = DistributedConfig(fsdp_size=case.size // replicas, dp_replicate_size=replicas)
+def transformers_distributed(target: Target, _: object) -> nn.Module:
+    replicas = 2 if target.layout == "hsdp" else 1
+    config = DistributedConfig(
+        fsdp_size=dist.get_world_size() // replicas, dp_replicate_size=replicas
+    )
     return AutoModelForCausalLM.from_pretrained(
-        case.folder, dtype=case.torch_dtype, distributed_config=config
+        target.folder, dtype=target.torch_dtype, distributed_config=config
     )
 
 
-def accelerate_fsdp2(case: Case, _: object) -> nn.Module:
-    """Accelerate's own steps for FSDP2, called one by one: its Accelerator shards nothing on
-    CPU.
-    """
+def with_accelerate(target: Target, _: object) -> nn.Module:
+    """Accelerate's own steps for FSDP2, one by one: its Accelerator shards nothing on a CPU."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from transformers import AutoModelForCausalLM
 
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=case.torch_dtype)
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=target.torch_dtype)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         cpu_ram_efficient_loading=True,
@@ -245,34 +249,23 @@ def accelerate_fsdp2(case: Case, _: object) -> nn.Module:
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         mixed_precision="no",
-        is_main_process=case.rank == 0,
+        is_main_process=dist.get_rank() == 0,
         device=torch.device("cpu"),
     )
     return fsdp2_prepare_model(accelerator, model)
 
 
-SHARDED = ("fsdp", "hsdp")
-EVERY = (*SHARDED, "ddp")
+EACH = (1.1, 1.1)  # whole models, when every rank holds one
 CONTENDERS = {
-    "hand": Contender("hand-written minimum", by_hand, EVERY, True),
-    "anyrank": Contender("anyrank", with_anyrank, EVERY, True),
-    "dcp": Contender("DCP, HuggingFaceStorageReader", dcp_reader, SHARDED, True),
-    "transformers": Contender(
-        "transformers DistributedConfig", transformers_distributed, SHARDED, False, (1.2, 0)
-    ),
-    "from_pretrained": Contender(
-        "from_pretrained on every rank", every_rank_from_pretrained, EVERY, False, (1.1, 1.1), 2
-    ),
-    "rank0": Contender(
-        "rank 0 + set_model_state_dict", rank0_broadcast, SHARDED, False, (2.5, 0.0)
-    ),
-    "accelerate": Contender(
-        "accelerate fsdp2_prepare_model", accelerate_fsdp2, ("fsdp",), False, (1.2, 1.1), 2
-    ),
-    "load_file": Contender(
-        "load_file on every rank", every_rank_loads_all, EVERY, False, (1.1, 1.1), 2
-    ),
-    "ddp_sends": Contender("rank 0, sent by DDP", ddp_sends, ("ddp",), False, (1.1, 1.1), 2),
+    "hand": Contender("hand-written minimum", by_hand, (*SHARDED, "ddp"), sharded_before=True),
+    "anyrank": Contender("anyrank", with_anyrank, EVERY, sharded_before=True),
+    "dcp": Contender("DCP, HuggingFaceStorageReader", dcp_reader, SHARDED, sharded_before=True),
+    "transformers": Contender("transformers DistributedConfig", transformers_distributed, SHARDED),
+    "from_pretrained": Contender("from_pretrained on every rank", from_pretrained, EVERY, EACH, 2),
+    "rank0": Contender("rank 0 + set_model_state_dict", rank0_broadcast, SHARDED, (2.5, 0.0)),
+    "accelerate": Contender("accelerate fsdp2_prepare_model", with_accelerate, ("fsdp",), EACH, 2),
+    "load_file": Contender("load_file on every rank", load_and_shard, EVERY, EACH, 2),
+    "ddp_sends": Contender("rank 0, sent by DDP", ddp_sends, ("ddp",), EACH, 2),
 }
 
 
@@ -288,18 +281,18 @@ def touch(model: nn.Module) -> None:
                 local.view(-1)[:: PAGE // local.element_size()].add_(0)
 
 
-def run(
-    rank: int, size: int, name: str, folder: str, dtype: str, layout: str
-) -> Iterator[dict[str, Any]]:
+def run(name: str, folder: str, dtype: str, layout: str) -> Stages:
     """The job of one rank: prepare, load, check; see `Launcher.run`."""
     warnings.simplefilter("ignore")
-    contender, case = CONTENDERS[name], Case(folder, dtype, layout, rank, size)
+    contender, target = CONTENDERS[name], Target(folder, dtype, layout)
+    gpu = torch.cuda if layout == "cuda" else None
     start = time.perf_counter()
-    model: Any = None
-    if contender.sharded_before:
-        model = build(case)
-        model = model if layout == "ddp" else shard(model, case)
+    model: Any = shard(build(target), target) if contender.sharded_before else None
     prepared_sec = time.perf_counter() - start
+    if gpu:  # its context is there before the clock starts
+        torch.zeros(1, device=target.device).add_(1)
+        gpu.reset_peak_memory_stats()
+    device_before = gpu.memory_allocated() if gpu else 0
     loaded = set(sys.modules)
     dist.barrier()
     settle()
@@ -308,20 +301,19 @@ def run(
 
     dist.barrier()
     start = time.perf_counter()
-    model = contender.run(case, model)
+    model = contender.run(target, model)
     called = time.perf_counter()
     touch(model)
+    if gpu:
+        gpu.synchronize()
     dist.barrier()
     usable = time.perf_counter()
     yield {
         "called_sec": called - start,
         "usable_sec": usable - start,
         "late": sorted(set(sys.modules) - loaded),
+        "device_bytes": gpu.max_memory_allocated() - device_before if gpu else 0,
     }
 
-    yield {
-        "wrong": wrong_tensors(model, folder, case.torch_dtype),
-        "share_bytes": sum(
-            local_part(one).numel() * one.element_size() for one in model.parameters()
-        ),
-    }
+    share = sum(local_part(one).numel() * one.element_size() for one in model.parameters())
+    yield {"wrong": wrong_tensors(model, folder, target.torch_dtype), "share_bytes": share}

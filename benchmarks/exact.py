@@ -20,15 +20,15 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import bench
 import torch
 import torch.distributed as dist
-from figures import keep, read
+from bench import Case, Run, Runs, describe_machine, keep, ratios, read, tell
 from launch import Launcher
-from live_tables import RATIOS
-from machine import describe_machine
+from tables import RATIOS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,16 +38,33 @@ import anyrank
 from anyrank.testing import PeakMemory
 
 CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")
-# Ranks, and microbatches of each: of the last, 12 on 3, ranks send several sums of each gradient.
-CASES = ((2, 1), (2, 3), (4, 1), (4, 3), (3, 4))
 KINDS = ("plain", "ddp", "fsdp", "hsdp", "fsdp bf16")
+# Part of the benchmark -> what a row is of. `rounds` is the number of microbatches of a rank.
+CASES: dict[str, list[Run]] = {
+    # Of the last, 12 microbatches on 3 ranks, ranks send several sums of each gradient.
+    "times": [
+        {"ranks": size, "rounds": rounds}
+        for size, rounds in ((2, 1), (2, 3), (4, 1), (4, 3), (3, 4))
+    ],
+    "memory": [{"ranks": size, "rounds": rounds} for rounds in (4, 1) for size in (2, 4)],
+    # The most ranks first after one: that is where the order of sums differs most.
+    "bits": [
+        {"kind": kind, "ranks": size}
+        for size in (1, 8, 2, 4, 3, 6, 5)
+        for kind in KINDS
+        if kind != "hsdp" or size in (4, 6, 8)
+    ],
+}
 WIDTH, ROWS = 1024, 256
+
+
+# -- time and memory of a step --------------------------------------------------------------------
 
 
 class Ready(torch.utils.data.Dataset[Any]):
     """Microbatches that cost nothing to fetch: sample i is a batch, one of a few."""
 
-    def __init__(self, width: int, rows: int = ROWS) -> None:
+    def __init__(self, width: int, rows: int) -> None:
         g = torch.Generator().manual_seed(0)
         self.batches = torch.randn(13, rows, width, generator=g)
 
@@ -62,7 +79,7 @@ def first(samples: list[torch.Tensor]) -> torch.Tensor:
     return samples[0]
 
 
-def mlp(kind: str, width: int, depth: int = 4) -> nn.Module:
+def mlp(kind: str, width: int, depth: int) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
     net = nn.Sequential(*layers)
@@ -73,75 +90,77 @@ def mlp(kind: str, width: int, depth: int = 4) -> nn.Module:
     return fully_shard(net)
 
 
-def time_steps(
-    rank: int, size: int, rounds: int, width: int, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """Seconds of each contender's steps."""
-    data = Ready(width)
-    models = {name: mlp(name.split()[0], width) for name in CONTENDERS}
-    loaders = {
-        name: iter(
-            anyrank.ElasticLoader(
-                data,
-                global_batch=rounds * size,
-                microbatch=1,
-                collate_fn=first,
-                exact=name.endswith("exact"),
-            )
-        )
-        for name in CONTENDERS
-        if not name.endswith("each")
-    }
-    yield {}
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for repeat in range(repeats + 2):
-        for name in CONTENDERS:
-            net = models[name]
-            step = next(loaders[name]) if name in loaders else None
-            dist.barrier()
-            start = time.perf_counter()
-            if step is None:  # FSDP2's own reduction, in every microbatch
-                for number in range(rounds):
-                    (net(data[number]).square().mean() / rounds).backward()
-            else:
-                for batch in step.microbatches(net):
-                    step.backward(net(batch).square().mean())
-            dist.barrier()
-            if repeat > 1:  # DDP rebuilds its buckets after the first
-                seconds[name].append(time.perf_counter() - start)
-            net.zero_grad()
-    for loader in loaders.values():
-        loader.close()
-    yield {"seconds": seconds}
+class Stepper:
+    """The steps of one contender: its model, and the loader that gives it microbatches."""
+
+    def __init__(self, name: str, rounds: int, width: int, rows: int, depth: int) -> None:
+        self.data, self.rounds = Ready(width, rows), rounds
+        self.net = mlp(name.split()[0], width, depth)
+        self.loader: Any = None
+        if not name.endswith("each"):
+            size, exact = dist.get_world_size(), name.endswith("exact")
+            options: dict[str, Any] = {"microbatch": 1, "collate_fn": first, "exact": exact}
+            loader = anyrank.ElasticLoader(self.data, global_batch=rounds * size, **options)
+            self.loader = iter(loader)
+
+    def prepared(self) -> Callable[[], None]:
+        """The next step, its data at hand: forward, backward and exchange."""
+        if self.loader is None:  # FSDP2's own reduction, in every microbatch
+            return self.reduce_each
+        step = next(self.loader)
+
+        def run() -> None:
+            for batch in step.microbatches(self.net):
+                step.backward(self.net(batch).square().mean())
+
+        return run
+
+    def reduce_each(self) -> None:
+        """A step with a reduction in every microbatch."""
+        for number in range(self.rounds):
+            (self.net(self.data[number]).square().mean() / self.rounds).backward()
 
 
-def measure_peak(
-    rank: int, size: int, rounds: int, width: int, name: str
-) -> Iterator[dict[str, Any]]:
+def time_steps(rounds: int, width: int, repeats: int) -> Runs:
+    """Seconds of each contender's steps, in turn."""
+    steppers = {name: Stepper(name, rounds, width, ROWS, 4) for name in CONTENDERS}
+
+    def once(name: str, number: int) -> Run:
+        step = steppers[name].prepared()
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        steppers[name].net.zero_grad()
+        return {"seconds": seconds}
+
+    # DDP rebuilds its buckets after the first step.
+    runs = Case("steps", CONTENDERS, once).run(repeats, warm=2, is_told=False)
+    for stepper in steppers.values():
+        if stepper.loader is not None:
+            stepper.loader.close()
+    return runs
+
+
+def measure_peak(rounds: int, width: int, name: str) -> float:
     """The peak of a contender's steps, in units of its gradients."""
-    data = Ready(width, 8)
-    net = mlp(name.split()[0], width, 12)
-    loader = anyrank.ElasticLoader(
-        data, global_batch=rounds * size, microbatch=1, collate_fn=first, exact="exact" in name
-    )
-    whole = sum(parameter.numel() * 4 for parameter in net.parameters())
-    yield {}
+    stepper = Stepper(name, rounds, width, 8, 12)
+    whole = sum(parameter.numel() * 4 for parameter in stepper.net.parameters())
     peaks: list[float] = []
-    steps = iter(loader)
     while len(peaks) < 5:
-        step = None if name.endswith("each") else next(steps)
+        step = stepper.prepared()
         dist.barrier()
         with PeakMemory() as memory:
-            if step is None:  # FSDP2's own reduction, in every microbatch
-                for number in range(rounds):
-                    (net(data[number % 4]).square().mean() / rounds).backward()
-            else:
-                for batch in step.microbatches(net):
-                    step.backward(net(batch).square().mean())
-        net.zero_grad()
+            step()
+        stepper.net.zero_grad()
         peaks.append(memory.peak_bytes / whole)
-    steps.close()
-    yield {"peak": statistics.median(peaks[2:])}
+    if stepper.loader is not None:
+        stepper.loader.close()
+    return statistics.median(peaks[2:])
+
+
+# -- bits -----------------------------------------------------------------------------------------
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -154,7 +173,7 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return torch.randint(0, 37, (9,), generator=torch.Generator().manual_seed(i))
 
 
-def transformer(kind: str, size: int) -> nn.Module:
+def transformer(kind: str) -> nn.Module:
     torch.manual_seed(0)
     blocks = [
         nn.TransformerEncoderLayer(24, 3, 41, dropout=0.1, batch_first=True, norm_first=True)
@@ -170,7 +189,8 @@ def transformer(kind: str, size: int) -> nn.Module:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    if kind == "hsdp" and size % 2 == 0 and size > 2:
+    if kind == "hsdp":
+        size = dist.get_world_size()
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names)
     for block in blocks:
@@ -178,10 +198,9 @@ def transformer(kind: str, size: int) -> nn.Module:
     return fully_shard(net, **options)
 
 
-def train(rank: int, size: int, kind: str, steps: int) -> Iterator[dict[str, Any]]:
+def train(kind: str, steps: int) -> str:
     """SHA-256 of all weights and Adam state after a number of steps."""
-    yield {}
-    net = transformer(kind, size)
+    net = transformer(kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     loader = anyrank.ElasticLoader(Tokens(), global_batch=16, microbatch=2, exact=True)
     while loader.step < steps:
@@ -202,81 +221,41 @@ def train(rank: int, size: int, kind: str, steps: int) -> Iterator[dict[str, Any
         for tensor in (parameter, *(state[name] for name in sorted(state))):
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             digest.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    yield {"sha256": digest.hexdigest()}
+    return digest.hexdigest()
 
 
-def measure_times(launcher: Launcher, quick: bool) -> list[dict[str, Any]]:
-    """One row for each number of ranks and of microbatches of a rank."""
-    rows: list[dict[str, Any]] = []
-    for size, rounds in CASES[:2] if quick else CASES:
-        width, repeats = (64, 3) if quick else (WIDTH, 15)
-        outcome = launcher.run(size, time_steps, rounds, width, repeats)
-        if outcome.error:
-            raise RuntimeError(outcome.error)
-        seconds: dict[str, list[float]] = outcome.stages[1][0]["seconds"]
-        row: dict[str, Any] = {"ranks": size, "rounds": rounds, "n": repeats}
-        row["seconds"] = {name: statistics.median(times) for name, times in seconds.items()}
-        row["spread"] = {name: quartiles(times) for name, times in seconds.items()}
-        row["ratios"] = {
-            f"{name} / {other}": statistics.median(
-                one / two for one, two in zip(seconds[name], seconds[other], strict=True)
-            )
+# -- figures --------------------------------------------------------------------------------------
+
+
+def times_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
+    """Medians, quartiles and ratios of a case's steps."""
+    given = (case["rounds"], options.width, options.repeats)
+    runs = launcher.values(case["ranks"], time_steps, *given)[0]
+    seconds = {name: [run["seconds"] for run in runs[name]] for name in runs}
+    return {
+        "n": options.repeats,
+        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        "spread": {name: statistics.quantiles(each, n=4)[::2] for name, each in seconds.items()},
+        "ratios": {
+            f"{name} / {other}": ratios(runs[name], runs[other], "seconds")["median"]
             for name, other, _ in RATIOS
-        }
-        rows.append(row)
-        print(f"{size} ranks, {rounds} microbatches each, medians of {repeats}")
-        for name, other, most in RATIOS:
-            ratio = row["ratios"][f"{name} / {other}"]
-            print(f"  {name} / {other}: {ratio:.2f} (goal: at most {most:.2f})", flush=True)
-    return rows
+        },
+    }
 
 
-def quartiles(times: Sequence[float]) -> list[float]:
-    low, _, high = statistics.quantiles(times, n=4)
-    return [low, high]
+def memory_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
+    """The peak of each contender."""
+    given = (case["ranks"], measure_peak, case["rounds"], options.width)
+    return {name: max(launcher.values(*given, name)) for name in CONTENDERS}
 
 
-def measure_memory(launcher: Launcher, quick: bool, rows: list[dict[str, Any]]) -> Iterator[None]:
-    """Add one row for each number of ranks and of microbatches of a rank that is not there yet."""
-    there = {(row["ranks"], row["rounds"]) for row in rows}
-    for rounds in (4, 1):
-        for size in (2,) if quick else (2, 4):
-            if (size, rounds) in there:
-                continue
-            row: dict[str, Any] = {"ranks": size, "rounds": rounds}
-            for name in CONTENDERS:
-                width = 64 if quick else WIDTH
-                outcome = launcher.run(size, measure_peak, rounds, width, name, timeout_sec=900)
-                if outcome.error:
-                    raise RuntimeError(outcome.error)
-                row[name] = max(table["peak"] for table in outcome.stages[1])
-            rows.append(row)
-            print(f"{size} ranks, {rounds} microbatches each, in units of all gradients")
-            for name, peak in list(row.items())[2:]:
-                print(f"  {name}: {peak:.2f}", flush=True)
-            yield
+def bits_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
+    """The digest of a run; several, if ranks differ."""
+    given = (case["ranks"], train, case["kind"], options.steps)
+    return {"sha256": " ".join(sorted(set(launcher.values(*given, timeout_sec=1800))))}
 
 
-def measure_bits(
-    launcher: Launcher, quick: bool, steps: int, rows: list[dict[str, Any]]
-) -> Iterator[None]:
-    """Add one row for each kind and number of ranks to those that are there already."""
-    there = {(row["kind"], row["ranks"]) for row in rows}
-    # The most ranks first after one: that is where the order of sums differs most.
-    for size in (1, 2) if quick else (1, 8, 2, 4, 3, 6, 5):
-        for kind in KINDS:
-            if (kind, size) in there or (kind == "hsdp" and size not in (4, 6, 8)):
-                continue
-            outcome = launcher.run(size, train, kind, steps, timeout_sec=1800)
-            if outcome.error:
-                raise RuntimeError(outcome.error)
-            found = {table["sha256"] for table in outcome.stages[1]}
-            rows.append({"kind": kind, "ranks": size, "sha256": " ".join(sorted(found))})
-            print(f"{kind:10} {size} ranks: {rows[-1]['sha256'][:16]}", flush=True)
-            yield
-
-
-def verdict(rows: Sequence[dict[str, Any]]) -> bool:
+def are_alike(rows: list[Run]) -> bool:
     """Whether all runs of the same arithmetic have the same bits."""
     by_arithmetic: dict[bool, set[str]] = {}
     for row in rows:
@@ -284,36 +263,31 @@ def verdict(rows: Sequence[dict[str, Any]]) -> bool:
     return all(len(found) == 1 for found in by_arithmetic.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
-    parser.add_argument("--bits", action="store_true", help="compare bits, not times")
-    parser.add_argument("--steps", type=int, default=200, help="of the runs whose bits compare")
-    parser.add_argument("--memory", action="store_true", help="measure peaks, not times")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Run:
+    """The part that was asked for; each has a table of its own in the file, which this writes."""
     if options.memory:  # tensors that are freed leave the process
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    part = "bits" if options.bits else "memory" if options.memory else "times"
+    one = {"times": times_of, "memory": memory_of, "bits": bits_of}[part]
+    shape: Run = {"steps": options.steps} if options.bits else {}
+    before = {} if options.quick or part == "times" else read("exact").get(part, {})
+    rows: list[Run] = before["rows"] if before and shape.items() <= before.items() else []
     launcher = Launcher("exact")
-    steps = min(options.steps, 10) if options.quick else options.steps
+    for case in CASES[part]:
+        is_there = any(case.items() <= row.items() for row in rows)
+        if is_there or (options.quick and case["ranks"] > 2):
+            continue
+        rows.append(case | one(launcher, case, options))
+        tell(part, rows[-1])
+        if not options.quick:
+            table = describe_machine() | shape | {"rows": rows}
+            keep("exact", read("exact") | {part: table})
     if options.bits:
-        before = read("exact").get("bits", {})
-        rows = before["rows"] if before.get("steps") == steps and not options.quick else []
-        for _ in measure_bits(launcher, options.quick, steps, rows):
-            write("bits", {"steps": steps, "rows": rows}, options.quick)
-        print("the same bits" if verdict(rows) else "DIFFERENT BITS")
-    elif options.memory:
-        rows = [] if options.quick else read("exact").get("memory", {}).get("rows", [])
-        for _ in measure_memory(launcher, options.quick, rows):
-            write("memory", {"rows": rows}, options.quick)
-    else:
-        write("times", {"rows": measure_times(launcher, options.quick)}, options.quick)
-
-
-def write(name: str, table: dict[str, Any], quick: bool) -> None:
-    """Record a table with what describes the machine."""
-    if not quick:
-        keep("exact", read("exact") | {name: describe_machine() | table})
+        print("the same bits" if are_alike(rows) else "DIFFERENT BITS")
+    return {}
 
 
 if __name__ == "__main__":
-    main()
+    small = {"width": 64, "repeats": 3, "steps": 10}
+    sizes: Run = {"width": WIDTH, "repeats": 15, "steps": 200}
+    bench.main("exact", measure, small, bits=False, memory=False, **sizes)

@@ -1,6 +1,7 @@
 """A frozen part under DDP: what it costs to send, and whether ranks that differ are noticed.
 
     python benchmarks/frozen.py              # 128 MiB of parameters, 128 MiB of buffers, 4 ranks
+    python benchmarks/frozen.py --quick      # 8 MiB, 2 ranks, nothing is written
 
 Bytes are those that each rank's own sockets have sent, as the kernel counts them.
 """
@@ -8,19 +9,24 @@ Bytes are those that each rank's own sockets have sent, as the kernel counts the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import struct
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-from figures import keep
-from launch import Launcher, settle
-from machine import describe_machine
+import bench
+import torch
+import torch.distributed as dist
+from bench import MIB, Run, tell
+from launch import Launcher, Stages, settle
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
 
 KINDS = {
     "none": "no frozen part",
@@ -30,7 +36,6 @@ KINDS = {
     "freeze": "anyrank.freeze(part), then DDP(model)",
 }
 STEPS = 3
-MIB = 1 << 20
 BYTES_SENT_AT = 200  # of tcpi_bytes_sent in struct tcp_info, since Linux 4.19
 
 
@@ -51,57 +56,45 @@ def sent_bytes() -> int:
 
 def quiet_bytes() -> int:
     """`sent_bytes` once all ranks have come here and nothing is under way. All ranks."""
-    import torch.distributed as dist
-
     dist.barrier()
     time.sleep(0.1)
     return sent_bytes()
 
 
-def make_model(mib: int, rank_changed: bool) -> Any:
-    """A trainable layer behind a frozen part of `mib` MiB of parameters and as much of buffers."""
-    import torch
-    from torch import nn
+class Part(nn.Module):
+    """The frozen part: `mib` MiB of parameters, and as much of buffers."""
 
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for number in range(8):
-                values = torch.full((mib * MIB // 4 // 8,), 0.5 + number)
-                weight = nn.Parameter(values, requires_grad=False)
-                self.register_parameter(f"weight{number}", weight)
-                self.register_buffer(f"mean{number}", values.clone())
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        for number in range(8):
+            values = torch.full((mib * MIB // 4 // 8,), 0.5 + number)
+            self.register_parameter(f"weight{number}", nn.Parameter(values, requires_grad=False))
+            self.register_buffer(f"mean{number}", values.clone())
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight0[:1] + self.mean0[:1]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight0[:1] + self.mean0[:1]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Part() if mib else None
-            self.head = nn.Linear(16, 16)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x if self.part is None else self.part(x))
+class Model(nn.Module):
+    """A trainable layer behind a frozen part; of 0 MiB, behind none."""
 
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.part = Part(mib) if mib else nn.Identity()
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.part(x))
+
+
+def run(kind: str, mib: int, files: str, damage: bool) -> Stages:
+    """The job of one rank; see `Launcher.run`. With `damage`, rank 1's frozen part differs."""
+    warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = Model()
-    if rank_changed:
+    model: Any = Model(0 if kind == "none" else mib)
+    if damage and dist.get_rank() == 1:
         with torch.no_grad():
             model.part.mean7[0] += 1
-    return model
-
-
-def run(rank: int, size: int, kind: str, mib: int, files: str, damage: bool) -> Iterator[Any]:
-    """The job of one rank; see `Launcher.run`. With `damage`, rank 1's frozen part differs."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import anyrank
-
-    warnings.simplefilter("ignore")
-    model = make_model(0 if kind == "none" else mib, damage and rank == 1)
     if kind == "freeze":
         anyrank.freeze(model.part, source=os.path.join(files, "part.safetensors"))
     settle()
@@ -131,74 +124,46 @@ def run(rank: int, size: int, kind: str, mib: int, files: str, damage: bool) -> 
     for _ in range(STEPS):
         ddp(torch.ones(2, 16)).sum().backward()
     steps = (quiet_bytes() - before) / STEPS
-    part = model.part or torch.nn.Identity()
-    sums = [float(one.double().sum()) for one in (*part.parameters(), *part.buffers())]
+    held = (*model.part.parameters(), *model.part.buffers())
+    sums = [float(one.double().sum()) for one in held]
     yield {"built_bytes": built, "step_bytes": steps, "sums": sums}
 
 
-def save_files(mib: int, folder: str) -> None:
-    """The frozen part's weights in a file of their own, and the rest in another."""
-    from safetensors.torch import save_file
-
-    model = make_model(mib, False)
-    save_file(model.part.state_dict(), os.path.join(folder, "part.safetensors"))
-    head = {f"head.{key}": value for key, value in model.head.state_dict().items()}
-    save_file(head, os.path.join(folder, "head.safetensors"))
-
-
-def measure(launcher: Launcher, size: int, mib: int, kind: str, files: str) -> dict[str, Any]:
+def measure_kind(launcher: Launcher, size: int, mib: int, kind: str, files: str) -> Run:
     """One kind: bytes with equal ranks, then whether a rank that differs is noticed."""
-    row: dict[str, Any] = {"kind": kind, "title": KINDS[kind]}
-    outcome = launcher.run(size, run, kind, mib, files, False)
-    if outcome.error:
-        return row | {"error": outcome.error.strip().splitlines()[-1]}
-    counted = outcome.stages[2]
+    row: Run = {"kind": kind, "title": KINDS[kind]}
+    _, checked, counted = launcher.tables(size, run, kind, mib, files, False)
     row["built_bytes"] = sum(table["built_bytes"] for table in counted)
     row["step_bytes"] = round(sum(table["step_bytes"] for table in counted))
-    row["checked_sec"] = round(max(table["checked_sec"] for table in outcome.stages[1]), 3)
+    row["checked_sec"] = round(max(table["checked_sec"] for table in checked), 3)
     if kind == "none":
         return row
-    outcome = launcher.run(size, run, kind, mib, files, True)
-    if outcome.error:
-        return row | {"error": outcome.error.strip().splitlines()[-1]}
-    told = [table["told"] for table in outcome.stages[1]]
-    same = len({tuple(table["sums"]) for table in outcome.stages[2]}) == 1
-    row["told"] = told[0]
+    _, checked, counted = launcher.tables(size, run, kind, mib, files, True)
+    told = [table["told"] for table in checked]
+    same = len({tuple(table["sums"]) for table in counted}) == 1
+    row["told"] = told[0].replace(files, "FOLDER")
     row["a_rank_that_differs"] = (
         "raises on all ranks" if all(told) else "is overwritten" if same else "SILENT"
     )
     return row
 
 
-def beyond(row: dict[str, Any], without: dict[str, Any]) -> None:
-    """Add what the frozen part costs: bytes beyond those of the model without it."""
-    for key in ("built_bytes", "step_bytes"):
-        if key in row and key in without:
-            row[f"frozen_{key}"] = row[key] - without[key]
-
-
-def main() -> None:
-    """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--mib", type=int, default=128, help="of parameters, and of buffers")
-    parser.add_argument("--quick", action="store_true", help="2 ranks, 8 MiB, nothing is written")
-    options = parser.parse_args()
-    if options.quick:
-        options.ranks, options.mib = 2, 8
-    launcher = Launcher("preload")
-    rows: list[dict[str, Any]] = []
+def measure(options: argparse.Namespace) -> Run:
+    """Every kind, beside the same model without the part."""
+    launcher, rows = Launcher("frozen"), list[Run]()
     with tempfile.TemporaryDirectory() as folder:
-        save_files(options.mib, folder)
+        model = Model(options.mib)
+        save_file(model.part.state_dict(), os.path.join(folder, "part.safetensors"))
+        head = {f"head.{key}": value for key, value in model.head.state_dict().items()}
+        save_file(head, os.path.join(folder, "head.safetensors"))
         for kind in KINDS:
-            row = measure(launcher, options.ranks, options.mib, kind, folder)
-            rows.append(json.loads(json.dumps(row).replace(folder, "FOLDER")))
-            beyond(rows[-1], rows[0])
-            print(json.dumps(rows[-1]), flush=True)
-    result = describe_machine() | {"ranks": options.ranks, "mib": options.mib, "rows": rows}
-    if not options.quick:
-        keep("frozen", result)
+            row = measure_kind(launcher, options.ranks, options.mib, kind, folder)
+            rows.append(row)
+            for figure in ("built_bytes", "step_bytes"):
+                row[f"frozen_{figure}"] = row[figure] - rows[0][figure]
+            tell(kind, row)
+    return {"ranks": options.ranks, "mib": options.mib, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    bench.main("frozen", measure, {"ranks": 2, "mib": 8}, ranks=4, mib=128)

@@ -1,6 +1,8 @@
 """The time of a training step with an integration, beside the framework alone.
 
-    python benchmarks/integrations.py [lightning accelerate transformers]
+    python benchmarks/integrations.py                      # results/integrations.json
+    python benchmarks/integrations.py --names lightning    # the rows of the others stay
+    python benchmarks/integrations.py --quick              # two rounds, nothing is written
 
 DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW. What an integration adds
 to a step depends on the numbers of microbatches, samples and parameters, and not on their size: so
@@ -15,11 +17,11 @@ that others use too, the slower ones show what those did. The medians are there 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import logging
-import shutil
+import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -27,17 +29,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import accelerate
+import bench
+import lightning
 import torch
-from figures import keep, read
-from machine import describe_machine
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from bench import Run, in_turn, read, tell
+from launch import Launcher
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from anyrank.testing import run_ranks
+import anyrank
+import anyrank.integrations.transformers as trainer_integration
 
 RANKS, MICROBATCH, GLOBAL_BATCH = 2, 8, 32
+PER_STEP = GLOBAL_BATCH // MICROBATCH // RANKS  # microbatches of a rank
 WARM = 2  # steps of a round that do not count
-ROUNDS = 4  # at least
 
 Clock = tuple[float, float]  # wall and CPU, in seconds
 
@@ -83,8 +92,6 @@ class Encoder(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        import transformers
-
         sizes = {"num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 4 * width}
         config = transformers.BertConfig(vocab_size=1, hidden_size=width, **sizes)
         self.bert = transformers.BertModel(config, add_pooling_layer=False)
@@ -97,11 +104,6 @@ class Encoder(nn.Module):
 
 def with_lightning(work: Workload, folder: str | None) -> list[Clock]:
     """When each step of one epoch ended, with the callback where there is a folder."""
-    import lightning
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-
-    import anyrank
-
     ends: list[Clock] = []
 
     class Module(lightning.LightningModule):
@@ -113,8 +115,7 @@ def with_lightning(work: Workload, folder: str | None) -> list[Clock]:
             return self.net(batch[0]).square().mean()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            per_step = 1 if folder else GLOBAL_BATCH // MICROBATCH // RANKS
-            if (batch_idx + 1) % per_step == 0:
+            if folder or (batch_idx + 1) % PER_STEP == 0:
                 ends.append(now())
 
         def configure_optimizers(self) -> Any:
@@ -128,7 +129,7 @@ def with_lightning(work: Workload, folder: str | None) -> list[Clock]:
         strategy="ddp",
         plugins=[TorchElasticEnvironment()],
         max_epochs=1,
-        accumulate_grad_batches=1 if folder else GLOBAL_BATCH // MICROBATCH // RANKS,
+        accumulate_grad_batches=1 if folder else PER_STEP,
         callbacks=[elastic(folder, global_batch=GLOBAL_BATCH)] if folder else [],
         **dict.fromkeys(quiet, False),
     )
@@ -138,19 +139,13 @@ def with_lightning(work: Workload, folder: str | None) -> list[Clock]:
 
 def with_accelerate(work: Workload, folder: str | None) -> list[Clock]:
     """When each step of one epoch ended, with anyrank's Accelerator where there is a folder."""
-    import accelerate
-    from accelerate.state import AcceleratorState, GradientState
-
-    import anyrank
-
     AcceleratorState._reset_state(reset_partial_state=True)  # what it keeps from the round before
     GradientState._reset_state()
     if folder:
         kind: Any = anyrank.integrations.accelerate.Accelerator
         accelerator = kind(cpu=True, folder=folder, global_batch=GLOBAL_BATCH)
     else:
-        count = GLOBAL_BATCH // MICROBATCH // RANKS
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=count)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=PER_STEP)
     model = work.network()
     model, optimizer, data = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters()), work.rows()
@@ -169,11 +164,6 @@ def with_accelerate(work: Workload, folder: str | None) -> list[Clock]:
 
 def with_transformers(work: Workload, folder: str | None) -> list[Clock]:
     """When each step of one epoch ended, with an elastic Trainer where there is a folder."""
-    import transformers
-    from accelerate.state import AcceleratorState
-
-    import anyrank.integrations.transformers as integration
-
     AcceleratorState._reset_state(True)
     transformers.logging.set_verbosity_error()
     ends: list[Clock] = []
@@ -195,7 +185,7 @@ def with_transformers(work: Workload, folder: str | None) -> list[Clock]:
         arguments = transformers.TrainingArguments(
             out,
             per_device_train_batch_size=MICROBATCH,
-            gradient_accumulation_steps=1 if folder else GLOBAL_BATCH // MICROBATCH // RANKS,
+            gradient_accumulation_steps=1 if folder else PER_STEP,
             num_train_epochs=1,
             save_strategy="no",
             logging_strategy="no",
@@ -214,7 +204,7 @@ def with_transformers(work: Workload, folder: str | None) -> list[Clock]:
             callbacks=[Ends()],  # type: ignore[arg-type]
         )
         if folder:
-            trainer = integration.elastic(trainer, folder, global_batch=GLOBAL_BATCH)
+            trainer = trainer_integration.elastic(trainer, folder, global_batch=GLOBAL_BATCH)
         trainer.train()
     return ends
 
@@ -232,36 +222,33 @@ def durations(ends: list[Clock]) -> list[Clock]:
     return [(b[0] - a[0], b[1] - a[1]) for a, b in steps]
 
 
-def job(name: str, work: Workload, folder: str, number: int) -> tuple[list[Clock], list[Clock]]:
+def train(name: str, work: Workload, run: str, number: int) -> tuple[list[Clock], list[Clock]]:
     """The steps of a round on this rank: those of the framework alone, those with anyrank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    found: dict[bool, list[Clock]] = {}
-    for with_anyrank in (False, True) if number % 2 else (True, False):
-        path = f"{folder}/{number}"
-        found[with_anyrank] = durations(CONTENDERS[name](work, path if with_anyrank else None))
-        shutil.rmtree(path, ignore_errors=True)
-    return found[False], found[True]
+    os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"
+    found: dict[str, list[Clock]] = {}
+    for way in in_turn(("alone", "anyrank"), number):
+        found[way] = durations(CONTENDERS[name](work, run if way == "anyrank" else None))
+    return found["alone"], found["anyrank"]
 
 
-def measure(name: str, what: str) -> dict[str, Any]:
-    """A row of the results."""
+def measure_steps(launcher: Launcher, name: str, what: str, rounds: int, is_quick: bool) -> Run:
+    """A row of the results: rounds until their time is over."""
     both: tuple[list[Clock], list[Clock]] = ([], [])
     work = WORKLOADS[what]
-    number, end = 0, time.monotonic() + work.budget_sec
-    with tempfile.TemporaryDirectory() as folder:
-        while number < ROUNDS or time.monotonic() < end:
-            environ = {"TORCHELASTIC_RUN_ID": "benchmark"}
-            pair = run_ranks(RANKS, job, name, work, folder, number, env=environ, timeout=300)[0]
-            for steps, new in zip(both, pair, strict=True):
-                steps += new if number else []  # the first round imports
-            number += 1
-    row: dict[str, Any] = {"framework": name, "model": what}
-    row |= {"rounds": number - 1, "steps": len(both[0])}
+    number, end = 0, time.monotonic() + (0 if is_quick else work.budget_sec)
+    while number < rounds or time.monotonic() < end:
+        with tempfile.TemporaryDirectory() as folder:
+            pair = launcher.values(RANKS, train, name, work, f"{folder}/run", number)[0]
+        for steps, new in zip(both, pair, strict=True):
+            steps += new
+        number += 1
+    row: Run = {"framework": name, "model": what, "rounds": number, "steps": len(both[0])}
     for kind, clock in enumerate(("wall", "cpu")):
         deciles = [statistics.quantiles((step[kind] for step in one), n=10) for one in both]
-        for number, part in ((0, "fastest_tenth"), (4, "median")):
-            alone, with_anyrank = (1e3 * cuts[number] for cuts in deciles)
+        for cut, part in ((0, "fastest_tenth"), (4, "median")):
+            alone, with_anyrank = (1e3 * cuts[cut] for cuts in deciles)
             row[f"{clock}_{part}"] = {
                 "alone_ms": round(alone, 2),
                 "anyrank_ms": round(with_anyrank, 2),
@@ -271,17 +258,16 @@ def measure(name: str, what: str) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Measure, print, and keep the rows of other frameworks that the file has."""
-    names = sys.argv[1:] or list(CONTENDERS)
+def measure(options: argparse.Namespace) -> Run:
+    """The rows of the frameworks that were asked for, and those of the others in the file."""
+    names, launcher = options.names, Launcher("integrations")
     rows = [row for row in read("integrations").get("rows", []) if row["framework"] not in names]
     for name, what in itertools.product(names, WORKLOADS):
-        rows.append(measure(name, what))
-        print(rows[-1])
+        rows.append(measure_steps(launcher, name, what, options.rounds, options.quick))
+        tell("steps", rows[-1])
     rows.sort(key=lambda row: (row["model"], row["framework"]))
-    result = {**describe_machine(), "rows": rows}
-    keep("integrations", result)
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    bench.main("integrations", measure, {"rounds": 2}, names=[*CONTENDERS], rounds=4)

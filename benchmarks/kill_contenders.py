@@ -19,18 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from launch import Stages
 from save_contenders import (
     Save,
     State,
     dcp_async,
     dcp_save,
-    make_sharded,
+    give,
+    load_dcp,
+    make_state,
+    manager_of_torch_checkpointing,
     rank0,
     state_dict_of,
     torch_checkpointing,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
 import anyrank
 
@@ -40,17 +42,6 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 # -- the state ------------------------------------------------------------------------------------
-
-
-def make_state() -> State:
-    """FSDP2 on the CPU, and Adam that has stepped once."""
-    model = make_sharded(LAYERS, WIDTH)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
 
 
 def mark(version: int, number: int, rank: int) -> float:
@@ -157,33 +148,23 @@ def hush() -> None:
 
 # -- ways to save ---------------------------------------------------------------------------------
 
-Run = Callable[[State, str, Iterable[int]], None]
+Run = Callable[[State, str, str, Iterable[int]], None]  # state, folder, place in it, versions
 
 
-def again(save: Save) -> Run:
-    """Every version into the same place."""
+def each(save: Save) -> Run:
+    """Every version into a place, in whose name {} is the version."""
 
-    def run(state: State, folder: str, versions: Iterable[int]) -> None:
-        for _ in versions:
-            save(state, f"{folder}/latest")
-
-    return run
-
-
-def anew(save: Save) -> Run:
-    """Every version into a place of its own."""
-
-    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+    def run(state: State, folder: str, place: str, versions: Iterable[int]) -> None:
         for version in versions:
-            save(state, f"{folder}/step-{version}")
+            save(state, f"{folder}/{place.format(version)}")
 
     return run
 
 
-def ours(background: bool) -> Run:
+def ours(background: bool = False) -> Run:
     """As the documentation says: every step is saved."""
 
-    def run(state: State, folder: str, versions: Iterable[int]) -> None:
+    def run(state: State, folder: str, place: str, versions: Iterable[int]) -> None:
         train = anyrank.TrainState(*state)
         with anyrank.Checkpoints(folder, train, every=1, background=background) as ckpts:
             for _ in versions:
@@ -193,24 +174,11 @@ def ours(background: bool) -> Run:
     return run
 
 
-SAVES: dict[str, Run] = {
-    "dcp": again(dcp_save),
-    "dcp_new": anew(dcp_save),
-    "dcp_async": again(dcp_async),
-    "rank0": again(rank0),
-    "rank0_new": anew(rank0),
-    "torch_checkpointing": anew(torch_checkpointing),
-    "anyrank": ours(background=False),
-    "anyrank_background": ours(background=True),
-}
-
-
-def run_save(
-    rank: int, size: int, kind: str, folder: str, blow: Blow | None
-) -> Iterator[dict[str, Any]]:
+def run_save(name: str, folder: str, blow: Blow | None) -> Stages:
     """Two versions saved, the second under the blow; the file events of the second."""
     hush()
-    state = make_state()
+    state = make_state(LAYERS, WIDTH)
+    state[1].zero_grad()
     seen: list[tuple[str, str]] = []
 
     def versions() -> Iterator[int]:
@@ -218,10 +186,12 @@ def run_save(
             dist.barrier()
             fill(state, version)
             if version == 2:
-                arm(blow, rank, folder, seen)
+                arm(blow, dist.get_rank(), folder, seen)
             yield version
 
-    SAVES[kind](state, folder, versions())
+    yield {}
+    contender = CONTENDERS[name]
+    contender.save(state, folder, contender.place, versions())
     yield {"seen": seen}
 
 
@@ -242,38 +212,25 @@ def newest(folder: str, pattern: str) -> Path:
     return found[-1]
 
 
-def load_dcp(state: State, folder: str, pattern: str) -> bool:
-    """torch.distributed.checkpoint, and its helpers for the state."""
-    table = state_dict_of(state)
-    dcp.load(table, checkpoint_id=newest(folder, pattern))
-    set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
+def newest_dcp(state: State, folder: str, pattern: str) -> bool:
+    """torch.distributed.checkpoint."""
+    load_dcp(state, str(newest(folder, pattern)))
     return False
 
 
-def load_whole(state: State, folder: str, pattern: str) -> bool:
+def newest_whole(state: State, folder: str, pattern: str) -> bool:
     """torch.load on each rank, which keeps its part."""
-    table = torch.load(newest(folder, pattern), map_location="cpu")
-    set_state_dict(
-        *state,
-        model_state_dict=table["model"],
-        optim_state_dict=table["optimizer"],
-        options=StateDictOptions(full_state_dict=True),
-    )
+    file = newest(folder, f"{pattern}/*.pt")
+    give(state, torch.load(file, map_location="cpu"), is_full=True)
     return False
 
 
-def load_torch_checkpointing(state: State, folder: str, pattern: str) -> bool:
+def newest_torch_checkpointing(state: State, folder: str, pattern: str) -> bool:
     """The package of that name, as its documentation loads."""
-    from torch_checkpointing import CheckpointManager
-    from torch_checkpointing.config import SyncCheckpointSaverConfig
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-    storage = LocalFileSystemStorageConfig(use_direct_io=False)
-    config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
-    manager = CheckpointManager(config)
+    manager = manager_of_torch_checkpointing()
     table = manager.load(str(newest(folder, pattern)), into=state_dict_of(state))
     manager.close()
-    set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
+    give(state, table)
     return False
 
 
@@ -290,56 +247,54 @@ def resume(verify: bool) -> Load:
 
 @dataclass(frozen=True)
 class Contender:
-    """One column.
+    """One row.
 
     Attributes:
         title: of it.
-        saves: how; a key of SAVES.
+        save: how versions are saved.
         load: what its user calls to go on.
-        pattern: where the newest version is, which gets damaged.
+        place: of a version within the folder, {} for its number.
     """
 
     title: str
-    saves: str
+    save: Run
     load: Load
-    pattern: str
+    place: str
+
+    @property
+    def pattern(self) -> str:
+        """Where versions are, of which the newest gets damaged."""
+        return self.place.replace("{}", "*")
 
 
+ONE, NEW, STEPS = "latest", "step-{}", "step-????????"
 CONTENDERS = {
-    "anyrank": Contender("anyrank, verify=True", "anyrank", resume(True), "step-????????"),
+    "anyrank": Contender("anyrank, verify=True", ours(), resume(True), STEPS),
     "anyrank_background": Contender(
-        "anyrank, background=True, verify=True",
-        "anyrank_background",
-        resume(True),
-        "step-????????",
+        "anyrank, background=True, verify=True", ours(background=True), resume(True), STEPS
     ),
-    "anyrank_size": Contender("anyrank, verify=False", "anyrank", resume(False), "step-????????"),
-    "dcp": Contender("dcp.save, one folder", "dcp", load_dcp, "latest"),
-    "dcp_async": Contender("dcp.async_save, one folder", "dcp_async", load_dcp, "latest"),
-    "dcp_new": Contender("dcp.save, new folders", "dcp_new", load_dcp, "step-*"),
-    "rank0": Contender("torch.save on rank 0, one file", "rank0", load_whole, "latest/*.pt"),
-    "rank0_new": Contender(
-        "torch.save on rank 0, new files", "rank0_new", load_whole, "step-*/*.pt"
-    ),
+    "anyrank_size": Contender("anyrank, verify=False", ours(), resume(False), STEPS),
+    "dcp": Contender("dcp.save, one folder", each(dcp_save), newest_dcp, ONE),
+    "dcp_async": Contender("dcp.async_save, one folder", each(dcp_async), newest_dcp, ONE),
+    "dcp_new": Contender("dcp.save, new folders", each(dcp_save), newest_dcp, NEW),
+    "rank0": Contender("torch.save on rank 0, one file", each(rank0), newest_whole, ONE),
+    "rank0_new": Contender("torch.save on rank 0, new files", each(rank0), newest_whole, NEW),
     "torch_checkpointing": Contender(
         "torch_checkpointing, new folders",
-        "torch_checkpointing",
-        load_torch_checkpointing,
-        "step-*",
+        each(torch_checkpointing),
+        newest_torch_checkpointing,
+        NEW,
     ),
 }
 
 
-def run_load(rank: int, size: int, name: str, folder: str) -> Iterator[dict[str, Any]]:
-    """What a new process gets: an error, or a state of some version."""
+def run_load(name: str, folder: str) -> Stages:
+    """What a new process gets: a state of some version, or an error that ends the rank."""
     hush()
-    contender, state = CONTENDERS[name], make_state()
+    contender, state = CONTENDERS[name], make_state(LAYERS, WIDTH)
+    state[1].zero_grad()
     fill(state, 0)
     state[1].state.clear()
-    try:
-        told = contender.load(state, folder, contender.pattern)
-        found = versions_in(state)
-    except BaseException as problem:  # DCP's errors are no Exceptions
-        yield {"class": type(problem).__name__, "text": str(problem)}
-        return
-    yield {"class": "", "text": "", "versions": found, "told": told}
+    yield {}
+    told = contender.load(state, folder, contender.pattern)
+    yield {"versions": versions_in(state), "told": told}

@@ -1,7 +1,7 @@
 """Saves that are killed, and checkpoints that are damaged: what does the next run go on from?
 
     python benchmarks/kills.py               # every event and way; results/kills.json
-    python benchmarks/kills.py --ways anyrank,dcp --events rank1,bit
+    python benchmarks/kills.py --ways anyrank dcp --events rank1 bit
 
 Two ranks save version 1, then version 2, whose values all differ. The save of version 2 is killed,
 or its files are damaged afterwards. Fresh ranks load what the way's user would load, and every
@@ -17,24 +17,23 @@ import re
 import shutil
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from figures import keep
+import bench
+from bench import describe_machine, tell
 from kill_contenders import CONTENDERS, Blow, mark, newest, run_load, run_save
-from launch import Launcher, Outcome
-from machine import describe_machine
+from launch import Launcher, Table, has_failed
 
 RANKS = 2
 GRACE_SEC = 1.0  # for the survivors, once a rank is dead or has failed
 DEADLINE_SEC = 30.0
 MAX_TEXT = 300
 LARGE_BYTES = 1 << 16  # of a file that holds tensors
+DAMAGES = ("truncated", "bit", "gone", "metadata")
 METADATA = ("anyrank.json", ".metadata")
 EVENTS = {
     "rank1": "rank 1 killed while it saves",
@@ -45,48 +44,6 @@ EVENTS = {
     "gone": "a data file removed",
     "metadata": "the metadata file removed",
 }
-
-
-# -- processes ------------------------------------------------------------------------------------
-
-
-class Watch(Launcher):
-    """Ranks that may die: one table each, and the others are ended soon after."""
-
-    def _stages(
-        self,
-        outcome: Outcome,
-        ends: list[connection.Connection],
-        pids: list[int],
-        sample: bool,
-        warm_bytes: int,
-        deadline: float,
-    ) -> None:
-        tables: list[dict[str, Any]] = [{"end": "hangs"} for _ in ends]
-        waiting = dict(zip(ends, range(len(ends)), strict=True))
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for end in connection.wait(list(waiting), left):
-                number = waiting.pop(end)  # type: ignore[arg-type]
-                try:
-                    tables[number] = end.recv()  # type: ignore[union-attr]
-                except (EOFError, OSError):
-                    tables[number] = {"end": "died"}
-                if failed(tables[number]):
-                    deadline = min(deadline, time.monotonic() + GRACE_SEC)
-        outcome.stages.append(tables)
-        if any(map(failed, tables)):
-            outcome.error = "a rank failed"  # the others need not be waited for
-
-
-def failed(table: dict[str, Any]) -> bool:
-    """Whether a rank died, hangs or raised."""
-    return bool(table.get("end") or table.get("error") or table.get("class"))
-
-
-def port_taken(tables: list[dict[str, Any]]) -> bool:
-    """Whether another program took a port that was free a moment before: nothing of this counts."""
-    said = [f"{table.get('error')} {table.get('text')}" for table in tables]
-    return any("EADDRINUSE" in one for one in said)
 
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -177,14 +134,24 @@ def largest(path: Path) -> Path:
     return max(files_of(path), key=lambda one: (one.stat().st_size, one.name))
 
 
-def cut(path: Path) -> bool:
-    """A copy that broke off."""
+def damage(event: str, path: Path) -> bool:
+    """Do to a checkpoint what the event says; whether it has such a file."""
     one = largest(path)
-    os.truncate(one, one.stat().st_size // 2)
+    if event == "truncated":  # a copy that broke off
+        os.truncate(one, one.stat().st_size // 2)
+    elif event == "gone":  # a file that was not copied
+        one.unlink()
+    elif event == "bit":
+        flip(path)
+    else:  # the file that says what is where
+        names = [name for name in METADATA if (path / name).is_file()]
+        for name in names[:1]:
+            (path / name).unlink()
+        return bool(names)
     return True
 
 
-def flip(path: Path) -> bool:
+def flip(path: Path) -> None:
     """One bit of the second parameter, of the half that rank 1 holds."""
     needle = struct.pack("<f", mark(2, 1, 1)) * 64
     for one in files_of(path):
@@ -192,43 +159,19 @@ def flip(path: Path) -> bool:
         if (start := data.find(needle)) >= 0:
             data[start + 130] ^= 1 << 4
             one.write_bytes(data)
-            return True
+            return
     raise RuntimeError(f"{path}: holds no such values")
-
-
-def remove_data(path: Path) -> bool:
-    """A file that was not copied."""
-    largest(path).unlink()
-    return True
-
-
-def remove_metadata(path: Path) -> bool:
-    """The file that says what is where, if there is one."""
-    for name in METADATA:
-        if (path / name).is_file():
-            (path / name).unlink()
-            return True
-    return False
-
-
-DAMAGES: dict[str, Callable[[Path], bool]] = {
-    "truncated": cut,
-    "bit": flip,
-    "gone": remove_data,
-    "metadata": remove_metadata,
-}
 
 
 # -- verdicts -------------------------------------------------------------------------------------
 
 
-def verdict(tables: list[dict[str, Any]]) -> str:
+def verdict(tables: list[Table]) -> str:
     """v2, v1, "v1, told", error (class), or SILENT."""
-    if any(map(failed, tables)):
-        names = [table.get("class") or table.get("end") or "broken" for table in tables]
-        bad = [name for name, table in zip(names, tables, strict=True) if failed(table)]
-        raised = [name for name in bad if name != "hangs"]
-        return f"error ({', '.join(dict.fromkeys(raised or bad))})"
+    failed = [table.get("class") or table["end"] for table in tables if has_failed(table)]
+    if failed:
+        raised = [name for name in failed if name != "hangs"]
+        return f"error ({', '.join(dict.fromkeys(raised or failed))})"
     found = {kind for table in tables for kind, count in table["versions"].items() if count}
     if found == {"v2"}:
         return "v2"
@@ -243,45 +186,41 @@ def severity(said: str) -> int:
     return order.index(said.split(" (")[0]) if not said.startswith("SILENT") else len(order)
 
 
-def cell_of(instants: list[dict[str, Any]]) -> dict[str, Any]:
-    """A cell: the worst of its instants, and all of them."""
-    worst = max(instants, key=lambda one: severity(one["verdict"]))
-    return {"verdict": worst["verdict"], "instants": instants}
-
-
 # -- the table ------------------------------------------------------------------------------------
 
 
 class Bench:
-    """One way of saving at a time, and the contenders that load what it saved."""
+    """Saves that are struck, and loads of what they left, in folders of their own."""
 
     def __init__(self, launcher: Launcher, top: Path) -> None:
         self.launcher, self.top = launcher, top
         self.count = 0
 
-    def ranks(self, job: Callable[..., Any], *args: Any) -> list[dict[str, Any]]:
-        """One table from each of the fresh ranks."""
-        (tables,) = self.launcher.run(RANKS, job, *args, timeout_sec=DEADLINE_SEC).stages
-        return tables
+    def ranks(self, job: Callable[..., Any], *args: Any) -> list[Table]:
+        """One table from each of the fresh ranks.
 
-    def save(self, saves: str, blow: Blow | None) -> tuple[Path, list[dict[str, Any]]]:
+        Raises:
+            RuntimeError: they did not get as far as the save or the load.
+        """
+        while True:
+            limits: dict[str, Any] = {"grace_sec": GRACE_SEC, "timeout_sec": DEADLINE_SEC}
+            outcome = self.launcher.run(RANKS, job, *args, **limits)
+            if "EADDRINUSE" in outcome.error:  # another program took a port that was free before
+                continue
+            if len(outcome.stages) < 2:
+                raise RuntimeError(f"{args}: {outcome.error}")
+            return outcome.stages[1]
+
+    def save(self, name: str, blow: Blow | None) -> tuple[Path, list[Table]]:
         """A new folder in which two versions were saved, the second one under the blow."""
         self.count += 1
         folder = self.top / str(self.count)
         folder.mkdir()
-        tables = self.ranks(run_save, saves, str(folder), blow)
-        return self.save(saves, blow) if port_taken(tables) else (folder, tables)
+        return folder, self.ranks(run_save, name, str(folder), blow)
 
     def load(self, name: str, folder: Path, when: str) -> dict[str, Any]:
-        """The verdict over what this contender loads from a folder; the folder is used up.
-
-        Raises:
-            RuntimeError: the ranks did not get as far as the load.
-        """
-        while port_taken(tables := self.ranks(run_load, name, str(folder))):
-            pass
-        if broken := [one["error"] for one in tables if "error" in one]:
-            raise RuntimeError(f"{name}, {when}: {broken[0]}")
+        """The verdict over what this contender loads from a folder; the folder is used up."""
+        tables = self.ranks(run_load, name, str(folder))
         text = next((one["text"] for one in tables if one.get("text")), "").strip()
         last = text.splitlines()[-1] if text else ""
         shutil.rmtree(folder)
@@ -293,68 +232,51 @@ class Bench:
         self.count += 1
         return Path(shutil.copytree(folder, self.top / str(self.count)))
 
-    def cells(self, saves: str, names: list[str], events: list[str]) -> Iterator[Any]:
-        """Event, contender and cell, for all that load what one way saves.
+    def cells(self, name: str, events: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events with their cells.
 
         Raises:
-            RuntimeError: the way does not even save without a kill.
+            RuntimeError: the way does not even save without a kill, or nobody was killed.
         """
-        whole, tables = self.save(saves, None)
-        if any(map(failed, tables)):
-            raise RuntimeError(f"{saves}: {tables}")
-        course = course_of(tables, whole, CONTENDERS[names[0]].pattern)
-        for name in names:
-            sound = self.load(name, self.copied(whole), "no kill")
-            if sound["verdict"] != "v2":
-                raise RuntimeError(f"{name}: {sound}")
+        pattern = CONTENDERS[name].pattern
+        whole, tables = self.save(name, None)
+        if any(map(has_failed, tables)):
+            raise RuntimeError(f"{name}: {tables}")
+        course = course_of(tables, whole, pattern)
+        sound = self.load(name, self.copied(whole), "no kill")
+        if sound["verdict"] != "v2":
+            raise RuntimeError(f"{name}: {sound}")
         for event in events:
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            found: list[dict[str, Any]] = []
             if event in DAMAGES:
-                for name in names:
-                    found[name].append(self.damaged(name, event, whole))
+                folder = self.copied(whole)
+                if damage(event, newest(str(folder), pattern)):
+                    found.append(self.load(name, folder, "after the save"))
+                else:
+                    found.append({"at": "after the save", "verdict": "-", "text": "there is none"})
             for blow in [] if event in DAMAGES else blows_of(event, course):
-                folder, tables = self.save(saves, blow)
+                folder, tables = self.save(name, blow)
                 struck = {rank for rank, one in enumerate(tables) if one.get("end") == "died"}
                 if not struck & (blow.events.keys() | blow.limits.keys()):
-                    raise RuntimeError(f"{saves}: no rank died {blow.at}: {tables}")
-                for name in names:
-                    found[name].append(self.load(name, self.copied(folder), blow.at))
-                shutil.rmtree(folder)
-            for name in names:
-                yield event, name, cell_of(found[name])
-        shutil.rmtree(whole)
-
-    def damaged(self, name: str, event: str, whole: Path) -> dict[str, Any]:
-        """The verdict over a damaged copy of a whole version 2."""
-        folder = self.copied(whole)
-        if not DAMAGES[event](newest(str(folder), CONTENDERS[name].pattern)):
-            return {"at": "after the save", "verdict": "-", "text": "there is none"}
-        return self.load(name, folder, "after the save")
+                    raise RuntimeError(f"{name}: no rank died {blow.at}: {tables}")
+                found.append(self.load(name, folder, blow.at))
+            worst = max(found, key=lambda one: severity(one["verdict"]))
+            yield event, {"verdict": worst["verdict"], "instants": found}
 
 
-def main() -> None:
-    """Fill the table, print and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--events", default=",".join(EVENTS))
-    parser.add_argument("--ways", default=",".join(CONTENDERS))
-    options = parser.parse_args()
-    events, ways = options.events.split(","), options.ways.split(",")
-    whole = events == list(EVENTS) and ways == list(CONTENDERS)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The table: for each event, the worst outcome of every way."""
+    ways = options.ways
     if importlib.util.find_spec("torch_checkpointing") is None:
         print("torch_checkpointing is left out: it is not installed")
         ways = [way for way in ways if way != "torch_checkpointing"]
-    cells: dict[str, dict[str, Any]] = {event: {} for event in events}
+    cells: dict[str, dict[str, Any]] = {event: {} for event in options.events}
     with tempfile.TemporaryDirectory(prefix="anyrank-kills-") as top:
-        bench = Bench(Watch("preload"), Path(top))
-        for saves in dict.fromkeys(CONTENDERS[way].saves for way in ways):
-            names = [way for way in ways if CONTENDERS[way].saves == saves]
-            for event, name, cell in bench.cells(saves, names, events):
+        every = Bench(Launcher("kill_contenders"), Path(top))
+        for name in ways:
+            for event, cell in every.cells(name, options.events):
                 cells[event][name] = cell
-                each = [f"{one['at']}: {one['verdict']}" for one in cell["instants"]]
-                print(f"{name}, {event}: {cell['verdict']}  [{'; '.join(each)}]", flush=True)
-    rows = [{"event": event, "title": EVENTS[event], "cells": cells[event]} for event in events]
+                tell(f"{name}, {event}", {one["at"]: one["verdict"] for one in cell["instants"]})
     silent = [
         f"{way} ({event})"
         for event, row in cells.items()
@@ -362,13 +284,14 @@ def main() -> None:
         if way.startswith("anyrank") and cell["verdict"].startswith("SILENT")
     ]
     print(f"anyrank silent: {', '.join(silent) or 'nowhere'}")
-    if whole:
-        titles = {way: CONTENDERS[way].title for way in ways}
-        result: dict[str, Any] = describe_machine() | {"ranks": RANKS, "ways": titles, "rows": rows}
-        if "torch_checkpointing" in ways:
-            result["versions"]["torch_checkpointing"] = version("torch-checkpointing")
-        keep("kills", result)
+    rows = [{"event": event, "title": EVENTS[event], "cells": row} for event, row in cells.items()]
+    versions = describe_machine()["versions"]
+    if "torch_checkpointing" in ways:
+        versions["torch_checkpointing"] = version("torch-checkpointing")
+    titles = {way: CONTENDERS[way].title for way in ways}
+    return {"versions": versions, "ranks": RANKS, "ways": titles, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    parts: dict[str, Any] = {"events": [*EVENTS], "ways": [*CONTENDERS]}
+    bench.main("kills", measure, parts=[*parts], **parts)

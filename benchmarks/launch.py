@@ -1,8 +1,8 @@
 """Fresh ranks for every measurement, and their memory as the kernel counts it. Linux only.
 
 A rank is forked from a server that has imported everything and done nothing else, so all start
-alike, in a fraction of a second. Nothing is reused: a process that has loaded once keeps its pages
-for the next load, which falsifies both time and memory.
+alike, in a fraction of a second. Nothing is reused, and so `anyrank.testing` starts no ranks here:
+a process that has loaded once keeps its pages for the next load, which falsifies time and memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import inspect
 import multiprocessing
 import os
 import socket
@@ -22,14 +23,14 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from machine import MADV_POPULATE_WRITE, PAGE, warm_memory
+from bench import HERE, MADV_POPULATE_WRITE, PAGE, warm_memory
 
-HERE = Path(__file__).parent
 SAMPLE_SEC = 0.015
-START_SEC = 120.0
 PRESENT, FILE_OR_SHARED = 1 << 63, 1 << 61
 
-Stages = Iterator[dict[str, Any]]
+Table = dict[str, Any]
+Stages = Iterator[Table]
+End = Any  # of a pipe to a rank
 
 
 @dataclass
@@ -37,24 +38,39 @@ class Outcome:
     """What a set of ranks did.
 
     Attributes:
-        stages: one entry a stage, each with one table a rank.
+        stages: one entry a stage, each with one table a rank. In the last one a rank that raised
+            has {"error": traceback, "class", "text"}, another {"end": "died" or "hangs"}.
         baseline_bytes, peak_bytes, final_bytes: Pss_Anon over all ranks, before the timed stage, at
             its highest and after it; 0 when it was not sampled.
-        error: the traceback of the first rank that failed; "" when none did.
     """
 
-    stages: list[list[dict[str, Any]]] = field(default_factory=list)
+    stages: list[list[Table]] = field(default_factory=list)
     baseline_bytes: int = 0
     peak_bytes: int = 0
     final_bytes: int = 0
-    error: str = ""
+
+    @property
+    def error(self) -> str:
+        """Of the first rank that failed: its traceback, or how it ended; "" when none did."""
+        failed = [table for table in self.stages[-1] if has_failed(table)] if self.stages else []
+        return next((str(one.get("error") or f"a rank {one['end']}") for one in failed), "")
+
+    @property
+    def added_bytes(self) -> int:
+        """The peak over the baseline."""
+        return self.peak_bytes - self.baseline_bytes
+
+
+def has_failed(table: Table) -> bool:
+    """Whether a rank raised, died or hangs."""
+    return "error" in table or "end" in table
 
 
 class Launcher:
     """Starts fresh ranks.
 
     Args:
-        preload: module that imports all that any contender needs.
+        preload: module that imports all that a job needs, beside what `preload.py` does.
     """
 
     def __init__(self, preload: str) -> None:
@@ -64,117 +80,126 @@ class Launcher:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
         self.preload = preload
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([preload])
+        self.context.set_forkserver_preload([preload, "preload"])
+        self.values(1, str)  # the server has imported everything before a clock runs
+
+    def values(self, size: int, job: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
+        """What a job returns on each of so many fresh ranks; raises as `tables`."""
+        return [table["value"] for table in self.tables(size, job, *args, **limits)[0]]
+
+    def tables(
+        self, size: int, job: Callable[..., Any], *args: Any, **limits: Any
+    ) -> list[list[Table]]:
+        """The stages of a job that no rank may fail in.
+
+        Raises:
+            RuntimeError: one did.
+        """
+        outcome = self.run(size, job, *args, **{"timeout_sec": 900.0, **limits})
+        if outcome.error:
+            raise RuntimeError(outcome.error)
+        return outcome.stages
 
     def run(
         self,
         size: int,
-        job: Callable[..., Stages],
+        job: Callable[..., Any],
         *args: Any,
         sample: bool = False,
         warm_bytes: int = 0,
+        grace_sec: float = 0.0,
         timeout_sec: float = 300.0,
     ) -> Outcome:
-        """Run a job on fresh ranks, all stages in step.
+        """Run a job on fresh ranks, all stages in step; the first failure of a rank ends it.
 
         Args:
             size: how many ranks.
-            job: called as job(rank, size, *args) on each rank, inside a gloo group. It yields a
-                table when it is ready, one after its timed stage, and one for every stage after.
+            job: called as job(*args) on each rank, inside a gloo group. It yields a table when it
+                is ready, one after its timed stage, and one for every stage after; or it returns a
+                value, that of the only stage.
             args: of the job.
             sample: sum the ranks' Pss_Anon during the timed stage.
             warm_bytes: memory to touch and free right before the timed stage.
+            grace_sec: in which the other ranks may still answer once one has failed.
             timeout_sec: for the whole of it; the ranks are killed then.
         """
         outcome = Outcome()
-        ends: list[connection.Connection] = []
-        processes: list[Any] = []
         deadline = time.monotonic() + timeout_sec
+        ends: list[End] = []
+        processes: list[Any] = []
         try:
             port = _free_port()
             for rank in range(size):
                 ours, theirs = self.context.Pipe()
                 given = (theirs, self.preload, rank, size, port, job, args)
-                process = self.context.Process(target=_rank, args=given, daemon=True)
-                process.start()
+                processes.append(self.context.Process(target=_rank, args=given, daemon=True))
+                processes[-1].start()
                 theirs.close()
                 ends.append(ours)
-                processes.append(process)
-            pids = [process.pid or 0 for process in processes]
-            self._stages(outcome, ends, pids, sample, warm_bytes, deadline)
-        except (EOFError, OSError, TimeoutError) as error:
-            outcome.error = outcome.error or f"{type(error).__name__}: {error}"
+            pids = [process.pid for process in processes]
+            self._run_stages(outcome, ends, pids if sample else [], warm_bytes, grace_sec, deadline)
+        except OSError as error:  # a rank was gone before it could be asked for its memory
+            outcome.stages.append([{"error": f"{type(error).__name__}: {error}"}])
         finally:
             for end in ends:
                 end.close()
             for process in processes:
-                process.join(2 if not outcome.error else 0)
-                if process.is_alive():
-                    process.kill()
+                process.join(0 if outcome.error else 2)
+                process.kill()
                 process.join()
         return outcome
 
-    def _stages(
+    def _run_stages(
         self,
         outcome: Outcome,
-        ends: list[connection.Connection],
+        ends: list[End],
         pids: list[int],
-        sample: bool,
         warm_bytes: int,
+        grace_sec: float,
         deadline: float,
     ) -> None:
-        while True:
-            timed = len(outcome.stages) == 1
-            if timed and warm_bytes:
-                warm_memory(warm_bytes)
-            watch = pids if sample and timed else []
-            if watch:
-                outcome.baseline_bytes = outcome.peak_bytes = summed_pss(pids)
+        while not outcome.error:
+            watched: list[int] = []
+            if len(outcome.stages) == 1:  # the timed one
+                if warm_bytes:
+                    warm_memory(warm_bytes)
+                watched = pids
+                outcome.baseline_bytes = outcome.peak_bytes = summed_pss(watched)
             for end in ends if outcome.stages else ():
-                end.send("go")
-            tables = _collect(ends, deadline, lambda: _raise_peak(outcome, watch))  # noqa: B023
-            if tables is None:
+                with contextlib.suppress(OSError):  # it has died since
+                    end.send("go")
+
+            def look(watched: list[int] = watched) -> None:
+                if watched:
+                    outcome.final_bytes = summed_pss(watched)
+                    outcome.peak_bytes = max(outcome.peak_bytes, outcome.final_bytes)
+
+            tables = _answers(ends, grace_sec, deadline, look)
+            if all(table.get("is_last") for table in tables):
                 return
-            errors = [table["error"] for table in tables if "error" in table]
-            if errors:
-                outcome.error = errors[0]
-                return
-            if watch:
-                outcome.final_bytes = _raise_peak(outcome, watch)
             outcome.stages.append(tables)
 
 
-def _raise_peak(outcome: Outcome, pids: list[int]) -> int:
-    now = summed_pss(pids) if pids else 0
-    outcome.peak_bytes = max(outcome.peak_bytes, now)
-    return now
-
-
-def _collect(
-    ends: list[connection.Connection], deadline: float, between: Callable[[], object]
-) -> list[dict[str, Any]] | None:
-    """One table from each rank, or None when all have ended. `between` is called while waiting.
-
-    Raises:
-        TimeoutError: not all came in time.
-        EOFError: a rank died.
-    """
-    tables: list[dict[str, Any] | None] = [{}] * len(ends)
-    waiting = dict(zip(ends, range(len(ends)), strict=True))
-    while waiting:
+def _answers(
+    ends: list[End], grace_sec: float, deadline: float, look: Callable[[], None]
+) -> list[Table]:
+    """One table from each rank; `look` is called while they come, and once they are there."""
+    tables: list[Table] = [{"end": "hangs"} for _ in ends]
+    waiting: dict[End, int] = {end: number for number, end in enumerate(ends)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
         start = time.monotonic()
-        if start > deadline:
-            raise TimeoutError(f"{len(waiting)} ranks did not answer in time")
-        between()
-        left = max(0.001, SAMPLE_SEC - (time.monotonic() - start))
-        for end in connection.wait(list(waiting), left):
-            number = waiting.pop(end)  # type: ignore[arg-type]
-            tables[number] = end.recv()  # type: ignore[union-attr]
-            if "error" in (tables[number] or {}):
-                return [table for table in tables if table]
-    if all(table is None for table in tables):
-        return None
-    return [table or {} for table in tables]
+        look()
+        pause = SAMPLE_SEC - (time.monotonic() - start)
+        for end in connection.wait([*waiting], min(left, max(0.001, pause))):
+            number = waiting.pop(end)
+            try:
+                tables[number] = end.recv()
+            except (EOFError, OSError):
+                tables[number] = {"end": "died"}
+            if has_failed(tables[number]):
+                deadline = min(deadline, time.monotonic() + grace_sec)
+    look()
+    return tables
 
 
 def summed_pss(pids: list[int]) -> int:
@@ -191,12 +216,12 @@ def _free_port() -> int:
 
 
 def _rank(
-    end: connection.Connection,
+    end: End,
     preload: str,
     rank: int,
     size: int,
     port: int,
-    job: Callable[..., Stages],
+    job: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     """One rank from fork to exit: each stage waits for the launcher's word."""
@@ -211,17 +236,20 @@ def _rank(
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        for table in job(rank, size, *args):
+        made = job(*args)
+        for table in made if inspect.isgenerator(made) else [{"value": made}]:
             end.send(table)
             end.recv()
-        end.send(None)
+        end.send({"is_last": True})
         end.close()
         dist.destroy_process_group()
     except EOFError:
         pass
-    except BaseException:
+    except BaseException as error:
+        told = {"error": f"rank {rank}: {traceback.format_exc()}"}
+        told |= {"class": type(error).__name__, "text": str(error)}
         with contextlib.suppress(OSError):
-            end.send({"error": f"rank {rank}: {traceback.format_exc()}"})
+            end.send(told)
     finally:
         sys.stdout.flush()
 

@@ -1,11 +1,14 @@
 """Loading a sharded model: anyrank against its peers and a hand-written minimum, in one run.
 
     python benchmarks/load.py                        # everything: see docs/benchmarks.md
-    python benchmarks/load.py --quick                # a small model, two ranks, one repetition
-    python benchmarks/load.py --contenders hand,anyrank --ranks 4 --dtype bf16 --layout fsdp
+    python benchmarks/load.py --quick                # 0.1 GiB, two ranks, one repetition
+    python benchmarks/load.py --contenders hand anyrank --ranks 4 --dtype bf16 --layout fsdp
     python benchmarks/load.py --device cuda          # one rank on one GPU
 
 Every contender of every repetition runs in fresh processes; within a repetition they take turns.
+The model is a random one of --gib GiB, or a folder of bf16 safetensors, --model. HSDP and DDP run
+on 4 ranks. Memory takes repetitions of its own, as watching it takes time. On a GPU the peak of
+its memory is taken too; pinned memory that the driver allocates is not counted as host memory.
 """
 
 from __future__ import annotations
@@ -13,23 +16,29 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpu
+import bench
+from bench import GIB, MIB, Case, Run, Runs, meminfo, ratios, spread, tell, warm_files
 from contenders import CONTENDERS, run
-from figures import in_turn, keep, spread
 from launch import Launcher, Outcome
-from machine import describe_machine, load_average, meminfo, warm_files
 from weights import make_model, model_numel, weight_map
 
-MIB = 1 << 20
+OPTIONS: dict[str, Any] = {
+    "ranks": [2, 4, 8],
+    "dtype": ["bf16", "fp32"],
+    "layout": ["fsdp", "hsdp", "ddp"],
+    "contenders": [*CONTENDERS],
+    "repeats": 5,
+    "memory_repeats": 2,
+    "gib": 1.4,
+    "model": None,
+    "device": "cpu",
+}
+QUICK = {"gib": 0.1, "ranks": [2], "repeats": 1, "memory_repeats": 1}
 OTHER_RANKS = 4  # hsdp and ddp are measured at one size
 MAX_MEMORY = 0.8  # of what is available
-BASELINE = "hand"
 GOALS = (
     # what, contender that it is measured against, at most
     ("time to usable weights / hand-written minimum", "hand", 1.0),
@@ -37,265 +46,153 @@ GOALS = (
     ("time to usable weights / rank 0 + broadcast", "rank0", 0.33),
 )
 MAX_PEAK, MAX_BEYOND_MIB = 1.03, 16.0
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs that are compared with one another."""
-
-    layout: str
-    dtype: str
-    ranks: int
-
-    @property
-    def name(self) -> str:
-        """As it stands in the results."""
-        return f"{self.layout} {self.dtype} {self.ranks}"
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--ranks", default="2,4,8", help="of FSDP; HSDP and DDP run on 4")
-    parser.add_argument("--dtype", default="bf16,fp32", help="of the parameters; the file is bf16")
-    parser.add_argument("--layout", default="fsdp,hsdp,ddp")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--repeats", type=int, default=5, help="that take the time")
-    parser.add_argument("--memory-repeats", type=int, default=2, help="that watch the memory")
-    parser.add_argument("--gib", type=float, default=1.4, help="size of the random model")
-    parser.add_argument("--model", help="folder of bf16 safetensors, instead of a random model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="0.1 GiB, 2 ranks, 1 repetition")
-    parser.add_argument("--out", help="file of the results; none with --quick by default")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.gib, options.ranks, options.repeats, options.memory_repeats = 0.1, "2", 1, 1
-    return options
+Group = tuple[str, str, int]  # layout, dtype, ranks: runs that are compared with one another
 
 
 def groups_of(options: argparse.Namespace) -> list[Group]:
     """What is measured, in order."""
-    sizes = [int(size) for size in options.ranks.split(",")]
-    other = OTHER_RANKS if OTHER_RANKS in sizes else sizes[-1]
+    if options.device == "cuda":
+        return [("cuda", "bf16", 1)]
+    other = OTHER_RANKS if OTHER_RANKS in options.ranks else options.ranks[-1]
     return [
-        Group(layout, dtype, size)
-        for layout in options.layout.split(",")
-        for dtype in options.dtype.split(",")
-        for size in (sizes if layout == "fsdp" else [other])
+        (layout, dtype, size)
+        for layout in options.layout
+        for dtype in options.dtype
+        for size in (options.ranks if layout == "fsdp" else [other])
     ]
 
 
-def names_of(options: argparse.Namespace) -> list[str]:
-    """The contenders that were asked for and whose packages are there."""
-    names = [name for name in options.contenders.split(",") if name in CONTENDERS]
-    have = importlib.util.find_spec("accelerate") is not None
-    return [name for name in names if have or name != "accelerate"]
+def name_of(group: Group) -> str:
+    """As it stands in the results."""
+    return " ".join(map(str, group))
 
 
-# -- measuring ------------------------------------------------------------------------------------
+def need_bytes(group: Group, name: str, numel: int) -> int:
+    """Private memory that a contender takes, at its highest, roughly."""
+    layout, dtype, size = group
+    fixed, per_rank = CONTENDERS[name].full_copies
+    copies = fixed + per_rank * size
+    if layout != "fsdp":
+        copies = max(copies, 1.1 * (2 if layout == "hsdp" else size))
+    return round(copies * numel * (2 if dtype == "bf16" else 4))
 
 
-class Bench:
-    """Runs contenders and keeps what each run said."""
-
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options = options
-        self.folder = folder
-        self.launcher = Launcher("preload")
-        self.numel = model_numel(folder)
-        self.runs: list[dict[str, Any]] = []
-
-    def measure(self, group: Group, name: str, repetition: int, sample: bool) -> None:
-        """One contender once, on fresh ranks."""
-        made: dict[str, Any] = {"group": group.name, "contender": name, "repetition": repetition}
-        made["kind"] = "memory" if sample else "time"
-        if short := self.too_large(group, name):
-            made["skipped"] = short
-        else:
-            given = (name, str(self.folder), group.dtype, group.layout)
-            warm = 0 if sample else self.need_bytes(group, name)
-            outcome = self.launcher.run(group.ranks, run, *given, sample=sample, warm_bytes=warm)
-            made |= self.told(outcome, group, sample)
-        self.runs.append(made)
-        print(f"{group.name:12} {name:16} {repetition} {line_of(made)}", flush=True)
-
-    def told(self, outcome: Outcome, group: Group, sample: bool) -> dict[str, Any]:
-        """A run in numbers."""
-        if outcome.error:
-            print(outcome.error, file=sys.stderr)
-            return {"error": outcome.error.strip().splitlines()[-1]}
-        prepared, loaded, checked = outcome.stages
-        made: dict[str, Any] = {
-            "usable_sec": round(max(table["usable_sec"] for table in loaded), 4),
-            "called_sec": round(max(table["called_sec"] for table in loaded), 4),
-            "prepared_sec": round(max(table["prepared_sec"] for table in prepared), 4),
-            "wrong": sorted({name for table in checked for name in table["wrong"]}),
-            "imported_late": sorted({name for table in loaded for name in table["late"]}),
-        }
-        if sample:
-            target = sum(table["share_bytes"] for table in checked)
-            peak = outcome.peak_bytes - outcome.baseline_bytes
-            made["target_bytes"] = target
-            made["peak_bytes"] = peak
-            made["peak_x"] = round(peak / target, 4)
-            made["final_x"] = round((outcome.final_bytes - outcome.baseline_bytes) / target, 4)
-            made["beyond_mib_per_rank"] = round((peak - target) / group.ranks / MIB, 2)
-        return made
-
-    def need_bytes(self, group: Group, name: str) -> int:
-        """Private memory that a contender takes, at its highest, roughly."""
-        fixed, per_rank = CONTENDERS[name].full_copies
-        copies = fixed + per_rank * group.ranks
-        if group.layout != "fsdp":
-            copies = max(copies, 1.1 * (2 if group.layout == "hsdp" else group.ranks))
-        return round(copies * self.numel * (2 if group.dtype == "bf16" else 4))
-
-    def too_large(self, group: Group, name: str) -> str:
-        """Why this machine cannot run a contender; "" when it can."""
-        need, have = self.need_bytes(group, name), MAX_MEMORY * meminfo("MemAvailable")
-        return "" if need < have else f"needs some {need / (1 << 30):.0f} GiB of memory"
+def figures_of(outcome: Outcome, size: int, is_watched: bool) -> Run:
+    """A run in numbers."""
+    if outcome.error:
+        print(outcome.error, file=sys.stderr)
+        return {"not_run": outcome.error.strip().splitlines()[-1]}
+    prepared, loaded, checked = outcome.stages
+    found: Run = {
+        "usable_sec": max(table["usable_sec"] for table in loaded),
+        "called_sec": max(table["called_sec"] for table in loaded),
+        "prepared_sec": max(table["prepared_sec"] for table in prepared),
+        "wrong": sorted({name for table in checked for name in table["wrong"]}),
+        "imported_late": sorted({name for table in loaded for name in table["late"]}),
+    }
+    if is_watched:
+        target, peak = sum(table["share_bytes"] for table in checked), outcome.added_bytes
+        found["peak_x"] = peak / target
+        found["final_x"] = (outcome.final_bytes - outcome.baseline_bytes) / target
+        found["beyond_mib_per_rank"] = (peak - target) / size / MIB
+        found["device_x"] = loaded[0]["device_bytes"] / target
+    return found
 
 
-def line_of(made: dict[str, Any]) -> str:
-    """One run on one line."""
-    if "skipped" in made or "error" in made:
-        return str(made.get("skipped") or made.get("error"))
-    text = f"{made['usable_sec']:7.3f} s"
-    if "peak_x" in made:
-        text += f"  peak {made['peak_x']:.3f} x, {made['beyond_mib_per_rank']:+.1f} MiB per rank"
-    return text + (f"  WRONG: {', '.join(made['wrong'][:5])}" if made["wrong"] else "")
+def measure_group(
+    launcher: Launcher, group: Group, names: list[str], folder: Path, options: argparse.Namespace
+) -> list[Run]:
+    """Every contender of a group: repetitions that take the time, and those that watch memory."""
+    layout, dtype, size = group
+    numel = model_numel(folder)
+
+    def once(name: str, number: int, is_watched: bool) -> Run:
+        if number >= CONTENDERS[name].repeats:
+            return {}
+        need = need_bytes(group, name, numel)
+        if need > MAX_MEMORY * meminfo("MemAvailable"):
+            return {"not_run": f"needs some {need / GIB:.0f} GiB of memory"}
+        given, warm = (name, str(folder), dtype, layout), 0 if is_watched else need
+        outcome = launcher.run(size, run, *given, sample=is_watched, warm_bytes=warm)
+        return figures_of(outcome, size, is_watched)
+
+    able = [name for name in names if layout in CONTENDERS[name].layouts]
+    what = name_of(group)
+    timed = Case(what, able, lambda name, number: once(name, number, False)).run(options.repeats)
+    watching = Case(f"{what}, memory", able, lambda name, number: once(name, number, True))
+    return summarise(what, timed, watching.run(options.memory_repeats))
 
 
-def measure_all(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Every contender of every group, in turns; another one begins in each repetition."""
-    bench = Bench(options, folder)
-    names, groups = names_of(options), groups_of(options)
-    bench.measure(groups[0], names[0], 0, False)  # starts the server, and is not counted
-    bench.runs.clear()
-    kinds = [(number, False) for number in range(options.repeats)]
-    kinds += [(number, True) for number in range(options.memory_repeats)]
-    for repetition, sample in kinds:
-        for group in groups:
-            able = [
-                name
-                for name in names
-                if group.layout in CONTENDERS[name].layouts
-                and repetition < CONTENDERS[name].repeats
+def summarise(group: str, timed: Runs, watched: Runs) -> list[Run]:
+    """One row for each contender. Ratios are of runs in the same repetition."""
+    rows: list[Run] = []
+    for name, ours in timed.items():
+        every = [*ours, *watched[name]]
+        row: Run = {"group": group, "contender": name, "title": CONTENDERS[name].title}
+        if reasons := [run["not_run"] for run in every if "not_run" in run]:
+            row["not_run"] = reasons[0]
+        row["wrong"] = sorted({tensor for run in every for tensor in run.get("wrong", ())})
+        if times := [run["usable_sec"] for run in ours if "usable_sec" in run]:
+            row["usable_sec"] = spread(times)
+        for _, other, _ in GOALS:
+            both = [
+                pair
+                for pair in zip(ours, timed.get(other, ()), strict=False)
+                if all("usable_sec" in run for run in pair)
             ]
-            for name in in_turn(able, repetition):
-                bench.measure(group, name, repetition, sample)
-    return bench.runs
-
-
-# -- summing up -----------------------------------------------------------------------------------
-
-
-def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each group and contender. Ratios are of runs in the same repetition."""
-    rows: list[dict[str, Any]] = []
-    for group, name in dict.fromkeys((one["group"], one["contender"]) for one in runs):
-        ours = [one for one in runs if (one["group"], one["contender"]) == (group, name)]
-        row: dict[str, Any] = {"group": group, "contender": name, "title": CONTENDERS[name].title}
-        said = [one[key] for one in ours for key in ("skipped", "error") if key in one]
-        if said:
-            row["not_run"] = said[0]
-        row["wrong"] = sorted({tensor for one in ours for tensor in one.get("wrong", ())})
-        times = {one["repetition"]: one["usable_sec"] for one in ours if timed(one)}
-        if times:
-            row["usable_sec"] = spread(list(times.values()))
-        for other in ("hand", "dcp", "rank0"):
-            ratios = [
-                times[one["repetition"]] / one["usable_sec"]
-                for one in runs
-                if timed(one)
-                and (one["group"], one["contender"]) == (group, other)
-                and one["repetition"] in times
-            ]
-            if ratios:
-                row[f"time_x_{other}"] = spread(ratios)
-        watched = [one for one in ours if "peak_x" in one]
-        for key in ("peak_x", "final_x", "beyond_mib_per_rank") if watched else ():
-            row[key] = spread([one[key] for one in watched])
+            if both:
+                mine, theirs = zip(*both, strict=True)
+                row[f"time_x_{other}"] = ratios(mine, theirs, "usable_sec")
+        for figure in ("peak_x", "final_x", "beyond_mib_per_rank", "device_x"):
+            values = [run[figure] for run in watched[name] if figure in run]
+            if values and (figure != "device_x" or any(values)):
+                row[figure] = spread(values)
         rows.append(row)
     return rows
 
 
-def timed(one: dict[str, Any]) -> bool:
-    """Whether a run took the time."""
-    return one["kind"] == "time" and "usable_sec" in one
-
-
-def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def goals_of(rows: list[Run]) -> list[Run]:
     """What anyrank is to reach, and what it did."""
-    goals: list[dict[str, Any]] = []
-
-    def add(group: str, what: str, most: float, value: float) -> None:
-        goals.append(
-            {"group": group, "what": what, "at_most": most, "value": value, "met": value <= most}
-        )
-
+    goals: list[Run] = []
     for row in rows:
         if row["contender"] != "anyrank":
             continue
-        group = row["group"]
+        wanted: list[tuple[str, float, float]] = []
         if "peak_x" in row:
-            add(group, "peak of added memory / target bytes", MAX_PEAK, row["peak_x"]["most"])
-            beyond = row["beyond_mib_per_rank"]["most"]
-            add(group, "MiB per rank beyond the shares", MAX_BEYOND_MIB, beyond)
+            peak, beyond = row["peak_x"]["most"], row["beyond_mib_per_rank"]["most"]
+            wanted.append(("peak of added memory / target bytes", peak, MAX_PEAK))
+            wanted.append(("MiB per rank beyond the shares", beyond, MAX_BEYOND_MIB))
         for what, other, most in GOALS:
-            if f"time_x_{other}" in row and group.startswith("fsdp") and group.endswith(" 4"):
-                add(group, what, most, row[f"time_x_{other}"]["median"])
+            figure = f"time_x_{other}"
+            if figure in row and row["group"].startswith("fsdp") and row["group"].endswith(" 4"):
+                wanted.append((what, row[figure]["median"], most))
+        goals += [{"group": row["group"]} | bench.goal(*each) for each in wanted]
     return goals
 
 
-def main() -> None:
-    """Measure, print, and keep the results."""
-    options = parse()
-    start = time.monotonic()
-    folder = Path(options.model) if options.model else make_model(options.gib)
+def measure(options: argparse.Namespace) -> Run:
+    """All groups."""
     if options.device == "cuda":
-        result = gpu.measure(folder, options.repeats)
-    else:
-        warm_files(folder)
-        result = cpu_result(options, folder)
-    result = describe_machine() | {"seconds": round(time.monotonic() - start), **result}
-    result["load_average_after"] = round(load_average(), 1)
-    name = "load" if options.device == "cpu" else "load-cuda"
-    if options.out or not options.quick:
-        keep(name, result, options.out)
+        import torch
 
-
-def cpu_result(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The measurements on CPU ranks."""
-    runs = measure_all(options, folder)
-    rows = summarise(runs)
-    goals = goals_of(rows)
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch finds no CUDA device here")
+    folder = Path(options.model) if options.model else make_model(options.gib)
+    warm_files(folder)
+    have = importlib.util.find_spec("accelerate") is not None
+    names = [name for name in options.contenders if have or name != "accelerate"]
+    launcher, rows = Launcher("contenders"), list[Run]()
+    for group in groups_of(options):
+        rows += measure_group(launcher, group, names, folder, options)
     for row in rows:
-        print(row_line(row))
-    for goal in goals:
-        mark, most = "met " if goal["met"] else "MISS", goal["at_most"]
-        print(f"{mark} {goal['group']:12} {goal['what']}: {goal['value']} (at most {most})")
-    shards = len(set(weight_map(folder).values()))
-    model = {"bf16_bytes": 2 * model_numel(folder), "shards": shards}
-    return {"model": model, "rows": rows, "goals": goals}
-
-
-def row_line(row: dict[str, Any]) -> str:
-    """One row of the summary on one line."""
-    parts = [f"{row['group']:12} {row['contender']:16}"]
-    units = {"usable_sec": "s", "time_x_hand": "x hand", "peak_x": "x peak"}
-    for key, unit in {**units, "beyond_mib_per_rank": "MiB beyond"}.items():
-        if key in row:
-            known = row[key]
-            parts.append(
-                f"{known['median']:.3f} [{known['least']:.3f}, {known['most']:.3f}] {unit}"
-            )
-    parts += [row["not_run"]] if "not_run" in row else []
-    parts += [f"WRONG {row['wrong'][:3]}"] if row["wrong"] else []
-    return "  ".join(parts)
+        tell("row", row)
+    model = {
+        "bf16_bytes": 2 * model_numel(folder),
+        "shards": len(set(weight_map(folder).values())),
+    }
+    return {"model": model, "rows": rows, "goals": goals_of(rows)}
 
 
 if __name__ == "__main__":
-    main()
+    name = "load-cuda" if "cuda" in sys.argv else "load"
+    bench.main(name, measure, QUICK, ["ranks", "dtype", "layout", "contenders"], **OPTIONS)

@@ -1,4 +1,4 @@
-"""Recompute, tiles, tiled loss and offload beside their peers: live bytes, errors and time.
+"""Tiles and tiled loss beside their peers: live bytes, runs of the layer and time.
 
     python benchmarks/memory.py              # some minutes; results/memory.json
     python benchmarks/memory.py --quick      # small, nothing is written
@@ -15,28 +15,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import statistics
 import time
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import bench
 import torch
 import torch.nn.functional as F
-from figures import in_turn, keep, ratios
-from machine import describe_machine
-from memory_peers import BF16, LOSSES, MLPS, Mlp, peer_versions
+from bench import MIB, Case, Run, describe_machine, goal, median, ratios, tell
+from memory_peers import BF16, LOSSES, MLPS, PACKAGES, Mlp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import anyrank
-
-MIB = 1 << 20
 SUM_IN_FP32 = ("anyrank.tile, grad_dtype",)  # by operations of its own, so `Live` sees it as it is
 TOKENS, HIDDEN, INNER, VOCAB = 65536, 4096, 14336, 128256
 
@@ -118,19 +113,19 @@ def allocated_mib(make: Callable[[], Any], floor: int, scale: int) -> int:
     return round((peak * scale - floor) / MIB)
 
 
-def mlp_bytes() -> list[dict[str, Any]]:
+def mlp_bytes() -> list[Run]:
     floor = 2 * (2 * TOKENS * HIDDEN + 3 * HIDDEN * INNER)
-    rows: list[dict[str, Any]] = []
+    rows: list[Run] = []
     for tiles in (16, 32, 64):
         for way in MLPS:
             full = functools.partial(mlp_case, way, TOKENS, HIDDEN, INNER, tiles)
-            row: dict[str, Any] = {"way": way, "tiles": tiles, "live_mib": live_mib(full, floor)}
+            row: Run = {"way": way, "tiles": tiles, "live_mib": live_mib(full, floor)}
             if way not in SUM_IN_FP32:
                 sizes = (TOKENS // 16, HIDDEN // 16, INNER // 16, tiles, torch.float32)
                 small = functools.partial(mlp_case, way, *sizes)
                 row["allocated_mib"] = allocated_mib(small, floor, 16 * 16 // 2)
             rows.append(row)
-            print(json.dumps(rows[-1]), flush=True)
+            tell("mlp", rows[-1])
     return rows
 
 
@@ -144,24 +139,6 @@ def nested_calls() -> dict[str, float]:
         checkpoint(lambda x, b=block: x + b(F.silu(x)), x, use_reentrant=False).sum().backward()
         found[way] = module.rows / 64
     return found
-
-
-def weight_errors() -> dict[str, float]:
-    """Error of bf16 weight gradients over 64 tiles against float64, over the untiled layer's."""
-    torch.manual_seed(0)
-    module = Mlp(128, 256)
-    x = torch.randn(1, 8192, 128, dtype=BF16)
-    upstream = torch.randn(1, 8192, 128, dtype=BF16)
-    exact = Mlp(128, 256, torch.float64)
-    exact.load_state_dict(module.state_dict())
-    wanted = torch.autograd.grad(exact(x.double()), list(exact.parameters()), upstream.double())
-    errors: dict[str, float] = {}
-    for way in ("plain", "anyrank.tile", "anyrank.tile, grad_dtype"):
-        call = MLPS[way](module, 128)
-        grads = torch.autograd.grad(call(x), list(module.parameters()), upstream)
-        each = [(g.double() - w).norm() / w.norm() for g, w in zip(grads, wanted, strict=True)]
-        errors[way] = sum(each).item()
-    return {way: round(error / errors["plain"], 2) for way, error in errors.items()}
 
 
 # -- the loss -------------------------------------------------------------------------------------
@@ -180,8 +157,8 @@ def loss_case(way: str, tokens: int, hidden_size: int, vocab: int, dtype: Any) -
     return step
 
 
-def loss_bytes() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def loss_bytes() -> list[Run]:
+    rows: list[Run] = []
     for tokens in (4096, 16384, 65536):
         for way in LOSSES:
             make = functools.partial(loss_case, way, tokens, HIDDEN, VOCAB, BF16)
@@ -191,148 +168,70 @@ def loss_bytes() -> list[dict[str, Any]]:
             except RuntimeError as error:  # some operations have no fake form
                 found = str(error).splitlines()[0][:120]
             rows.append({"way": way, "tokens": tokens, "live_mib": found})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-# -- offload --------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Attention's and the MLP's share of saved tensors, without their cost."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def offload_rows(tokens: int, width: int) -> list[dict[str, Any]]:
-    """What leaves for the host in a forward pass, of that parameters, and what stays."""
-    rows: list[dict[str, Any]] = []
-    for way in ("save_on_cpu", "anyrank, keep_last=0", "anyrank"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block(width) for _ in range(6)))
-        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        x = torch.randn(1, tokens, width, requires_grad=True)
-        moved: list[tuple[int, bool]] = []
-
-        def pack(tensor: torch.Tensor, moved: Any = moved, parameters: Any = parameters) -> Any:
-            nbytes = tensor.numel() * tensor.element_size()
-            moved.append((nbytes, tensor.untyped_storage().data_ptr() in parameters))
-            return tensor
-
-        if way == "save_on_cpu":  # what it would copy: on CPU tensors it does nothing
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                model(x).sum().backward()
-            row: dict[str, Any] = {"to_host_mib": sum(n for n, _ in moved) / MIB}
-            row |= {"of_parameters_mib": sum(n for n, p in moved if p) / MIB, "left_mib": 0}
-        else:
-            keep = 0 if way.endswith("0") else 1
-            offload = anyrank.Offload(1 << 30, keep_last=keep, min_bytes=1, force=True)
-            anyrank.recompute_(model, "*", offload=offload)
-            held = set()
-            for _ in range(100):
-                inputs: list[weakref.ref[Any]] = []
-                hooks = [
-                    block.register_forward_pre_hook(
-                        lambda m, args, i=inputs: i.append(weakref.ref(args[0].untyped_storage()))
-                    )
-                    for block in model[1:]
-                ]
-                loss = model(x).sum()
-                left = sum(s.nbytes() for s in (ref() for ref in inputs) if s is not None)
-                loss.backward()
-                held.add(offload.stats().held_bytes)
-                for hook in hooks:
-                    hook.remove()
-            row = {"to_host_mib": offload.stats().copied_bytes / 100 / MIB, "left_mib": left / MIB}
-            row |= {"of_parameters_mib": 0.0, "host_bytes_over_100_steps": sorted(held)}
-        rows.append({"way": way} | row)
-        print(json.dumps(rows[-1]), flush=True)
+            tell("loss", rows[-1])
     return rows
 
 
 # -- time -----------------------------------------------------------------------------------------
 
 
-def times(steps: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
+def times(what: str, steps: dict[str, Callable[[], Any]], repeats: int) -> list[Run]:
     """Seconds of each, and ratios to the first one of the same turn."""
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
-    for step in steps.values():
-        step()
-    for turn in range(repeats):
-        for way in in_turn(steps, turn):
-            start = time.perf_counter()
-            steps[way]()
-            seconds[way].append(time.perf_counter() - start)
-    first = seconds[next(iter(seconds))]
-    rows: list[dict[str, Any]] = []
-    for way, taken in seconds.items():
-        row = {"way": way, "n": repeats, "sec": round(statistics.median(taken), 4)}
-        rows.append(row | {"ratio": ratios(taken, first)})
-        print(json.dumps(rows[-1]), flush=True)
+
+    def once(way: str, number: int) -> Run:
+        start = time.perf_counter()
+        steps[way]()
+        return {"seconds": time.perf_counter() - start}
+
+    runs = Case(what, steps, once).run(repeats, warm=1, is_told=False)
+    first = next(iter(runs.values()))
+    rows: list[Run] = []
+    for way, taken in runs.items():
+        row: Run = {"way": way, "n": repeats, "sec": round(median(taken, "seconds"), 4)}
+        rows.append(row | {"ratio": ratios(taken, first, "seconds")})
+        tell(what, rows[-1])
     return rows
 
 
-def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+def goals(result: Run) -> list[Run]:
     """What was to be reached, and whether it was."""
     mlp = {(row["way"], row["tiles"]): row for row in result["mlp"]}
     loss = {(row["way"], row["tokens"]): row["live_mib"] for row in result["loss"]}
     mlp_time = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
     loss_time = {row["way"]: row["ratio"]["median"] for row in result["loss_time"]}
-    offload = {row["way"]: row for row in result["offload"]}["anyrank, keep_last=0"]
     wanted: list[tuple[str, float, float]] = [
         ("tiled MLP, 64 tiles, MiB", mlp["anyrank.tile", 64]["allocated_mib"], 260),
         ("tiled MLP, 32 tiles, MiB", mlp["anyrank.tile", 32]["allocated_mib"], 500),
         ("tiled MLP, 16 tiles, MiB", mlp["anyrank.tile", 16]["allocated_mib"], 500),
         ("tiled MLP, time of plain", mlp_time["anyrank.tile"], 1.35),
         ("calls in a recomputed block", result["nested_calls"]["anyrank.tile"], 2),
-        ("weight error, grad_dtype", result["weight_errors"]["anyrank.tile, grad_dtype"], 1.2),
         ("tiled loss, 4096 tokens, MiB", loss["anyrank.tiled_loss", 4096], 1050),
         ("tiled loss, 65536 tokens, MiB", loss["anyrank.tiled_loss", 65536], 1050),
         ("tiled loss, time of all logits", loss_time["anyrank.tiled_loss"], 1.05),
-        ("offload, MiB left on the device", offload["left_mib"], 0),
-        ("offload, host sizes over 100 steps", len(offload["host_bytes_over_100_steps"]), 1),
     ]
     if "torch linear_cross_entropy" in loss_time:
         best = loss_time["torch linear_cross_entropy"]
         wanted.append(("tiled loss, time of torch's", loss_time["anyrank.tiled_loss"] / best, 1.0))
-    return [
-        {"what": what, "value": round(value, 3), "at_most": most, "met": value <= most}
-        for what, value, most in wanted
-    ]
+    return [goal(what, round(value, 3), most) for what, value, most in wanted]
 
 
-def main() -> None:
-    """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="small, and nothing is written")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> Run:
+    """Everything; the parts that take the time are smaller with --quick."""
     warnings.simplefilter("ignore")
-    repeats, shrink = (2, 4) if options.quick else (options.repeats, 1)
-    result: dict[str, Any] = describe_machine()
-    result["versions"] |= peer_versions()
+    shrink = options.shrink
+    result: Run = {"versions": describe_machine()["versions"] | bench.versions(PACKAGES)}
     result["mlp"] = mlp_bytes()
     result["nested_calls"] = nested_calls()
-    result["weight_errors"] = weight_errors()
-    print(json.dumps([result["nested_calls"], result["weight_errors"]]), flush=True)
+    tell("runs of the layer", result["nested_calls"])
     result["loss"] = loss_bytes()
-    result["offload"] = offload_rows(4096 // shrink, 128)
     sizes = (4096 // shrink, 512, 1536, 8)
-    result["mlp_time"] = times({way: mlp_case(way, *sizes) for way in MLPS}, repeats)
+    mlps = {way: mlp_case(way, *sizes) for way in MLPS}
+    result["mlp_time"] = times("mlp, time", mlps, options.repeats)
     sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)
-    result["loss_time"] = times({way: loss_case(way, *sizes) for way in LOSSES}, repeats)
-    result["goals"] = goals(result)
-    for goal in result["goals"]:
-        print(json.dumps(goal), flush=True)
-    if not options.quick:
-        keep("memory", result)
+    losses = {way: loss_case(way, *sizes) for way in LOSSES}
+    result["loss_time"] = times("loss, time", losses, options.repeats)
+    return result | {"goals": goals(result)}
 
 
 if __name__ == "__main__":
-    main()
+    bench.main("memory", measure, {"repeats": 2, "shrink": 4}, repeats=15, shrink=1)

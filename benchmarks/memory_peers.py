@@ -8,7 +8,6 @@ Packages are compared where they are installed:
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -38,28 +37,6 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class NestedBackward(torch.autograd.Function):
-    """A backward pass of its own for each tile, into `.grad`: fails or is wrong under wrappers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, chunk: int, *weights: Any) -> Any:
-        ctx.module, ctx.chunk = module, chunk
-        ctx.save_for_backward(x)
-        return torch.cat([module(part) for part in x.split(chunk, 1)], 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        found = torch.empty_like(x)
-        for n in range(0, x.shape[1], ctx.chunk):
-            part = x[:, n : n + ctx.chunk].detach().requires_grad_()
-            part.grad = found[:, n : n + ctx.chunk].zero_()
-            with torch.enable_grad():
-                y = ctx.module(part)
-            torch.autograd.backward(y, grad[:, n : n + ctx.chunk])
-        return found, None, None, *[None] * len(list(ctx.module.parameters()))
-
-
 def deepspeed_tiles(module: nn.Module, chunk: int) -> Tiled:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
@@ -85,9 +62,6 @@ def torch_tiles(module: nn.Module, chunk: int) -> Tiled:
 MLPS: dict[str, Callable[[Any, int], Tiled]] = {
     "plain": lambda module, chunk: module,
     "torch checkpoint per tile": torch_tiles,
-    "backward per tile": lambda module, chunk: (
-        lambda x: NestedBackward.apply(x, module, chunk, *module.parameters())
-    ),
     "anyrank.tile": lambda module, chunk: anyrank.tile(module, chunk_size=chunk),
     "anyrank.tile, grad_dtype": lambda module, chunk: anyrank.tile(
         module, chunk_size=chunk, grad_dtype=torch.float32
@@ -98,11 +72,6 @@ if "deepspeed" in PACKAGES:
     MLPS["DeepSpeed TiledMLP"] = deepspeed_tiles
 if "liger_kernel" in PACKAGES:
     MLPS["Liger tiled_mlp"] = liger_tiles
-
-
-def peer_versions() -> dict[str, str]:
-    """Of the packages that are compared."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def full_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

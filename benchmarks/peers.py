@@ -1,7 +1,7 @@
 """A killed rank: how long until the run goes on?
 
     python benchmarks/peers.py                # results/peers.json
-    python benchmarks/peers.py --repeats 1 --width 1024
+    python benchmarks/peers.py --quick        # once with small weights, nothing is written
 
 FSDP2 with AdamW trains on 4 CPU ranks; rank 1 gets a SIGKILL in a step in the middle between two
 saves. The same script three ways, in turn:
@@ -34,13 +34,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from figures import keep
-from machine import describe_machine, load_average
+import bench
+from bench import MIB, Case, Run, ratios, tell
 
 RANKS, EVERY, KILLED = 4, 10, 15
-TITLES = ["to_step", "to_new", "up", "resume", "work", "step"]
-MIB = 1 << 20
-
+LAYERS = 8
 PEERS: dict[str, Any] = {"torchrun": False, "files": "10h", "memory": True}
 
 
@@ -59,7 +57,7 @@ def train(folder: Path, width: int, way: str) -> None:
     rank, first = dist.get_rank(), not (folder / "killed").exists()
     table: dict[str, Any] = {"up": time.time(), "steps": []}
     torch.manual_seed(0)
-    layers = [nn.Linear(width, width) for _ in range(8)]
+    layers = [nn.Linear(width, width) for _ in range(LAYERS)]
     model = fully_shard(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters())
     rows = torch.randn(4 * 40, width)
@@ -82,7 +80,7 @@ def train(folder: Path, width: int, way: str) -> None:
                 (folder / f"attempt-{int(not first)}.json").write_text(json.dumps(table))
 
 
-def measure(width: int, way: str) -> dict[str, float]:
+def kill_once(width: int, way: str) -> Run:
     """One kill and what followed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -92,7 +90,7 @@ def measure(width: int, way: str) -> dict[str, float]:
             code = "from anyrank.cli import main; main()"
             line = ["-c", code, "run", "--ranks", f"{RANKS}", "--then", f"{RANKS}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        line += [__file__, "--train", name, "--width", f"{width}", "--way", way]
+        line += [__file__, "train", name, f"{width}", way]
         for _ in range(2 if way == "torchrun" else 1):
             ended = subprocess.run(
                 [sys.executable, *line], env=env, capture_output=True, text=True, check=False
@@ -116,47 +114,28 @@ def measure(width: int, way: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--train", type=Path)
-    parser.add_argument("--way", choices=list(PEERS))
-    options = parser.parse_args()
-    if options.train:
-        train(options.train, options.width, options.way)
-        return
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in PEERS}
-    for _ in range(options.repeats):
-        for way, tables in runs.items():
-            tables.append(measure(options.width, way))
-            print(way, {title: round(tables[-1][title], 3) for title in TITLES}, flush=True)
-        store(runs, options.width)
-
-
-def store(runs: dict[str, list[dict[str, float]]], width: int) -> None:
-    """Print the ratios of what was measured up to now, and keep all of it."""
-    ratios: dict[str, dict[str, float]] = {}
-    for way in ("files", "memory"):
-        pairs = list(zip(runs[way], runs["torchrun"], strict=True))
-        ratios[way] = {
-            t: statistics.median(own[t] / base[t] for own, base in pairs) for t in TITLES
-        }
-        shown = {title: round(ratio, 2) for title, ratio in ratios[way].items()}
-        print(way, "/ torchrun", shown, flush=True)
-    table = {
-        **describe_machine(),
-        "load_average": load_average(),
+def measure(options: argparse.Namespace) -> Run:
+    """The three ways in turn, and their ratios to the first."""
+    width = options.width
+    case = Case("kill", PEERS, lambda way, _: kill_once(width, way))
+    runs = case.run(options.repeats)
+    found = {
+        way: {title: ratios(runs[way], runs["torchrun"], title)["median"] for title in runs[way][0]}
+        for way in ("files", "memory")
+    }
+    tell("ratios to torchrun", found)
+    return {
         "ranks": RANKS,
         "every": EVERY,
         "killed_in_step": KILLED,
-        "state_mib": round(8 * (width + 1) * width * 4 * 3 / MIB),
+        "state_mib": round(LAYERS * (width + 1) * width * 4 * 3 / MIB),
         "runs": runs,
-        "ratios": ratios,
+        "ratios": found,
     }
-    keep("peers", table)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["train"]:
+        train(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    else:
+        bench.main("peers", measure, {"repeats": 1, "width": 64}, repeats=3, width=1024)

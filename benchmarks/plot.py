@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from figures import read
-from page import PAGE, filled
-from tables import DTYPES
+from bench import read
+from tables import DTYPES, PAGE, filled
 
 PLOT = PAGE.with_name("load-memory.svg")
 COLOURS = {"2": "#a6c8e0", "4": "#4a90c2", "8": "#1b4f72"}
@@ -51,7 +50,13 @@ def panel(axis: Any, rows: dict[tuple[str, str], dict[str, Any]], kind: str) -> 
             row = rows.get((f"fsdp {kind} {size}", name), {})
             height = place + 0.26 * (number - (len(sizes) - 1) / 2)
             if "peak_x" not in row:
-                axis.text(0.05, height, f"{size}: {absent(row)}", va="center", fontsize=6)
+                axis.text(
+                    0.05,
+                    height,
+                    f"{size}: {row.get('not_run', 'not run')}",
+                    va="center",
+                    fontsize=6,
+                )
                 continue
             value = row["peak_x"]["most"]
             axis.barh(height, value, 0.24, color=colours.get(size, "#888888"))
@@ -64,11 +69,6 @@ def panel(axis: Any, rows: dict[tuple[str, str], dict[str, Any]], kind: str) -> 
     peaks = [row["peak_x"]["most"] for row in rows.values() if "peak_x" in row]
     axis.set_xlim(0, 1.35 * max([2.0, *peaks]))
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def absent(row: dict[str, Any]) -> str:
-    """Why there is no bar."""
-    return str(row.get("not_run", "not run"))
 
 
 def time_of(row: dict[str, Any]) -> str:

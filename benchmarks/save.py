@@ -5,34 +5,35 @@
 
 Every contender of every repetition runs in fresh processes; within a repetition they take turns.
 Saves count until the bytes are on the disk, which nobody else writes to then; loads start from
-files in the page cache. As much memory as is needed is touched and freed before (`launch.py`).
-Memory is that of one more run, as watching it takes time.
+files in the page cache. As much memory as is needed is touched and freed before. Memory is that of
+one more run, as watching it takes time. A layer has 16 MiB, three times that with Adam's state.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import statistics
 import tempfile
-from collections.abc import Iterable
-from typing import Any
+import time
+import warnings
 
-from figures import in_turn, keep, ratios
-from launch import Launcher
-from machine import describe_machine
-from save_contenders import SAVES, run_load, run_save
+import bench
+import torch.distributed as dist
+from bench import MIB, Case, Run, Runs, median, ratios, tell
+from launch import Launcher, Outcome, Stages, settle
+from save_contenders import SAVES, load_dcp, local_tensors, make_state
+
+import anyrank
 
 LOADS = {
     "dcp": "dcp.load, no check",
     "size": "anyrank, verify=False",
     "full": "anyrank, verify=True",
 }
-MIB = 1 << 20
+WIDTH = 2048
 GOALS = (
-    # what, contender, measured against, field, at most
+    # what, contender, measured against, figure, at most
     ("save / dcp.save", "anyrank", "dcp", "seconds", 0.7),
     ("save / each rank its bytes", "anyrank", "hand", "seconds", 1.15),
     ("save / torch.save on rank 0", "anyrank", "rank0", "seconds", 0.35),
@@ -42,23 +43,38 @@ GOALS = (
 MAX_LOAD = 1.0
 
 
-def measure_save(
-    launcher: Launcher, size: int, layers: int, kind: str, folder: str, sample: bool
-) -> Any:
-    """Seconds until it is durable and of stall, or with `sample` memory beyond the shares."""
-    os.sync()
-    given = (kind, folder, layers)
-    outcome = launcher.run(
-        size, run_save, *given, sample=sample, warm_bytes=2 * state_bytes(layers)
-    )
-    if outcome.error:
-        return {"error": outcome.error.strip().splitlines()[-1]}
-    tables = outcome.stages[1]
-    if sample:
-        return {"beyond_mib": (outcome.peak_bytes - outcome.baseline_bytes) / size / MIB}
-    return {
-        "seconds": max(table["seconds"] for table in tables),
-        "stall_seconds": max(table["stall_seconds"] for table in tables),
+def save(kind: str, folder: str, layers: int) -> Stages:
+    """One save on fresh ranks; see `Launcher.run`."""
+    warnings.simplefilter("ignore")
+    state = make_state(layers, WIDTH, is_sharded=kind != "accelerate")
+    settle()
+    dist.barrier()
+    yield {}
+    start = time.perf_counter()
+    stall = SAVES[kind][1](state, folder)
+    yield {"seconds": time.perf_counter() - start, "stall_seconds": stall or 0.0}
+
+
+def load(kind: str, folder: str, layers: int) -> Stages:
+    """One load of the whole state, into objects as a new process has them."""
+    warnings.simplefilter("ignore")
+    state = make_state(layers, WIDTH)
+    state[1].state.clear()  # a new process has none, and each contender makes its own
+    state[1].zero_grad()
+    settle()
+    dist.barrier()
+    yield {}
+    start = time.perf_counter()
+    if kind == "dcp":
+        load_dcp(state, folder)
+    else:
+        whole, verify = anyrank.TrainState(*state), kind == "full"
+        with anyrank.Checkpoints(folder, whole, verify=verify) as ckpts:
+            ckpts.resume("must")
+    seconds = time.perf_counter() - start
+    yield {
+        "seconds": seconds,
+        "sum": sum(float(one.double().sum()) for one in local_tensors(state)),
     }
 
 
@@ -67,97 +83,78 @@ def state_bytes(layers: int) -> int:
     return layers * 48 * MIB
 
 
-def measure_load(launcher: Launcher, size: int, layers: int, kind: str, folder: str) -> Any:
-    """Seconds until the state is there, and the sum of all its values."""
-    warm = 2 * state_bytes(layers)
-    outcome = launcher.run(size, run_load, kind, folder, layers, warm_bytes=warm)
+def figures_of(outcome: Outcome) -> Run:
+    """The highest of all ranks, or why there is none."""
     if outcome.error:
         return {"error": outcome.error.strip().splitlines()[-1]}
     tables = outcome.stages[1]
-    seconds = max(table["seconds"] for table in tables)
-    return {"seconds": seconds, "sum": sum(table["sum"] for table in tables)}
+    return {figure: max(table[figure] for table in tables) for figure in tables[0]}
 
 
-def repetition(
-    launcher: Launcher, size: int, layers: int, loads: Iterable[int], number: int
-) -> dict[str, Any]:
-    """Every contender once; each repetition begins with another one."""
-    found: dict[str, Any] = {}
+def measure(options: argparse.Namespace) -> Run:
+    """Saves, then loads of what two of them saved."""
+    launcher, size, layers = Launcher("save"), options.ranks, options.layers
+    warm = 2 * state_bytes(layers)
+    moves = [f"{kind} {size}->{other}" for other in options.loads for kind in LOADS]
     with tempfile.TemporaryDirectory(prefix="anyrank-save-") as top:
-        for kind in in_turn(SAVES, number):
-            folder = f"{top}/{kind}"
-            found[kind] = measure_save(launcher, size, layers, kind, folder, False)
+
+        def save_once(kind: str, number: int) -> Run:
+            folder = f"{top}/{kind}-{number}"
+            os.sync()
+            found = figures_of(launcher.run(size, save, kind, folder, layers, warm_bytes=warm))
             if number == 0:
-                other = f"{folder}-watched"
-                found[kind] |= measure_save(launcher, size, layers, kind, other, True)
-                shutil.rmtree(other, ignore_errors=True)
-            if kind not in ("dcp", "anyrank"):
+                given = (kind, f"{folder}-watched", layers)
+                outcome = launcher.run(size, save, *given, sample=True, warm_bytes=warm)
+                found["beyond_mib"] = outcome.added_bytes / size / MIB
+                shutil.rmtree(given[1], ignore_errors=True)
+            if kind not in ("dcp", "anyrank") or number < options.repeats - 1:
                 shutil.rmtree(folder, ignore_errors=True)
-        for other in loads:
-            for kind in LOADS:
-                source = f"{top}/{'dcp' if kind == 'dcp' else 'anyrank'}"
-                found[f"{kind} {size}->{other}"] = measure_load(
-                    launcher, other, layers, kind, source
-                )
-    return found
+            return found
+
+        def load_once(move: str, number: int) -> Run:
+            kind, other = move.split(f" {size}->")
+            folder = f"{top}/{'dcp' if kind == 'dcp' else 'anyrank'}-{options.repeats - 1}"
+            given = (kind, folder, layers)
+            return figures_of(launcher.run(int(other), load, *given, warm_bytes=warm))
+
+        runs = Case("save", SAVES, save_once).run(options.repeats)
+        runs |= Case("load", moves, load_once).run(options.repeats)
+    titles = {kind: title for kind, (title, _) in SAVES.items()}
+    titles |= {f"load {kind}": title for kind, title in LOADS.items()}
+    shape: Run = {"ranks": size, "layers": layers, "mib": state_bytes(layers) // MIB}
+    shape |= {"titles": titles, "n": options.repeats}
+    return shape | {"rows": rows_of(runs), "ratios": ratios_of(runs, size, options.loads)}
 
 
-def ratio(runs: list[dict[str, Any]], ours: str, theirs: str, field: str) -> dict[str, Any]:
-    """The ratio within each repetition."""
-    able = [run for run in runs if field in run[ours]]
-    return ratios((run[ours][field] for run in able), (run[theirs][field] for run in able))
-
-
-def summarise(runs: list[dict[str, Any]], size: int, loads: Iterable[int]) -> dict[str, Any]:
-    """Medians, and the goals with what was reached."""
-    rows = {
+def rows_of(runs: Runs) -> dict[str, Run]:
+    """The medians of each contender."""
+    figures = ("seconds", "stall_seconds", "beyond_mib")
+    return {
         kind: {
-            field: statistics.median(run[kind][field] for run in runs if field in run[kind])
-            for field in runs[0][kind]
-            if field not in ("sum", "error")
+            figure: median([run for run in of if figure in run], figure)
+            for figure in figures
+            if any(figure in run for run in of)
         }
-        for kind in runs[0]
+        for kind, of in runs.items()
     }
-    goals = [
-        (what, ratio(runs, mine, peer, field), most) for what, mine, peer, field, most in GOALS
-    ]
+
+
+def ratios_of(runs: Runs, size: int, loads: list[int]) -> list[Run]:
+    """The goals, with what was reached in each repetition."""
+    wanted = [*GOALS]
     for other in loads:
         what = f"load {size}->{other}, every byte verified / dcp.load"
-        mine, peer = f"full {size}->{other}", f"dcp {size}->{other}"
-        goals.append((what, ratio(runs, mine, peer, "seconds"), MAX_LOAD))
-    table = [{"what": what, **found, "goal": most} for what, found, most in goals]
-    return {"rows": rows, "ratios": table}
-
-
-def main() -> None:
-    """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=21, help="of 16 MiB, times three with Adam")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="2 ranks, 2 layers, nothing is kept")
-    options = parser.parse_args()
-    loads = [4, 2, 3]
-    if options.quick:
-        options.ranks, options.layers, options.repeats, loads = 2, 2, 1, [2, 1]
-    launcher = Launcher("preload")
-    runs: list[dict[str, Any]] = []
-    for number in range(options.repeats):
-        runs.append(repetition(launcher, options.ranks, options.layers, loads, number))
-        print(number, json.dumps(runs[-1]), flush=True)
-    summary = summarise(runs, options.ranks, loads)
-    for row in summary["ratios"]:
-        print(
-            f"{row['what']}: {row['median']:.2f} ({row['least']:.2f}-{row['most']:.2f}), "
-            f"goal {row['goal']}"
-        )
-    names = {kind: title for kind, (title, _) in SAVES.items()}
-    names |= {f"load {kind}": title for kind, title in LOADS.items()}
-    shape = {"ranks": options.ranks, "layers": options.layers, "mib": options.layers * 48}
-    result = describe_machine() | shape | {"titles": names, "n": len(runs)} | summary
-    if not options.quick:
-        keep("save", result)
+        wanted.append((what, f"full {size}->{other}", f"dcp {size}->{other}", "seconds", MAX_LOAD))
+    rows: list[Run] = []
+    for what, ours, theirs, figure, most in wanted:
+        pairs = zip(runs[ours], runs[theirs], strict=True)
+        both = [pair for pair in pairs if all(figure in run for run in pair)]
+        mine, peers = zip(*both, strict=True)
+        rows.append({"what": what, **ratios(mine, peers, figure), "goal": most})
+        tell("ratio", rows[-1])
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    small = {"ranks": 2, "layers": 2, "repeats": 1, "loads": [2, 1]}
+    bench.main("save", measure, small, ranks=4, layers=21, repeats=5, loads=[4, 2, 3])

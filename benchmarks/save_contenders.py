@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launch import settle
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,28 +21,23 @@ from torch.distributed.fsdp import fully_shard
 
 import anyrank
 
-WIDTH = 2048
 State = tuple[nn.Module, torch.optim.Optimizer]
-Save = Callable[[State, str], float]
+Save = Callable[[State, str], float | None]  # the seconds of stall, where it is not all of them
 
 
-def make_sharded(layers: int, width: int) -> nn.Module:
-    """FSDP2 on the CPU, one unit a layer, in memory nobody has written to."""
-    with torch.device("meta"):
+def make_state(layers: int, width: int, is_sharded: bool = True) -> State:
+    """Square layers of fp32 with Adam's state, on the CPU: FSDP2, a unit a layer, or whole."""
+    with torch.device("meta" if is_sharded else "cpu"):
         model: Any = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model.to_empty(device="cpu")
-
-
-def make_state(layers: int) -> State:
-    """FSDP2 on the CPU: `layers` x 16 MiB of fp32 parameters, with Adam's state."""
-    model: Any = make_sharded(layers, WIDTH)
+    if is_sharded:
+        for layer in model:
+            fully_shard(layer)
+        model = fully_shard(model).to_empty(device="cpu")
     # One tensor at a time: the step's own memory must not hide the save's.
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
     for number, parameter in enumerate(model.parameters()):
-        parameter.to_local().detach().fill_(0.01 * (number + dist.get_rank() + 1))
+        if is_sharded:
+            parameter.to_local().detach().fill_(0.01 * (number + dist.get_rank() + 1))
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
     return model, optimizer
@@ -69,7 +62,7 @@ def local_tensors(state: State) -> Iterator[torch.Tensor]:
             yield value.to_local() if hasattr(value, "to_local") else value
 
 
-def hand(state: State, folder: str) -> float:
+def hand(state: State, folder: str) -> None:
     """The least there is to do: each rank's bytes into one file, and fsync."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"{dist.get_rank()}.raw"), "wb", buffering=0) as file:
@@ -79,10 +72,9 @@ def hand(state: State, folder: str) -> float:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
     dist.barrier()
-    return 0.0
 
 
-def rank0(state: State, folder: str) -> float:
+def rank0(state: State, folder: str) -> None:
     """Gather the whole state on one rank, and torch.save."""
     whole = state_dict_of(state, full=True)
     if dist.get_rank() == 0:
@@ -92,13 +84,11 @@ def rank0(state: State, folder: str) -> float:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     dist.barrier()
-    return 0.0
 
 
-def dcp_save(state: State, folder: str) -> float:
+def dcp_save(state: State, folder: str) -> None:
     """torch.distributed.checkpoint, which fsyncs its files by default."""
     dcp.save(state_dict_of(state), checkpoint_id=folder)
-    return 0.0
 
 
 def dcp_async(state: State, folder: str) -> float:
@@ -110,25 +100,26 @@ def dcp_async(state: State, folder: str) -> float:
     return stall
 
 
-def torch_checkpointing(state: State, folder: str) -> float:
-    """The package of that name; its metadata for another layout need a GPU, so without them.
-
-    Its direct I/O fails on some file systems, so it is off; it does not fsync.
-    """
+def manager_of_torch_checkpointing() -> Any:
+    """Of the package of that name. Its direct I/O fails on some file systems, so it is off."""
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
     config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
-    manager = CheckpointManager(config)
+    return CheckpointManager(config)
+
+
+def torch_checkpointing(state: State, folder: str) -> None:
+    """Its metadata for another layout need a GPU, so without them; it does not fsync."""
+    manager = manager_of_torch_checkpointing()
     manager.save(folder, state_dict_of(state))
     manager.close()
     dist.barrier()
-    return 0.0
 
 
-def accelerate_save(state: State, folder: str) -> float:
+def accelerate_save(state: State, folder: str) -> None:
     """accelerate's save_state: on the CPU of DDP replicas, written by the first rank."""
     from accelerate import Accelerator
 
@@ -136,24 +127,12 @@ def accelerate_save(state: State, folder: str) -> float:
     accelerator._models, accelerator._optimizers = [state[0]], [state[1]]
     accelerator.save_state(folder)
     dist.barrier()
-    return 0.0
 
 
-def make_replicas(layers: int) -> State:
-    """The same parameters and state, whole on every rank."""
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.5)
-    optimizer.step()
-    return model, optimizer
-
-
-def ours(state: State, folder: str) -> float:
+def ours(state: State, folder: str) -> None:
     """Committed, durable, with checksums."""
     with anyrank.Checkpoints(folder, anyrank.TrainState(*state)) as ckpts:
         ckpts.save()
-    return 0.0
 
 
 def ours_background(state: State, folder: str) -> float:
@@ -178,36 +157,21 @@ SAVES: dict[str, tuple[str, Save]] = {
 }
 
 
-def run_save(rank: int, size: int, kind: str, folder: str, layers: int) -> Iterator[Any]:
-    """One save on fresh ranks; see `Launcher.run`."""
-    warnings.simplefilter("ignore")
-    state = (make_replicas if kind == "accelerate" else make_state)(layers)
-    settle()
-    dist.barrier()
-    yield {}
-    start = time.perf_counter()
-    stall = SAVES[kind][1](state, folder)
-    yield {"seconds": time.perf_counter() - start, "stall_seconds": stall}
+# -- loads ----------------------------------------------------------------------------------------
 
 
-def run_load(rank: int, size: int, kind: str, folder: str, layers: int) -> Iterator[Any]:
-    """One load of the whole state, into objects as a new process has them."""
-    warnings.simplefilter("ignore")
-    state = make_state(layers)
-    state[1].state.clear()  # a new process has none, and each contender makes its own
-    state[1].zero_grad()
-    settle()
-    dist.barrier()
-    yield {}
-    start = time.perf_counter()
-    if kind == "dcp":
-        table = state_dict_of(state)
-        dcp.load(table, checkpoint_id=folder)
-        set_state_dict(*state, model_state_dict=table["model"], optim_state_dict=table["optimizer"])
-    else:
-        whole, verify = anyrank.TrainState(*state), kind == "full"
-        with anyrank.Checkpoints(folder, whole, verify=verify) as ckpts:
-            ckpts.resume("must")
-    seconds = time.perf_counter() - start
-    total = sum(float(tensor.double().sum()) for tensor in local_tensors(state))
-    yield {"seconds": seconds, "sum": total}
+def load_dcp(state: State, folder: str) -> None:
+    """torch.distributed.checkpoint, and its helpers for the state."""
+    table = state_dict_of(state)
+    dcp.load(table, checkpoint_id=folder)
+    give(state, table)
+
+
+def give(state: State, table: dict[str, Any], is_full: bool = False) -> None:
+    """What was loaded, to model and optimizer."""
+    set_state_dict(
+        *state,
+        model_state_dict=table["model"],
+        optim_state_dict=table["optimizer"],
+        options=StateDictOptions(full_state_dict=is_full),
+    )

@@ -2,7 +2,7 @@
 
     python benchmarks/sweep.py                    # results/sweep.json
     python benchmarks/sweep.py --sample 100       # 100 of them, drawn with --seed
-    python benchmarks/sweep.py --only llama,llava # these model types, with each outcome printed
+    python benchmarks/sweep.py --only llama llava # these model types, and nothing is written
 
 For each type of config: its base model, and its first model with a head. The default config is
 made small by the names of its fields, the model filled with random values and saved with
@@ -14,7 +14,6 @@ a second call goes on.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import os
 import random
@@ -25,11 +24,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from figures import keep
-from machine import describe_machine
-from sweep_models import Case, all_cases, check_case
+import bench
+from bench import Run
+from sweep_models import Pair, all_pairs, check_pair
 
-CASE_SEC = 120  # after which a case is given up
+CASE_SEC = 120  # after which a pair is given up
 DETAIL = 70  # characters of a reason that are kept
 TITLES = {
     "equal": "equal in all bits, on meta and real",
@@ -43,122 +42,93 @@ TITLES = {
 }
 
 
-def main() -> None:
-    options = parse_options()
-    if options.worker is not None:
-        work(options.state, [Case(*pair) for pair in json.load(sys.stdin)])
-        return
-    cases = chosen(all_cases(), options)
-    done = finish(cases, options)
-    outcomes = collections.Counter(done[case]["outcome"] for case in cases)
-    for outcome, title in TITLES.items():
-        print(f"{outcomes[outcome]:5} {outcome:18} {title}")
-    for case in cases:
-        if options.only or done[case]["outcome"] in (
-            "refused",
-            "differs",
-            "reference differs",
-            "died",
-        ):
-            print(
-                f"  {case.kind} ({case.model_type}): {done[case]['outcome']}: "
-                f"{done[case]['detail']}"
-            )
+def measure(options: argparse.Namespace) -> Run:
+    """The outcome of each pair; those that are not equal are printed."""
+    every = all_pairs()
+    pairs = random.Random(options.seed).sample(every, len(every))[: options.sample or None]
+    state = Path(options.state or Path(tempfile.gettempdir()) / "anyrank-sweep.jsonl")
     if options.only:
-        return
-    rows = {
-        outcome: [done[c] for c in cases if done[c]["outcome"] == outcome] for outcome in TITLES
+        pairs = [pair for pair in every if pair.model_type in options.only]
+        state = state.with_name(f"{state.name}.{os.getpid()}")
+    done = finish(pairs, state, options.processes)
+    rows: dict[str, list[Run]] = {
+        outcome: [done[pair] for pair in pairs if done[pair]["outcome"] == outcome]
+        for outcome in TITLES
     }
-    kept = {
-        **describe_machine(),
-        "cases": len(cases),
-        "of": len(all_cases()),
+    for outcome, title in TITLES.items():
+        print(f"{len(rows[outcome]):5} {outcome:18} {title}")
+    for outcome in ("refused", "differs", "reference differs", "died"):
+        for row in rows[outcome]:
+            print(f"  {named(row)}: {outcome}: {row['detail']}")
+    if options.only:
+        return {}
+    return {
+        "cases": len(pairs),
+        "of": len(every),
         "seed": options.seed,
         "outcomes": {outcome: len(same) for outcome, same in rows.items()},
         "equal": [named(row) for row in rows["equal"]],
-        "others": others(rows),
+        "others": {o: by_reason(same) for o, same in rows.items() if same and o != "equal"},
     }
-    keep("sweep", kept)
 
 
-def named(row: dict[str, str]) -> str:
+def named(row: Run) -> str:
     """A model's class, and the type of its config."""
     return f"{row['kind']} ({row['model_type']})"
 
 
-def others(rows: dict[str, list[dict[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Outcome -> reason -> models, of those that are not equal."""
-    by_outcome: dict[str, dict[str, list[str]]] = {}
-    for outcome, same in rows.items():
-        for row in same if outcome != "equal" else ():
-            reasons = by_outcome.setdefault(outcome, {})
-            reasons.setdefault(row["detail"][:DETAIL], []).append(named(row))
-    return by_outcome
+def by_reason(rows: list[Run]) -> dict[str, list[str]]:
+    """Reason -> models."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row["detail"][:DETAIL], []).append(named(row))
+    return reasons
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--sample", type=int, help="so many cases, drawn at random")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="model types, separated by commas")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--state", type=Path, default=Path(tempfile.gettempdir()) / "anyrank-sweep.jsonl"
-    )
-    parser.add_argument("--worker", action="store_true", default=None, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def chosen(cases: list[Case], options: argparse.Namespace) -> list[Case]:
-    if options.only:
-        options.state = options.state.with_name(f"{options.state.name}.{os.getpid()}")
-        return [case for case in cases if case.model_type in options.only.split(",")]
-    return random.Random(options.seed).sample(cases, len(cases))[: options.sample]
-
-
-def finish(cases: list[Case], options: argparse.Namespace) -> dict[Case, dict[str, str]]:
-    """Run what the state does not hold yet; a case that ended its process counts as done."""
-    start, number = time.monotonic(), options.processes
-    while todo := [case for case in cases if case not in read_state(options.state)]:
-        print(
-            f"{len(cases) - len(todo)} of {len(cases)} after {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
-        workers = [spawn(options.state, todo[n::number]) for n in range(number)]
+def finish(pairs: list[Pair], state: Path, number: int) -> dict[Pair, Run]:
+    """Run what the state does not hold yet; a pair that ended its process counts as done."""
+    start = time.monotonic()
+    while todo := [pair for pair in pairs if pair not in read_state(state)]:
+        done, seconds = len(pairs) - len(todo), time.monotonic() - start
+        print(f"{done} of {len(pairs)} after {seconds:.0f} s", flush=True)
+        workers = [spawn(state, todo[n::number]) for n in range(number)]
         for worker in workers:
             worker.wait()
-    return read_state(options.state)
+    return read_state(state)
 
 
-def spawn(state: Path, cases: list[Case]) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--worker", "--state", str(state)]
+def spawn(state: Path, pairs: list[Pair]) -> subprocess.Popen[str]:
+    """A process that checks pairs until one of them ends it."""
+    command = [sys.executable, __file__, "work", str(state)]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     assert worker.stdin is not None
-    json.dump(cases, worker.stdin)
+    json.dump(pairs, worker.stdin)
     worker.stdin.close()
     return worker
 
 
-def work(state: Path, cases: list[Case]) -> None:
-    """Check cases one after the other; each is written down before it begins, and when it ends."""
-
+def work(state: Path, pairs: list[Pair]) -> None:
+    """Check pairs one after the other; each is written down before it begins, and when it ends."""
     with state.open("a", buffering=1, encoding="utf-8") as file:
-        for case in cases:
-            row = {"model_type": case.model_type, "kind": case.kind}
+        for pair in pairs:
+            row = pair._asdict()
             file.write(json.dumps({**row, "outcome": "died", "detail": ""}) + "\n")
             signal.alarm(CASE_SEC)  # ends the process
-            outcome, detail = check_case(case)
+            outcome, detail = check_pair(pair)
             signal.alarm(0)
             file.write(json.dumps({**row, "outcome": outcome, "detail": detail}) + "\n")
 
 
-def read_state(state: Path) -> dict[Case, dict[str, str]]:
+def read_state(state: Path) -> dict[Pair, Run]:
+    """What is done."""
     lines = state.read_text(encoding="utf-8").splitlines() if state.exists() else []
-    rows: list[dict[str, str]] = [json.loads(line) for line in lines]
-    return {Case(row["model_type"], row["kind"]): row for row in rows}
+    rows: list[Run] = [json.loads(line) for line in lines]
+    return {Pair(row["model_type"], row["kind"]): row for row in rows}
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["work"]:
+        work(Path(sys.argv[2]), [Pair(*pair) for pair in json.load(sys.stdin)])
+    else:
+        options: Run = {"sample": 0, "seed": 0, "only": [], "processes": 2, "state": None}
+        bench.main("sweep", measure, {"only": ["llama", "gpt2"]}, **options)

@@ -1,4 +1,4 @@
-"""The cases of the sweep: configs made small, and two ways of loading compared bit for bit."""
+"""The pairs of the sweep: configs made small, and two ways of loading compared bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HEADS = (
 )  # fmt: skip
 
 
-class Case(NamedTuple):
+class Pair(NamedTuple):
     """A type of config, and the class that is built from it."""
 
     model_type: str
@@ -53,7 +53,7 @@ class NotBuilt(Exception):
     """The model cannot be built, or not small."""
 
 
-def all_cases() -> list[Case]:
+def all_pairs() -> list[Pair]:
     """For each type of config, its base model and its first model with a head."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -63,21 +63,21 @@ def all_cases() -> list[Case]:
 
     tables = [getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in HEADS]
     types = {model_type for table in (auto.MODEL_MAPPING_NAMES, *tables) for model_type in table}
-    cases: set[Case] = set()
+    pairs: set[Pair] = set()
     for model_type in types:
         heads = [kind for table in tables for kind in kinds(table, model_type)]
         base = kinds(auto.MODEL_MAPPING_NAMES, model_type)
-        cases |= {Case(model_type, kind) for kind in [*base, *heads[:1]]}
-    return sorted(cases)
+        pairs |= {Pair(model_type, kind) for kind in [*base, *heads[:1]]}
+    return sorted(pairs)
 
 
-def check_case(case: Case) -> tuple[str, str]:
+def check_pair(pair: Pair) -> tuple[str, str]:
     """Load one model in both ways; the outcome, and what there is to say."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     gc.collect()
     try:
-        kind, config = build_small(case)
+        kind, config = build_small(pair)
         # save_pretrained writes names of dtypes into the config, which some constructors refuse.
         model = filled(kind(copy.deepcopy(config)))
     except Exception as error:
@@ -104,7 +104,7 @@ def check_case(case: Case) -> tuple[str, str]:
     return ("differs", ", ".join(found)[:MAX_TEXT]) if found else ("equal", "")
 
 
-def build_small(case: Case) -> tuple[Any, Any]:
+def build_small(pair: Pair) -> tuple[Any, Any]:
     """The class and a small config.
 
     Raises:
@@ -113,11 +113,11 @@ def build_small(case: Case) -> tuple[Any, Any]:
     """
     import transformers
 
-    kind = getattr(transformers, case.kind)
+    kind = getattr(transformers, pair.kind)
     problem: Exception = NotBuilt("no config")
     for sizes in (SIZES, SIZES[:7], SIZES[:2] + SIZES[6:7], []):
         try:
-            config = small_config(transformers.CONFIG_MAPPING[case.model_type], sizes)
+            config = small_config(transformers.CONFIG_MAPPING[pair.model_type], sizes)
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in kind(config).parameters())
             if count <= MAX_PARAMETERS:

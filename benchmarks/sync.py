@@ -2,17 +2,17 @@
 
     python benchmarks/sync.py                # 256 MiB to 2 GiB, 4 ranks, 5 repeats, in turn
     python benchmarks/sync.py --mib 64 --repeats 3
+    python benchmarks/sync.py --quick        # 8 MiB once, nothing is written
 
 Two cases: FSDP2 on ranks 0 and 1 into tensor parallel on ranks 2 and 3; FSDP2 on 4 ranks into
 tensor parallel on the same 4. Beside it: each tensor whole on every rank, which keeps its part; DCP
 through files in memory (/dev/shm); torch's own redistribute, where both ends are on the same ranks.
-Then 1,000 tensors of 16 elements, where what counts is not their bytes: the time of a look at both
-ends, of the plan with its agreement, and of the whole call, the first time and later, on 2 ranks.
-Every result is compared bit by bit with the weights that were sent. Memory is anonymous memory of
-each rank above the shares, sampled every 2 ms; before each call malloc gives back what is free, so
-that each counts as the first. Bytes are those that
-each rank has sent: as the kernel counts those of its sockets for what trainers do; as the report
-has them for anyrank, whose sockets are closed when it returns.
+Then 1,000 tensors of 16 elements on 2 ranks, where what counts is not their bytes: a `Sync`, the
+first time and later. Every result is compared bit by bit with the weights that were sent. Memory is
+anonymous memory of each rank above the shares, sampled every 2 ms; before each call malloc gives
+back what is free, so that each counts as the first. Bytes are those that each rank has sent: as the
+kernel counts those of its sockets for what trainers do; as the report has them for anyrank, whose
+sockets are closed when it returns.
 """
 
 from __future__ import annotations
@@ -21,33 +21,30 @@ import argparse
 import ctypes
 import gc
 import itertools
-import json
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import bench
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from figures import keep
+from bench import MIB, Case, Run, Runs, median, ratios, slowest, tell
 from frozen import quiet_bytes
-from machine import describe_machine, load_average
+from launch import Launcher
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from weights import local_part as local
 
 import anyrank
-from anyrank.filling.ends import look
-from anyrank.filling.planning import SyncCall, agree_plan
-from anyrank.model.options import LoadOptions
-from anyrank.testing import PeakMemory, run_ranks
-from anyrank.world.ranks import open_ranks
+from anyrank.testing import PeakMemory
 
-MIB = 1 << 20
 LAYERS, WIDTH = 8, 1024
 CASES = {"2 to 2 others": ([0, 1], [2, 3]), "the same 4": ([0, 1, 2, 3], [0, 1, 2, 3])}
 BASELINES = {"2 to 2 others": "gather and broadcast", "the same 4": "full_tensor, keep own part"}
@@ -74,11 +71,6 @@ def part(tensor: Any, whole: torch.Tensor) -> torch.Tensor:
             number, index = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
             whole = whole.chunk(number, placement.dim)[index]
     return whole
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def by_hand(dst: Any, src: Any, names: list[tuple[str, torch.Size]], disjoint: bool) -> None:
@@ -113,13 +105,11 @@ def by_redistribute(dst: Any, src: Any) -> None:
         local(tensor).copy_(given.redistribute(placements=placements).to_local())
 
 
-def job(mib: int, case: str, repeats: int, folder: str) -> list[dict[str, Any]]:
-    """One rank: the contenders in turn; a row for each."""
-    torch.set_num_threads(1)
+def ends_of(mib: int, case: str) -> tuple[Any, Any]:
+    """The model that receives and the one that sends, where this rank is an end of the case."""
     from_ranks, to_ranks = CASES[case]
     meshes = DeviceMesh("cpu", from_ranks), DeviceMesh("cpu", to_ranks)
-    src: Any = None
-    dst: Any = None
+    src = dst = None
     if dist.get_rank() in from_ranks:
         src = build(mib, 1)
         for layer in src:
@@ -130,153 +120,114 @@ def job(mib: int, case: str, repeats: int, folder: str) -> list[dict[str, Any]]:
         plan = {f"{n}.up": ColwiseParallel() for n in range(LAYERS)}
         plan |= {f"{n}.down": RowwiseParallel() for n in range(LAYERS)}
         parallelize_module(dst, meshes[1], plan, src_data_rank=None)
+    return dst, src
+
+
+def pass_weights(mib: int, case: str, repeats: int, folder: str) -> Runs:
+    """One rank: the ways in turn."""
+    warnings.simplefilter("ignore")
+    dst, src = ends_of(mib, case)
     expected = {name: p.detach().clone() for name, p in build(mib, 1).named_parameters()}
-    wanted = {n: part(p, expected[n]).clone() for n, p in dst.named_parameters()} if dst else {}
     names = [(name, p.shape) for name, p in expected.items()]
+    mine = dict(dst.named_parameters()) if dst is not None else {}
+    wanted = {name: part(p, expected[name]).clone() for name, p in mine.items()}
     del expected
-    disjoint = from_ranks != to_ranks
-
-    def ours() -> int:
-        return anyrank.sync(dst, src).bytes_sent[dist.get_rank()]
-
-    groups = dist.new_group(from_ranks), dist.new_group(to_ranks)
-    ways: dict[str, Callable[[], int | None]] = {
-        "anyrank.sync": ours,
+    disjoint = case == "2 to 2 others"
+    groups = tuple(map(dist.new_group, CASES[case]))
+    ways: dict[str, Callable[[], Any]] = {
+        "anyrank.sync": lambda: anyrank.sync(dst, src).bytes_sent[dist.get_rank()],
         BASELINES[case]: lambda: by_hand(dst, src, names, disjoint),
         "DCP through /dev/shm": lambda: by_dcp(dst, src, groups, folder),
     }
     if not disjoint:
         ways["redistribute"] = lambda: by_redistribute(dst, src)
     trim = ctypes.CDLL(None).malloc_trim
-    rows: list[dict[str, Any]] = []
-    for repeat in range(-1, repeats):  # the first is a warm-up
-        for name, work in ways.items():
-            for tensor in dst.parameters() if dst is not None else ():
-                with torch.no_grad():
-                    local(tensor).fill_(7)
-            gc.collect()
-            trim(0)
-            before = quiet_bytes()
+    most = dict.fromkeys(ways, 0)  # bytes of memory; the warm-up counts for them too
+
+    def once(way: str, number: int) -> Run:
+        with torch.no_grad():
+            for tensor in mine.values():
+                local(tensor).fill_(7)
+        gc.collect()
+        trim(0)
+        before = quiet_bytes()
+        dist.barrier()
+        with PeakMemory() as peak, torch.no_grad():
+            start = time.perf_counter()
+            counted = ways[way]()
             dist.barrier()
-            with PeakMemory() as peak, torch.no_grad():
-                start = time.perf_counter()
-                counted = work()
-                dist.barrier()
-                seconds = time.perf_counter() - start
-            sent = quiet_bytes() - before if counted is None else counted
-            right = (
-                all(torch.equal(local(p), wanted[n]) for n, p in dst.named_parameters())
-                if dst is not None
-                else True
-            )
-            assert right, (case, name)
-            row = {"way": name, "seconds": seconds, "memory": peak.peak_bytes, "sent": sent}
-            rows.append(row | {"is_timed": repeat >= 0})
-    return rows
+            seconds = time.perf_counter() - start
+        sent = quiet_bytes() - before if counted is None else counted
+        assert all(torch.equal(local(p), wanted[n]) for n, p in mine.items()), (case, way)
+        most[way] = max(most[way], peak.peak_bytes)
+        return {"seconds": seconds, "memory": most[way], "sent": sent}
+
+    return Case(case, ways, once).run(repeats, warm=1, is_told=False)
 
 
-def small(kind: str, repeats: int) -> dict[str, list[float]]:
-    """One rank: milliseconds of the parts of a call with 1,000 tensors, the first one first; of the
-    clock, and of the cores.
-    """
-    torch.set_num_threads(1)
+def call_again(kind: str, repeats: int) -> list[float]:
+    """One rank: milliseconds of the calls of a `Sync` of 1,000 tensors, the first one first."""
     src, dst = (
         nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))) for _ in range(50)))
         for _ in range(2)
     )
+    ends: tuple[Any, Any] = (None, src) if dist.get_rank() == 0 else (dst, None)
     if kind == "FSDP2 on both":
         for model in (src, dst):
             for layer in model:
                 fully_shard(layer)
             fully_shard(model)
-    ends = (dst, src)
-    if kind == "plain, 1 to 1":
-        ends = (None, src) if dist.get_rank() == 0 else (dst, None)
-
-    def look_at_both() -> tuple[Any, Any]:
-        return look(ends[0]), look(ends[1])
-
-    kept: Any = None
-
-    def plan() -> None:
-        nonlocal kept
-        kept = agree_plan(SyncCall(*ends, LoadOptions(), atomic=False), ranks, kept).kept
-
-    times: dict[str, list[float]] = {}
-    with open_ranks(None, "the benchmark") as ranks, torch.no_grad():
-        calls = {"look": look_at_both, "plan": plan, "call": anyrank.Sync(*ends)}
+        ends = (dst, src)
+    call, times = anyrank.Sync(*ends), list[float]()
+    with torch.no_grad():
         for _ in range(repeats):
-            for name, work in calls.items():
-                dist.barrier()
-                start, cores = time.perf_counter(), time.process_time()
-                work()
-                seconds = time.perf_counter() - start, time.process_time() - cores
-                for unit, each in zip(("ms", "cpu_ms"), seconds, strict=True):
-                    times.setdefault(f"{name}_{unit}", []).append(1000 * each)
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            times.append(1000 * (time.perf_counter() - start))
     return times
 
 
-def small_rows(repeats: int) -> list[dict[str, Any]]:
-    """One row a layout: milliseconds on the slowest rank."""
-    rows: list[dict[str, Any]] = []
-    for kind in ("plain, 1 to 1", "FSDP2 on both"):
-        made = run_ranks(2, small, kind, repeats, timeout=200)
-        row: dict[str, Any] = {"case": f"1,000 tensors, {kind}"}
-        for name in made[0]:
-            slowest = [max(each) for each in zip(*(times[name] for times in made), strict=True)]
-            row[name] = round(statistics.median(slowest[1:]), 1)
-            row[f"first_{name}"] = round(slowest[0], 1)
+# -- figures --------------------------------------------------------------------------------------
+
+
+def rows_of(mib: int, case: str, by_rank: list[Runs]) -> list[Run]:
+    """One row a way: the median, all times, and each rank's most memory and bytes sent."""
+    times = slowest(by_rank)
+    rows: list[Run] = []
+    for way, runs in times.items():
+        mine = [each[way] for each in by_rank]
+        row: Run = {"mib": mib, "case": case, "way": way}
+        row["median_sec"] = round(median(runs, "seconds"), 3)
+        row["times_sec"] = [round(run["seconds"], 3) for run in runs]
+        row["memory_mib"] = [round(each[-1]["memory"] / MIB, 1) for each in mine]
+        row["sent_mib"] = [round(median(each, "sent") / MIB, 1) for each in mine]
+        if rows:
+            ratio = ratios(times["anyrank.sync"], runs, "seconds")["median"]
+            row["anyrank_of_it"] = round(ratio, 2)
         rows.append(row)
-        print(json.dumps(row), flush=True)
+    rows[0]["of_baseline"] = rows[1]["anyrank_of_it"]
     return rows
 
 
-def summary(case: str, ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row a contender: the median, all times, and each rank's most memory and bytes sent."""
-    found: list[dict[str, Any]] = []
-    for way in dict.fromkeys(row["way"] for row in ranks[0]):
-        mine = [[row for row in rows if row["way"] == way] for rows in ranks]
-        # The warm-up counts for memory alone.
-        together = [same for same in zip(*mine, strict=True) if same[0]["is_timed"]]
-        times = [max(row["seconds"] for row in same) for same in together]
-        found.append(
-            {
-                "case": case,
-                "way": way,
-                "median_sec": round(statistics.median(times), 3),
-                "times_sec": [round(seconds, 3) for seconds in times],
-                "memory_mib": [round(max(row["memory"] for row in rows) / MIB, 1) for rows in mine],
-                "sent_mib": [
-                    round(statistics.median(row["sent"] for row in rows) / MIB, 1) for rows in mine
-                ],
-            }
-        )
-    ours = found[0]["times_sec"]
-    for other in found[1:]:
-        ratios = [a / b for a, b in zip(ours, other["times_sec"], strict=True)]
-        other["anyrank_of_it"] = round(statistics.median(ratios), 2)
-    found[0]["of_baseline"] = found[1]["anyrank_of_it"]
-    return found
-
-
-def main() -> None:
-    """Measure, print, and keep the results."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024, 2048])
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+def measure(options: argparse.Namespace) -> Run:
+    """Both cases in each size, and many tensors."""
+    launcher, rows = Launcher("sync"), list[Run]()
     for mib, case in itertools.product(options.mib, CASES):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            made = run_ranks(4, job, mib, case, options.repeats, folder, timeout=600)
-        found = [{"mib": mib} | row for row in summary(case, made)]
-        print(*map(json.dumps, found), sep="\n", flush=True)
-        rows += found
-    rows += small_rows(4 * options.repeats)
-    result = describe_machine() | {"load_average": load_average()}
-    result |= {"repeats": options.repeats, "rows": rows}
-    keep("sync", result)
+            by_rank = launcher.values(4, pass_weights, mib, case, options.repeats, folder)
+        rows += rows_of(mib, case, by_rank)
+        for row in rows[-len(by_rank[0]) :]:
+            tell("sync", row)
+    for kind in ("plain, 1 to 1", "FSDP2 on both"):
+        by_rank = launcher.values(2, call_again, kind, 1 + 4 * options.repeats)
+        first, *later = (max(each) for each in zip(*by_rank, strict=True))
+        row = {"case": f"1,000 tensors, {kind}", "first_call_ms": round(first, 1)}
+        rows.append(row | {"call_ms": round(statistics.median(later), 1)})
+        tell("sync", rows[-1])
+    return {"repeats": options.repeats, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    small = {"mib": [8], "repeats": 1}
+    bench.main("sync", measure, small, ["mib"], mib=[256, 1024, 2048], repeats=5)

@@ -1,13 +1,14 @@
-"""The tables of docs/benchmarks.md, from the result files. Pure text; imports nothing heavy."""
+"""The tables of docs/benchmarks.md, from the result files, and where they stand. Pure text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-HERE = Path(__file__).parent
-MIB = 1 << 20
+from bench import HERE, MIB, read
+
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
 
 
@@ -17,31 +18,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def provenance(result: dict[str, Any]) -> str:
-    """Where and how a result was measured."""
+def section(result: dict[str, Any], what: str, *tables: str) -> str:
+    """What was measured, how and where, above its tables."""
     kinds = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"`{result['command']}`, {result['date']}: {result['machine']}; {kinds}."
+    where = f"`{result['command']}`, {result['date']}: {result['machine']}; {kinds}."
+    return "\n\n".join([f"{what} {where}".strip(), *tables])
+
+
+def with_range(figure: dict[str, float]) -> str:
+    """A median with its range."""
+    return f"{figure['median']:.2f} ({figure['least']:.2f} to {figure['most']:.2f})"
 
 
 # -- load -----------------------------------------------------------------------------------------
 
 
 def load_tables(result: dict[str, Any]) -> str:
-    """Memory and time of every contender and layout."""
+    """Memory and time of every contender, a table for each layout that ran on several counts."""
     rows = {(row["group"], row["contender"]): row for row in result["rows"]}
-    groups = list(dict.fromkeys(group for group, _ in rows))
     titles = {row["contender"]: row["title"] for row in result["rows"]}
-    size = result["model"]["bf16_bytes"] / MIB
-    parts = [
-        f"A random Llama of {size:.0f} MiB in bf16, in {result['model']['shards']} shards. Time: "
-        "median and range of the ratio to the hand-written minimum of the same repetition, "
-        f"{counts(result['rows'], 'usable_sec')}. Memory: the highest of all repetitions, "
-        f"{counts(result['rows'], 'peak_x')}. {provenance(result)}"
-    ]
-    layouts = dict.fromkeys(tuple(group.split()[:2]) for group in groups)
-    sizes_of = {
-        key: [g.split()[2] for g in groups if tuple(g.split()[:2]) == key] for key in layouts
-    }
+    sizes_of: dict[tuple[str, str], list[str]] = {}
+    for group in dict.fromkeys(group for group, _ in rows):
+        layout, kind, size = group.split()
+        sizes_of.setdefault((layout, kind), []).append(size)
+    parts: list[str] = []
     for (layout, kind), sizes in sizes_of.items():
         if len(sizes) == 1:
             continue
@@ -52,7 +52,14 @@ def load_tables(result: dict[str, Any]) -> str:
             if any(ours):
                 body.append([title, *map(memory_cell, ours), *map(time_cell, ours)])
         parts += [f"**{layout.upper()}, {DTYPES[kind]}**", table(head, body)]
-    return "\n\n".join(parts)
+    what = (
+        f"A random Llama of {result['model']['bf16_bytes'] / MIB:.0f} MiB in bf16, in "
+        f"{result['model']['shards']} shards. Time: "
+        "median and range of the ratio to the hand-written minimum of the same repetition, "
+        f"{counts(result['rows'], 'usable_sec')}. Memory: the highest of all repetitions, "
+        f"{counts(result['rows'], 'peak_x')}."
+    )
+    return section(result, what, *parts)
 
 
 def counts(rows: list[dict[str, Any]], key: str) -> str:
@@ -86,8 +93,7 @@ def time_cell(row: dict[str, Any] | None) -> str:
     if row["contender"] == "hand" or "time_x_hand" not in row:
         return f"{row['usable_sec']['median']:.2f} s"
     ratio = row["time_x_hand"]
-    spread = f" ({ratio['least']:.2f} to {ratio['most']:.2f})" if ratio["n"] > 1 else ""
-    return f"{ratio['median']:.2f}{spread}"
+    return with_range(ratio) if ratio["n"] > 1 else f"{ratio['median']:.2f}"
 
 
 # -- traps and frozen parts -----------------------------------------------------------------------
@@ -100,7 +106,7 @@ def trap_table(result: dict[str, Any]) -> str:
         [row["title"], *(bold(row["cells"][way]["verdict"]) for way in ways)]
         for row in result["rows"]
     ]
-    return f"{provenance(result)}\n\n{table(['', *ways.values()], body)}"
+    return section(result, "", table(["", *ways.values()], body))
 
 
 def bold(verdict: str) -> str:
@@ -122,7 +128,7 @@ def frozen_table(result: dict[str, Any]) -> str:
     ]
     head = ["", "sent at construction", "sent per step", "a rank whose part differs"]
     size = f"{result['mib']} MiB of parameters and {result['mib']} MiB of buffers"
-    return f"{size}, {result['ranks']} ranks. {provenance(result)}\n\n{table(head, body)}"
+    return section(result, f"{size}, {result['ranks']} ranks.", table(head, body))
 
 
 def amount(nbytes: int) -> str:
@@ -146,21 +152,7 @@ def integrations_table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     head = ["", "model", "n", *(kind.replace("_", ", ").replace("t, t", "t t") for kind in kinds)]
-    return f"{provenance(result)}\n\n{table(head, body)}"
-
-
-# -- small tensors, checks, a slow link -----------------------------------------------------------
-
-
-def busy(result: dict[str, Any]) -> str:
-    """How many processes wanted a core before and after, which the ratios do not hide."""
-    before, after = result["load_average"]
-    return f"Load average {before:.1f} before and {after:.1f} after. {provenance(result)}"
-
-
-def spread(figure: dict[str, float], digits: int = 2) -> str:
-    """A median with its range."""
-    return "{median:.{d}f} ({least:.{d}f} to {most:.{d}f})".format(**figure, d=digits)
+    return section(result, "", table(head, body))
 
 
 # -- saves and resumes ----------------------------------------------------------------------------
@@ -181,26 +173,22 @@ def save_table(result: dict[str, Any]) -> str:
         for kind in kinds
     ]
     ratios = [
-        [
-            row["what"],
-            f"{row['median']:.2f} ({row['least']:.2f} to {row['most']:.2f})",
-            f"{row['goal']:g}",
-            "yes" if row["median"] <= row["goal"] else "**no**",
-        ]
+        [row["what"], with_range(row), f"{row['goal']:g}", yes_or_no(row["median"] <= row["goal"])]
         for row in result["ratios"]
     ]
-    head = (
+    return section(
+        result,
         f"{result['mib']} MiB of fp32 parameters and Adam state, FSDP2 on {result['ranks']} ranks, "
-        f"n = {result['n']}. {provenance(result)}"
+        f"n = {result['n']}.",
+        table(["save", "durable after s", "stall s", "MiB a rank beyond the share"], saves),
+        table(["load", *(f"{move} ranks, s" for move in moves)], loads),
+        table(["", "median (range)", "goal", "met"], ratios),
     )
-    return "\n\n".join(
-        [
-            head,
-            table(["save", "durable after s", "stall s", "MiB a rank beyond the share"], saves),
-            table(["load", *(f"{move} ranks, s" for move in moves)], loads),
-            table(["", "median (range)", "goal", "met"], ratios),
-        ]
-    )
+
+
+def yes_or_no(is_met: bool) -> str:
+    """Whether a goal is met."""
+    return "yes" if is_met else "**no**"
 
 
 def stall(row: dict[str, Any]) -> str:
@@ -216,7 +204,7 @@ def kill_table(result: dict[str, Any]) -> str:
         for way, title in result["ways"].items()
     ]
     events = [row["title"] + instants(row) for row in rows]
-    return f"{provenance(result)}\n\n{table(['', *events], body)}"
+    return section(result, "", table(["", *events], body))
 
 
 def instants(row: dict[str, Any]) -> str:
@@ -225,3 +213,117 @@ def instants(row: dict[str, Any]) -> str:
     if counts == [1]:
         return ""
     return f" ({'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} instants)"
+
+
+# -- live weights, a killed rank, the same bits ---------------------------------------------------
+
+
+def sync_table(result: dict[str, Any]) -> str:
+    """Weights from one layout into another: time, memory and bytes, beside the other ways."""
+    head = ["weights, ranks: way", "seconds", "anyrank / it"]
+    head += ["most MiB beside the shares", "MiB sent"]
+    body = [
+        [
+            f"{row['mib']} MiB, {row['case']}: {row['way']}",
+            f"{row['median_sec']:.2f}",
+            f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else "",
+            f"{max(row['memory_mib']):.0f}",
+            f"{sum(row['sent_mib']):.0f}",
+        ]
+        for row in result["rows"]
+        if row.get("mib") in (256, 2048)
+    ]
+    what = f"4 ranks, medians of {result['repeats']}."
+    return section(result, what, table(head, body))
+
+
+KILLS = {
+    "torchrun": "`torchrun`, a checkpoint in files",
+    "files": "`anyrank run`, a checkpoint in files",
+    "memory": "`anyrank run`, `Checkpoints(peers=True)`",
+}
+
+
+def peers_table(result: dict[str, Any]) -> str:
+    """From SIGKILL of a rank to the next optimizer step, and to the first that is new."""
+    body: list[list[str]] = []
+    for name, title in KILLS.items():
+        cells = [title]
+        for key in ("to_step", "to_new"):
+            seconds = statistics.median(run[key] for run in result["runs"][name])
+            ratio = result["ratios"].get(name, {}).get(key)
+            cells.append(f"{seconds:.1f} s" + (f" ({ratio:.2f})" if ratio else ""))
+        body.append(cells)
+    what = (
+        f"SIGKILL of 1 of {result['ranks']} ranks in step {result['killed_in_step']}, a save every "
+        f"{result['every']} steps, n = {len(result['runs']['memory'])}; in brackets the median "
+        "ratio to torchrun in the same repetition."
+    )
+    head = ["", "until a step", "until the first step that is new"]
+    return section(result, what, table(head, body))
+
+
+RATIOS = (
+    # contender, measured against, at most
+    ("ddp exact", "ddp stock", 1.10),
+    ("fsdp exact", "fsdp each", 1.00),
+    ("fsdp exact", "fsdp stock", 1.05),
+)
+
+
+def exact_table(result: dict[str, Any]) -> str:
+    """What exact=True costs, and which runs had the same bits."""
+    times, bits = result["times"], result["bits"]
+    goals = {f"{name} / {other}": most for name, other, most in RATIOS}
+    body = [
+        [f"{row['ranks']} ranks, {row['rounds']} microbatches each"]
+        + [beside_goal(row["ratios"][name], goal) for name, goal in goals.items()]
+        for row in times["rows"]
+    ]
+    by_digest: dict[str, list[str]] = {}
+    for row in bits["rows"]:
+        by_digest.setdefault(row["sha256"], []).append(f"{row['kind']} on {row['ranks']}")
+    same = [[f"`{digest[:16]}`", ", ".join(runs)] for digest, runs in by_digest.items()]
+    what = f"SHA-256 of weights and Adam state after {bits['steps']} steps."
+    return "\n\n".join(
+        [
+            section(times, f"Medians of {times['rows'][0]['n']}.", table(["", *goals], body)),
+            section(bits, what, table(["SHA-256", "wrapper and number of ranks"], same)),
+        ]
+    )
+
+
+def beside_goal(figure: float, goal: float) -> str:
+    """A figure, the most that it was to be, and whether it is."""
+    verdict = "met" if round(figure, 2) <= round(goal, 2) else "missed"
+    return f"{figure:.2f} (goal {goal:.2f}, {verdict})"
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "load": load_tables,
+    "traps": trap_table,
+    "frozen": frozen_table,
+    "integrations": integrations_table,
+    "save": save_table,
+    "kills": kill_table,
+    "sync": sync_table,
+    "peers": peers_table,
+    "exact": exact_table,
+}
+
+
+def filled(page: str) -> str:
+    """The page with every section between its two marker comments written anew.
+
+    Raises:
+        ValueError: a section has no markers.
+    """
+    for name, make in SECTIONS.items():
+        start, stop = f"<!-- {name}: made by benchmarks/plot.py -->", f"<!-- end of {name} -->"
+        if page.count(start) != 1 or page.count(stop) != 1:
+            raise ValueError(f"{PAGE}: needs one {start} and one {stop}")
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{make(read(name))}\n\n{stop}{rest.split(stop)[1]}"
+    return page

@@ -15,6 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+State = dict[str, Any]
 Change = Callable[[Path], Path]
 INDEX = "model.safetensors.index.json"
 VICTIM = "model.layers.1.mlp.down_proj.weight"  # 32 x 64: not square
@@ -22,9 +28,6 @@ VICTIM = "model.layers.1.mlp.down_proj.weight"  # 32 x 64: not square
 
 def reference(tied: bool = False) -> Any:
     """The model with its right values, the same in every process."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -46,7 +49,7 @@ def write_folder(folder: Path, change: Change) -> Path:
     return change(inside)
 
 
-def state_of(model: Any) -> dict[str, Any]:
+def state_of(model: Any) -> State:
     """Its state dict, ties left out as safetensors wants it."""
     state = {key: value.detach().clone() for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -54,10 +57,8 @@ def state_of(model: Any) -> dict[str, Any]:
     return state
 
 
-def write_shards(folder: Path, state: dict[str, Any]) -> None:
+def write_shards(folder: Path, state: State) -> None:
     """Two safetensors files, an index and the config."""
-    from safetensors.torch import save_file
-
     names = sorted(state)
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     where = {name: files[int(2 * n >= len(names))] for n, name in enumerate(names)}
@@ -87,23 +88,19 @@ def span_of(path: Path, name: str) -> tuple[int, int]:
 # -- changes --------------------------------------------------------------------------------------
 
 
-def good(folder: Path) -> Path:
-    """Nothing is wrong."""
-    return folder
+def with_state(change: Callable[[State], State], is_tied: bool = False) -> Change:
+    """The checkpoint of another state dict."""
+
+    def spoil(folder: Path) -> Path:
+        write_shards(folder, change(state_of(reference(is_tied))))
+        return folder
+
+    return spoil
 
 
-def tied(folder: Path) -> Path:
-    """The head is not in the file: it is the embedding."""
-    write_shards(folder, state_of(reference(tied=True)))
-    return folder
-
-
-def missing(folder: Path) -> Path:
-    """One key is in no file."""
-    state = state_of(reference())
-    del state[VICTIM]
-    write_shards(folder, state)
-    return folder
+def reshaped(change: Callable[[Any], Any]) -> Change:
+    """One tensor has another shape."""
+    return with_state(lambda state: state | {VICTIM: change(state[VICTIM])})
 
 
 def no_shard(folder: Path) -> Path:
@@ -114,8 +111,6 @@ def no_shard(folder: Path) -> Path:
 
 def leftover(folder: Path) -> Path:
     """An older save's file lies beside, with other values for the same keys."""
-    from safetensors.torch import save_file
-
     old = {key: value + 1 for key, value in state_of(reference()).items()}
     for name in ("aaa-old.safetensors", "zzz-old.safetensors"):
         save_file(old, folder / name)
@@ -129,30 +124,11 @@ def truncated(folder: Path) -> Path:
     return folder
 
 
-def reshaped(change: Callable[[Any], Any]) -> Change:
-    """One tensor has another shape."""
-
-    def spoil(folder: Path) -> Path:
-        state = state_of(reference())
-        state[VICTIM] = change(state[VICTIM])
-        write_shards(folder, state)
-        return folder
-
-    return spoil
-
-
-def twice(value: Any) -> Any:
-    """Each row two times."""
-    return value.repeat(2, 1)
-
-
 def flip(path: Path, position: int) -> None:
     """Turn one bit over."""
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 0x40]))
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x40
+    path.write_bytes(data)
 
 
 def bit(folder: Path) -> Path:
@@ -162,13 +138,21 @@ def bit(folder: Path) -> Path:
     return folder
 
 
+def bit_zip(folder: Path) -> Path:
+    """One bit of a torch file, whose records have checksums."""
+    state, path = state_of(reference()), folder / "model.pt"
+    torch.save(state, path)
+    flip(path, path.read_bytes().index(state[VICTIM].numpy().tobytes()[:64]) + 3)
+    return path
+
+
 def nan(folder: Path) -> Path:
     """One tensor is full of NaN."""
     path = file_of(folder, VICTIM)
     start, stop = span_of(path, VICTIM)
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(struct.pack("<f", float("nan")) * ((stop - start) // 4))
+    data = bytearray(path.read_bytes())
+    data[start:stop] = struct.pack("<f", float("nan")) * ((stop - start) // 4)
+    path.write_bytes(data)
     return folder
 
 
@@ -188,24 +172,6 @@ def hub(change: Change) -> Change:
     return spoil
 
 
-def bit_zip(folder: Path) -> Path:
-    """One bit of a torch file, whose records have checksums."""
-    import torch
-
-    state = state_of(reference())
-    path = folder / "model.pt"
-    torch.save(state, path)
-    needle = state[VICTIM].numpy().tobytes()[:64]
-    flip(path, path.read_bytes().index(needle) + 3)
-    return path
-
-
-def module(folder: Path) -> Path:
-    """Saved from inside DDP."""
-    write_shards(folder, {f"module.{key}": value for key, value in state_of(reference()).items()})
-    return folder
-
-
 class RunsCode:
     """Unpickling it makes a file beside the checkpoint."""
 
@@ -218,8 +184,6 @@ class RunsCode:
 
 def pickled(folder: Path) -> Path:
     """A torch file with a pickle that runs code."""
-    import torch
-
     path = folder / "model.pt"
     torch.save({**state_of(reference()), "extra": RunsCode(folder / "ran-code")}, path)
     return path
@@ -227,8 +191,6 @@ def pickled(folder: Path) -> Path:
 
 def metadata(folder: Path) -> Path:
     """A DCP checkpoint whose metadata is a pickle that runs code."""
-    import torch.distributed.checkpoint as dcp
-
     inside = folder / "dcp"
     dcp.save(state_of(reference()), checkpoint_id=inside, no_dist=True)
     path = inside / ".metadata"
@@ -239,21 +201,21 @@ def metadata(folder: Path) -> Path:
 
 
 FILES: dict[str, Change] = {
-    "good": good,
-    "tied": tied,
-    "missing": missing,
+    "good": with_state(lambda state: state),
+    "tied": with_state(lambda state: state, is_tied=True),  # the head is the embedding
+    "missing": with_state(lambda state: {key: state[key] for key in state if key != VICTIM}),
+    "module": with_state(lambda state: {f"module.{key}": state[key] for key in state}),
     "no_shard": no_shard,
     "leftover": leftover,
     "truncated": truncated,
     "half": reshaped(lambda value: value[: len(value) // 2].clone()),
     "transposed": reshaped(lambda value: value.t().contiguous()),
-    "more": reshaped(twice),
+    "more": reshaped(lambda value: value.repeat(2, 1)),
     "bit": bit,
     "bit_hub": hub(bit),
     "bit_zip": bit_zip,
     "nan": nan,
     "nan_hub": hub(nan),
-    "module": module,
     "pickle": pickled,
     "metadata": metadata,
 }

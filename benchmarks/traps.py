@@ -1,7 +1,7 @@
 """Traps of loading: which way falls into which. No cell of anyrank's column may be SILENT.
 
     python benchmarks/traps.py               # every row and way; results/traps.json
-    python benchmarks/traps.py --rows rotary,tied --ways anyrank
+    python benchmarks/traps.py --rows rotary tied --ways anyrank
 
 Every cell runs on two fresh ranks. Memory that nobody has written to is filled with NaN first, so
 that no luck makes a wrong value right.
@@ -15,15 +15,28 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from figures import keep
-from launch import Launcher, settle
-from machine import describe_machine
-from trap_files import FILES, reference, write_folder
+import bench
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from bench import tell
+from launch import Launcher, Outcome, Table, settle
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from trap_files import FILES, INDEX, reference, write_folder
+
+import anyrank
 
 RANKS = 2
 MAX_TEXT = 400
@@ -84,77 +97,52 @@ ROWS = {
 # -- models ---------------------------------------------------------------------------------------
 
 
-def sharded(size: int) -> Any:
-    """On meta with real buffers, then FSDP2."""
-    return shard(skeleton(size), size)
-
-
-def skeleton(size: int, tied: bool = False) -> Any:
+def skeleton(tied: bool = False) -> Any:
     """The model on meta, its buffers real."""
-    import anyrank
-
     with anyrank.meta():
         return reference(tied)
 
 
-def shard(model: Any, size: int) -> Any:
-    """`fully_shard` over all ranks; what is tied stays in one unit."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def all_meta() -> Any:
+    """As a user does without anyrank: buffers are on meta as well."""
+    with torch.device("meta"):
+        return reference()
 
-    mesh = init_device_mesh("cpu", (size,))
+
+def shard(model: Any) -> Any:
+    """`fully_shard` over all ranks; what is tied stays in one unit."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def all_meta(size: int) -> Any:
-    """As a user does without anyrank: buffers are on meta as well."""
-    import torch
-
-    with torch.device("meta"):
-        model = reference()
-    return shard(model, size)
-
-
-def real(size: int) -> Any:
-    """Plain, real, and full of NaN."""
-    return poisoned(reference())
+def wrapped(*steps: Callable[[Any], Any]) -> Any:
+    """Plain, real, full of NaN, and wrapped."""
+    model = poisoned(reference())
+    for step in steps:
+        model = step(model)
+    return model
 
 
-def wrapped(*steps: str) -> Callable[[int], Any]:
-    """Plain, real, and wrapped."""
-
-    def make(size: int) -> Any:
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-
-        model = real(size)
-        for step in steps:
-            model = DistributedDataParallel(model) if step == "ddp" else torch.compile(model)
-        return model
-
-    return make
-
-
-def lora(size: int) -> Any:
+def lora() -> Any:
     """PEFT on a model on meta."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    return get_peft_model(skeleton(size), config)
+    return get_peft_model(skeleton(), config)
 
 
-MODELS: dict[str, Callable[[int], Any]] = {
-    "sharded": sharded,
-    "all_meta": all_meta,
-    "tied": lambda size: shard(skeleton(size, tied=True), size),
-    "plain": real,
+MODELS: dict[str, Callable[[], Any]] = {
+    "sharded": lambda: shard(skeleton()),
+    "all_meta": lambda: shard(all_meta()),
+    "tied": lambda: shard(skeleton(tied=True)),
+    "plain": wrapped,
     "plain_meta": skeleton,
-    "ddp": wrapped("ddp"),
-    "compile": wrapped("compile"),
-    "ddp_compile": wrapped("compile", "ddp"),
-    "compile_ddp": wrapped("ddp", "compile"),
+    "ddp": partial(wrapped, DistributedDataParallel),
+    "compile": partial(wrapped, torch.compile),
+    "ddp_compile": partial(wrapped, torch.compile, DistributedDataParallel),
+    "compile_ddp": partial(wrapped, DistributedDataParallel, torch.compile),
     "lora": lora,
     "lora_base": lora,
 }
@@ -162,8 +150,6 @@ MODELS: dict[str, Callable[[int], Any]] = {
 
 def poisoned(model: Any) -> Any:
     """The model with NaN in all of its memory, buffers that were real before left out."""
-    import torch
-
     with torch.no_grad():
         for one in model.parameters():
             one.fill_(float("nan"))
@@ -186,13 +172,6 @@ def given_memory(model: Any) -> Any:
 
 def load(way: str, row: Row, model: Any, source: str) -> None:
     """Load the source into the model."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    import anyrank
-
     target = model.get_base_model() if row.model == "lora_base" else model
     if way == "anyrank":
         anyrank.load(target, source, verify=row.verify)
@@ -200,11 +179,8 @@ def load(way: str, row: Row, model: Any, source: str) -> None:
     if row.model != "plain_meta":
         given_memory(model)
     if way in ("strict", "loose"):
-        strict = way == "strict"
-        state = read_all(source)
-        if row.model in ("sharded", "all_meta", "tied"):
-            state = {key: sharded_like(target, key, value) for key, value in state.items()}
-        target.load_state_dict(state, strict=strict)
+        state = {key: sharded_like(target, key, one) for key, one in read_all(source).items()}
+        target.load_state_dict(state, strict=way == "strict")
         return
     state = dict(target.state_dict())
     planner = DefaultLoadPlanner(allow_partial_load=way == "dcp_partial")
@@ -220,8 +196,6 @@ def load(way: str, row: Row, model: Any, source: str) -> None:
 
 def sharded_like(model: Any, key: str, value: Any) -> Any:
     """A full tensor as the model's parameter is sharded; without one, as it is."""
-    from torch.distributed.tensor import distribute_tensor
-
     known = dict(model.named_parameters(remove_duplicate=False)).get(key)
     if known is None or not hasattr(known, "placements"):
         return value
@@ -230,16 +204,14 @@ def sharded_like(model: Any, key: str, value: Any) -> Any:
 
 def read_all(source: str) -> dict[str, Any]:
     """Every tensor, as a script reads them: the index's files, or one torch file."""
-    import torch
-    from safetensors.torch import load_file
-
     if os.path.isfile(source):
         return torch.load(source, map_location="cpu")
-    if not os.path.exists(os.path.join(source, "model.safetensors.index.json")):
+    index = Path(source, INDEX)
+    if not index.exists():
         raise NotImplementedError("no safetensors in the folder")
-    text = Path(source, "model.safetensors.index.json").read_text(encoding="utf-8")
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     state: dict[str, Any] = {}
-    for file in sorted(set(json.loads(text)["weight_map"].values())):
+    for file in sorted(set(files)):
         state |= load_file(os.path.join(source, file))
     return state
 
@@ -259,56 +231,44 @@ class Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def run(rank: int, size: int, name: str, way: str, source: str) -> Iterator[dict[str, Any]]:
-    """The job of one rank; see `Launcher.run`."""
+def run(name: str, way: str, source: str) -> Table:
+    """The job of one rank: what it loaded, or its error."""
     row, heard = ROWS[name], Heard()
     logging.getLogger().addHandler(heard)
     warnings.simplefilter("ignore")
-    model = MODELS[row.model](size)
+    model = MODELS[row.model]()
     settle()
-    error = None
+    found: Table = {"class": "", "text": "", "wrong": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             load(way, row, model, source)
+            found["wrong"] = wrong(model, row)
         except BaseException as problem:  # DCP's errors are no Exceptions
-            error = problem
+            found |= {"class": type(problem).__name__, "text": str(problem)}
     heard.texts += [str(one.message) for one in caught]
     ran = os.path.exists(os.path.join(os.path.dirname(source), "ran-code"))
-    yield {
-        "class": "" if error is None else type(error).__name__,
-        "text": "" if error is None else str(error),
-        "wrong": [] if error is not None else wrong(model, row),
-        "heard": heard.texts,
-        "ran_code": ran,
-    }
+    return found | {"heard": heard.texts, "ran_code": ran}
 
 
 def wrong(model: Any, row: Row) -> list[str]:
     """Names of tensors that do not have their right values."""
-    import torch
-
     right = reference(row.model == "tied")
     expected = {**dict(right.named_parameters()), **dict(right.named_buffers())}
+    tied = expected["model.embed_tokens.weight"]
     found: list[str] = []
     seen: set[str] = set()
-    for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers()):
-        for raw, value in kind:
-            name = plain_name(raw)
-            if "lora_" in name:
-                zero = not value.is_meta and not value.any()
-                sound = not value.is_meta and bool(value.isfinite().all())
-                if not sound or zero != ("lora_B" in name):
-                    found.append(raw)
-                continue
-            seen.add(name)
-            known = expected.get(name, expected.get("model.embed_tokens.weight"))
-            if value.is_meta:
-                found.append(raw)
-                continue
+    for raw, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        name = plain_name(raw)
+        seen.add(name)
+        if value.is_meta:
+            is_right = False
+        elif "lora_" in name:
+            is_right = bool(value.isfinite().all()) and bool(value.any()) != ("lora_B" in name)
+        else:
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            if known is None or not torch.equal(whole.detach(), known.detach()):
-                found.append(raw)
+            is_right = torch.equal(whole.detach(), expected.get(name, tied).detach())
+        found += [] if is_right else [raw]
     if row.model == "tied" and model.lm_head.weight is not model.model.embed_tokens.weight:
         found.append("lm_head.weight is not tied")
     return sorted([*found, *(expected.keys() - seen)])
@@ -320,7 +280,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in parts if part not in ("module", "_orig_mod", "base_layer"))
 
 
-def verdict(tables: list[dict[str, Any]], row: Row) -> str:
+def verdict(tables: list[Table], row: Row) -> str:
     """right, error (class), told (wrong, but a warning says so), or SILENT."""
     if any(table["ran_code"] for table in tables):
         return "SILENT: ran code"
@@ -343,48 +303,40 @@ def tells(text: str, row: Row) -> bool:
     return row.verify and ("no checksums" in text or "not finite" in text)
 
 
-def main() -> None:
-    """Fill the table, print and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--out", help="file of the results; by default only of a whole run")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    names, ways = options.rows.split(","), options.ways.split(",")
-    launcher = Launcher("preload")
-    cells: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            row: dict[str, Any] = {"row": name, "title": ROWS[name].title, "cells": {}}
-            for way in ways:
-                source = write_folder(Path(folder, f"{name}-{way}"), FILES[ROWS[name].files])
-                outcome = launcher.run(RANKS, run, name, way, str(source), timeout_sec=60)
-                cell = cell_of(outcome.stages, outcome.error, ROWS[name])
-                row["cells"][way] = json.loads(json.dumps(cell).replace(folder, "FOLDER"))
-            cells.append(row)
-            told = [f"{way}: {cell['verdict']}" for way, cell in row["cells"].items()]
-            print(f"{name:12} " + "; ".join(told), flush=True)
-    ours = {row["row"]: row["cells"].get("anyrank", {"verdict": ""})["verdict"] for row in cells}
-    silent = [name for name, said in ours.items() if said.startswith(("SILENT", "broken"))]
-    print(f"anyrank silent: {silent or 'nowhere'}")
-    whole = names == list(ROWS) and ways == list(WAYS)
-    if whole or options.out:
-        keep("traps", describe_machine() | {"ways": WAYS, "rows": cells}, options.out)
-
-
-def cell_of(stages: list[list[dict[str, Any]]], error: str, row: Row) -> dict[str, Any]:
+def cell_of(outcome: Outcome, row: Row) -> dict[str, Any]:
     """A cell: the verdict, and the first rank's words."""
-    if error:
+    if error := outcome.error:
         last = error.strip().splitlines()[-1]
-        return {"verdict": "error (hang)" if "in time" in error else "broken", "text": last}
-    told = next((table["text"] for table in stages[0] if table["text"]), "")
+        return {"verdict": "error (hang)" if error.endswith("hangs") else "broken", "text": last}
+    tables = [table["value"] for table in outcome.stages[0]]
+    told = next((table["text"] for table in tables if table["text"]), "")
     told = told.strip().splitlines()[-1] if "Traceback" in told else told
-    heard = next((text for table in stages[0] for text in table["heard"]), "")
-    return {"verdict": verdict(stages[0], row), "text": (told or heard)[:MAX_TEXT]}
+    heard = next((text for table in tables for text in table["heard"]), "")
+    return {"verdict": verdict(tables, row), "text": (told or heard)[:MAX_TEXT]}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The table: each row in every way."""
+    warnings.simplefilter("ignore")
+    launcher = Launcher("traps")
+    rows: list[dict[str, Any]] = []
+    silent: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.rows:
+            row, cells = ROWS[name], dict[str, Any]()
+            for way in options.ways:
+                source = write_folder(Path(folder, f"{name}-{way}"), FILES[row.files])
+                outcome = launcher.run(RANKS, run, name, way, str(source), timeout_sec=120)
+                text = json.dumps(cell_of(outcome, row))
+                cells[way] = json.loads(text.replace(folder, "FOLDER"))
+            rows.append({"row": name, "title": row.title, "cells": cells})
+            tell(name, {way: cell["verdict"] for way, cell in cells.items()})
+            ours = cells.get("anyrank", {"verdict": ""})["verdict"]
+            silent += [name] if ours.startswith(("SILENT", "broken")) else []
+    print(f"anyrank silent: {silent or 'nowhere'}")
+    return {"ways": {way: WAYS[way] for way in options.ways}, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    parts: dict[str, Any] = {"rows": [*ROWS], "ways": [*WAYS]}
+    bench.main("traps", measure, parts=[*parts], **parts)

@@ -3,6 +3,7 @@
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
     python benchmarks/watch.py --parts uneven --minutes 60
     python benchmarks/watch.py --parts debugged   # needs jinja2, aiohttp and tabulate
+    python benchmarks/watch.py --quick            # two hangs and costs, nothing is written
 
 Each hang runs twice under torchrun: with `anyrank.watch("5s", exit=True)`, and alone with a
 time-out of 20 s and torch's flight recorder, whose records are written after 12 s and compared by
@@ -15,29 +16,42 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine, load_average
+import bench
+from bench import (
+    HERE,
+    Run,
+    describe_machine,
+    keep,
+    load_average,
+    median,
+    ratios,
+    read,
+    spread,
+    tell,
+)
 
-ROOT = Path(__file__).parents[1]
+ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.hangs import HANGS, PRELUDE, Hang  # noqa: E402 - the tests' own scripts
 
-RESULTS = Path(__file__).parent / "results" / "watch.json"
 AFTER_SEC = 5
 ALONE_SEC = 20
 RECORD_SEC = 12
-LIMIT_SEC = 150
+LIMIT_SEC = 150.0
+QUICK = ("skips a collective", "SIGSTOP")
 RECORDER = f"""
 def write_records():
     import torch._C._distributed_c10d as c10d
@@ -116,24 +130,35 @@ dist.destroy_process_group()
 """
 
 
-def launch(folder: Path, script: str, *arguments: str, ranks: int = 3, **variables: str) -> Any:
-    """A script under torchrun; its error output, and whether it ended in time."""
-    (folder / "train.py").write_text(script)
+@contextlib.contextmanager
+def launched(
+    script: str, *arguments: str, ranks: int = 3, limit_sec: float = LIMIT_SEC, **variables: str
+) -> Iterator[tuple[Path, str, bool]]:
+    """A script under torchrun: its folder, its error output, and whether it ended in time."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += [f"--nproc-per-node={ranks}", *arguments]
-    process = subprocess.Popen(
-        line, cwd=folder, env=environ, text=True, stderr=subprocess.PIPE, errors="replace"
-    )
-    try:
-        _, said = process.communicate(timeout=LIMIT_SEC)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        _, said = process.communicate()
-        return said, False
-    return said, True
+    with tempfile.TemporaryDirectory() as name:
+        folder, has_ended = Path(name), True
+        (folder / "train.py").write_text(script)
+        process = subprocess.Popen(
+            line, cwd=folder, env=environ, text=True, stderr=subprocess.PIPE, errors="replace"
+        )
+        try:
+            _, said = process.communicate(timeout=limit_sec)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            _, said = process.communicate()
+            has_ended = False
+        yield folder, said, has_ended
+
+
+def odd_one(by_rank: dict[int, Any]) -> list[int]:
+    """The ranks that are at something where no other one is."""
+    counts = collections.Counter(map(str, by_rank.values()))
+    return [rank for rank, at in by_rank.items() if counts[str(at)] == 1]
 
 
 def program(hang: Hang, *arguments: str) -> list[str]:
@@ -149,12 +174,10 @@ def last_step(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("step-*")), default=0.0)
 
 
-def watched(hang: Hang) -> dict[str, Any]:
+def watched(hang: Hang) -> Run:
     """What the watch says of a hang."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        arguments = program(hang, f"{AFTER_SEC}s", "out")
-        said, _ = launch(folder, hang.script, *arguments)
+    arguments = program(hang, f"{AFTER_SEC}s", "out")
+    with launched(hang.script, *arguments) as (folder, said, _):
         screens = [line for line in said.splitlines() if line.startswith("anyrank: ")]
         if not (folder / "out").exists():
             return {"is_right": False, "said": said[-500:]}
@@ -175,14 +198,12 @@ def watched(hang: Hang) -> dict[str, Any]:
     }
 
 
-def alone(hang: Hang) -> dict[str, Any]:
+def alone(hang: Hang) -> Run:
     """What torchrun says of a hang, and what the flight recorder shows."""
     script = hang.script.replace(PRELUDE, PRELUDE + RECORDER)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        variables = {"TIMEOUT_SEC": str(ALONE_SEC), "TORCH_FR_BUFFER_SIZE": "2000"}
-        start = time.time()
-        said, has_ended = launch(folder, script, *program(hang), **variables)
+    variables = {"TIMEOUT_SEC": str(ALONE_SEC), "TORCH_FR_BUFFER_SIZE": "2000"}
+    start = time.time()
+    with launched(script, *program(hang), **variables) as (folder, said, has_ended):
         seconds = time.time() - max(start, last_step(folder))
         newest: dict[int, Any] = {}
         for rank in range(3):
@@ -195,24 +216,21 @@ def alone(hang: Hang) -> dict[str, Any]:
     ranks = sorted(
         {int(rank) for rank in re.findall(r"^\[rank(\d)\]: Traceback", said, re.MULTILINE)}
     )
-    counts = collections.Counter(map(str, newest.values()))
-    odd = [rank for rank, record in newest.items() if counts[str(record)] == 1 and len(newest) == 3]
     return {
         "sec": round(seconds, 1),
         "has_ended": has_ended,
         "errors_on": ranks,
         "error": errors[0][:160] if errors else "",
-        "recorder_names": odd,
+        "recorder_names": odd_one(newest) if len(newest) == 3 else [],
         "records": newest,
     }
 
 
-def debugged(hang: Hang) -> dict[str, Any]:
+def debugged(hang: Hang) -> Run:
     """What the last dump of `torch.distributed.debug` shows of a hang."""
     script = hang.script.replace(PRELUDE, PRELUDE + DEBUG)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        said, _ = launch(folder, script, *program(hang), TIMEOUT_SEC=str(ALONE_SEC))
+    given = {"TIMEOUT_SEC": str(ALONE_SEC)}
+    with launched(script, *program(hang), **given) as (folder, said, _):
         end = last_step(folder) + RECORD_SEC
         dumps = [one for one in folder.glob("dumps/stacks_*") if one.stat().st_mtime < end]
         if not dumps:
@@ -224,22 +242,18 @@ def debugged(hang: Hang) -> dict[str, Any]:
         main = next((one for one in stacks if "in <module>" in one), "")
         found = re.search(r'train.py", line (\d+)', main)
         lines[int(section[0])] = int(found[1]) if found else None
-    counts = collections.Counter(lines.values())
-    odd = [rank for rank, line in lines.items() if counts[line] == 1]
+    odd = odd_one(lines)
     right = [n for n, line in enumerate(script.splitlines(), 1) if "# HERE" in line]
     is_line = odd == [hang.culprit] and lines[hang.culprit] in right
     return {"names": odd, "lines": lines, "is_line": is_line}
 
 
-def uneven(minutes: float) -> dict[str, Any]:
+def uneven(minutes: float) -> Run:
     """An uneven job: does the watch keep still?"""
     after = 4
     body = UNEVEN.format(seconds=minutes * 60, after=after)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        global LIMIT_SEC
-        LIMIT_SEC = minutes * 60 + 300
-        said, has_ended = launch(folder, PRELUDE + body, "train.py", f"{after}s", "out")
+    arguments, limit = ("train.py", f"{after}s", "out"), minutes * 60 + 300
+    with launched(PRELUDE + body, *arguments, limit_sec=limit) as (folder, said, has_ended):
         steps = (folder / "steps").read_text() if (folder / "steps").exists() else "0"
         alarms = said.count("\nanyrank: ") + (folder / "out").exists()
     return {
@@ -251,56 +265,53 @@ def uneven(minutes: float) -> dict[str, Any]:
     }
 
 
-def cost(blocks: int, steps: int) -> dict[str, Any]:
+def cost(blocks: int, steps: int) -> Run:
     """Step time with and without a watch, in turns in one process; CPU time of its threads.
 
     The flight recorder keeps collectives in both, if it is not switched off.
     """
     script = PRELUDE + COST.format(blocks=blocks, steps=steps)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        launch(folder, script, "train.py", ranks=2, TORCH_FR_BUFFER_SIZE="200")
+    with launched(script, "train.py", ranks=2, TORCH_FR_BUFFER_SIZE="200") as (folder, _, _):
         alone, watched, shares = json.loads((folder / "cost-0").read_text())
-    ratios = sorted(one / other for one, other in zip(watched, alone, strict=True))
+    of_alone, of_watched = ([{"sec": sec} for sec in each] for each in (alone, watched))
+    medians = {"alone": median(of_alone, "sec"), "watched": median(of_watched, "sec")}
     return {
-        "step_ms": {
-            "alone": round(1000 * statistics.median(alone), 3),
-            "watched": round(1000 * statistics.median(watched), 3),
-        },
-        "step_ratio": {"median": round(statistics.median(ratios), 4), "least": round(ratios[0], 4)}
-        | {"most": round(ratios[-1], 4), "n": blocks},
-        "cpu_share": {"median": round(statistics.median(shares), 5), "most": round(max(shares), 5)},
+        "step_ms": {way: round(1000 * sec, 3) for way, sec in medians.items()},
+        "step_ratio": ratios(of_watched, of_alone, "sec"),
+        "cpu_share": spread(shares),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default="watched,alone,uneven,cost")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of the uneven job")
-    parser.add_argument("--blocks", type=int, default=12, help="of the costs, each way")
-    parser.add_argument("--steps", type=int, default=200, help="of each of them")
-    given = parser.parse_args()
-    for part in given.parts.split(","):
-        if part in ("watched", "alone", "debugged"):
-            run = {"watched": watched, "alone": alone, "debugged": debugged}[part]
-            made: Any = {}
+PARTS = {"watched": watched, "alone": alone, "debugged": debugged}
+
+
+def measure(options: argparse.Namespace) -> Run:
+    """The parts that were asked for, each of which is written into the file when it is done."""
+    found: Run = {} if options.quick else read("watch")
+    for part in options.parts:
+        if part in PARTS:
+            made: Run = {}
             for name, hang in HANGS.items():
-                made[name] = run(hang)
-                print(f"{name}: {made[name]}", flush=True)
-        elif part == "uneven":
-            made = uneven(given.minutes)
+                if not options.quick or name in QUICK:
+                    made[name] = PARTS[part](hang)
+                    tell(f"{part}, {name}", made[name])
         else:
-            made = cost(given.blocks, given.steps)
-        found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+            made = (
+                uneven(options.minutes) if part == "uneven" else cost(options.blocks, options.steps)
+            )
+            tell(part, made)
         found |= {**describe_machine(), "load": load_average(), part: made}
         found["command"] = "python benchmarks/watch.py"
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-        print(part, made if part in ("uneven", "cost") else "")
+        if not options.quick:
+            keep("watch", found)
     if "watched" in found:
         rows = [*found["watched"].values()]
         late = max(row.get("late_sec", 999) for row in rows)
         print(f"{sum(row['is_right'] for row in rows)} of {len(rows)} right; at most {late} s late")
+    return {}
 
 
 if __name__ == "__main__":
-    main()
+    small = {"parts": ["watched", "alone", "cost"], "blocks": 2, "steps": 20}
+    parts = ["watched", "alone", "uneven", "cost"]
+    bench.main("watch", measure, small, parts=parts, minutes=4.0, blocks=12, steps=200)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import MIB
 from torch import nn
 
-MIB = 1 << 20
 MAX_SHARD_MB = 200
 
 

@@ -131,7 +131,7 @@ def test_thousands_of_wrong_names_are_told_at_once_with_hints() -> None:
     start = time.process_time()
     with pytest.raises(anyrank.LoadError, match="does not fit") as caught:
         anyrank.load(model, source)
-    # 225 s when every name is compared with every other, 1 alone (benchmarks/edges.py)
+    # 225 s when every name is compared with every other, 1 alone
     assert time.process_time() - start < 5
     assert "1.wieght (near: 1.weight)" in str(caught.value)
     assert "and 19990 more" in str(caught.value)
