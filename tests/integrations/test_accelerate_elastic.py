@@ -379,6 +379,32 @@ def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None
     assert on.data.loader.step == 0
 
 
+def test_an_optimizer_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
+    on = setup(tmp_path)
+    on.accelerator._optimizers.clear()
+    with pytest.raises(ValueError, match=r"no optimizer was prepared, so none is saved or resumed"):
+        on.accelerator.load_state()
+
+
+def test_parts_are_skipped_and_the_batch_is_rescaled_where_asked(tmp_path: Path) -> None:
+    first = setup(tmp_path / "run")
+    assert len([*steps(first, 2)]) == 2
+    first.accelerator.save_state()
+    fresh()
+    other = anyrank.integrations.accelerate.Accelerator(
+        cpu=True, folder=tmp_path / "run", global_batch=4, on_batch_change="rescale"
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model, optimizer, data = other.prepare(model, optimizer, points())
+    with pytest.raises(anyrank.CheckpointError, match=r"skip=\['optimizer'\]"):
+        other.load_state()
+    other.load_state(skip=["optimizer", "scheduler"])
+    assert other.report is not None
+    assert other.report.components["optimizer"] == "skipped"
+    assert (other.run.step, other.run.samples, len(data)) == (2, 12, 7)
+
+
 def test_what_accelerate_saved_begins_a_run(tmp_path: Path) -> None:
     fresh()
     own = Accelerator(cpu=True)

@@ -17,11 +17,11 @@ from anyrank.testing import run_ranks
 pytest.importorskip("accelerate")
 
 
-def objects(accelerator: Any, seed: int) -> Any:
+def objects(accelerator: Any, seed: int, times: int | None = None) -> Any:
     """A model, optimizer and scheduler that Accelerate prepared."""
     net = tools.seeded(seed)
     optimizer = tools.optimizer_of(net)
-    scheduler = tools.cosine(optimizer, accelerator.num_processes)
+    scheduler = tools.cosine(optimizer, times or accelerator.num_processes)
     return accelerator.prepare(net, optimizer, scheduler)
 
 
@@ -52,6 +52,28 @@ def job_accelerate(folder: str) -> list[float]:
         prepared = objects(accelerator, 1)
         accelerator.load_state(folder)
         return train(accelerator, prepared, tools.SAVED, tools.STEPS)
+
+
+def job_short_schedule(folder: str) -> None:
+    """Save a run whose schedule has no factor for the processes, and ends as many times early."""
+    from accelerate import Accelerator
+
+    with tools.new_accelerate():
+        accelerator = Accelerator(cpu=True)
+        train(accelerator, objects(accelerator, 0, times=1), 0, 1)
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+
+
+def test_a_schedule_that_ended_early_is_told_of(tmp_path: Path) -> None:
+    source = str(tmp_path / "accelerate")
+    run_ranks(2, job_short_schedule, source)
+    _, report, _ = run_ranks(1, tools.job_adopt, source, str(tmp_path / "run"), "ddp")[0]
+    reason = report.components["scheduler"].reason
+    assert reason.startswith(
+        "it was stepped once for each of 2 processes: 2 became 1; its function"
+    )
+    assert "gives a learning rate of 0.00933013 at count 1, where it was 0.0075" in reason
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -278,6 +278,9 @@ def test_state_takes_the_dtype_of_its_parameter_and_says_so(tmp_path: Path) -> N
 def test_a_missing_path_names_what_resume_takes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not 'auto', not 'must', and no path that exists"):
         begin(tmp_path / "run", "latest", state_of())
+    (tmp_path / "out/step_10").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"or a path, of those in .*out: step_10$"):
+        begin(tmp_path / "run", tmp_path / "out/step_11", state_of())
 
 
 def test_a_folder_of_no_known_tool_is_named(tmp_path: Path) -> None:

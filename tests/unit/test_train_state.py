@@ -988,6 +988,28 @@ def test_what_accelerate_wraps_is_what_is_saved(
     assert state.parts.parts["scheduler"] is scheduler
 
 
+@pytest.mark.parametrize(("length", "outcome"), [(8, "exact"), (4, "derived")])
+def test_a_schedule_of_another_length_is_told_of(tmp_path: Path, length: int, outcome: str) -> None:
+    def state_of(length: int) -> tuple[anyrank.TrainState, Any]:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / length))
+        return anyrank.TrainState(net, optimizer, scheduler=schedule), (optimizer, schedule)
+
+    state, (optimizer, schedule) = state_of(8)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.save()
+    with anyrank.Checkpoints(tmp_path, state_of(length)[0]) as ckpts:
+        report = ckpts.resume("must")
+    assert report is not None
+    assert report.components["scheduler"] == outcome
+    words = "gives a learning rate of 0.25 at count 2, where it was 0.375"
+    assert (words in report.components["scheduler"].reason) == (outcome == "derived")
+
+
 def test_a_scheduler_that_counts_processes_is_refused() -> None:
     pytest.importorskip("accelerate").Accelerator(cpu=True)
     from accelerate.scheduler import AcceleratedScheduler

@@ -372,7 +372,8 @@ def _start_of(data: ElasticData, source: ForeignCheckpoint) -> tuple[dict[str, A
     samples = round(epoch * now["n"]) if source.samples is None else source.samples
     state = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
     if source.epoch is None:
-        return state, Outcome("fresh", "the checkpoint does not say how far the data was")
+        why = "the checkpoint does not say how far the data was: epoch 0 begins at its first sample"
+        return state, Outcome("fresh", why)
     if source.batches:
         return state, Outcome(
             "fresh",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -173,11 +173,13 @@ class Accelerator(_Accelerator):
         """What was prepared and registered, as the state of a run.
 
         Raises:
-            ValueError: no model was prepared, or a scheduler was registered.
+            ValueError: no model or no optimizer was prepared, or a scheduler was registered.
         """
-        if not self._wrapped:
+        if not self._wrapped or not self._optimizers:
+            missing = "optimizer" if self._wrapped else "model"
             raise ValueError(
-                "prepare() the model, the optimizer and the training DataLoader before"
+                f"no {missing} was prepared, so none is saved or resumed: prepare() the model, the "
+                "optimizer and the training DataLoader before"
             )
         registered = self._custom_objects
         for thing in registered:
@@ -289,19 +291,29 @@ class Accelerator(_Accelerator):
             log.warning("save_state(%r): the run is saved in %s", str(output_dir), path)
         return path
 
-    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(
+        self,
+        input_dir: Any = None,
+        *args: Any,
+        skip: Sequence[str] = (),
+        fresh: Sequence[str] = (),
+        rename: Any = None,
+        **kwargs: Any,
+    ) -> None:
         """Resume the run, after `prepare` and `register_for_checkpointing`. All ranks.
 
         Args:
             input_dir: None for the newest step, or for a new run where the folder is empty;
                 "must", where an empty folder is an error; a step, or its path; or the path of
                 what Accelerate or another tool saved, with which this run begins.
+            skip, fresh, rename: as for `Checkpoints.resume`.
             args: not used, as are `kwargs`.
 
         Raises:
             CheckpointError: as `Checkpoints.resume`.
         """
-        self._run.resume("auto" if input_dir is None else input_dir)
+        which = "auto" if input_dir is None else input_dir
+        self._run.resume(which, skip=skip, fresh=fresh, rename=rename)
 
     def end_training(self) -> None:
         """As usual, after the last step is saved. All ranks."""

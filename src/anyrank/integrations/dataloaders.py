@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import (
     DataLoader,
@@ -15,6 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import anyrank
 
+OnBatchChange = Literal["error", "rescale"]
+
 
 def elastic_loader(
     dataloader: Any,
@@ -23,6 +25,7 @@ def elastic_loader(
     microbatch: int | None = None,
     seed: int = 0,
     exact: bool = False,
+    on_batch_change: OnBatchChange = "error",
     process_group: Any = None,
 ) -> anyrank.ElasticLoader:
     """The loader of steps over what a DataLoader reads.
@@ -35,6 +38,7 @@ def elastic_loader(
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: of the order and of all random numbers.
         exact: whether to sum gradients with the same bits on any number of ranks.
+        on_batch_change: what a state with another global_batch means, as for `ElasticLoader`.
         process_group: the data-parallel ranks; default: all.
 
     Raises:
@@ -68,6 +72,7 @@ def elastic_loader(
         microbatch=microbatch or dataloader.batch_size,
         seed=seed,
         exact=exact,
+        on_batch_change=on_batch_change,
         num_workers=dataloader.num_workers,
         collate_fn=dataloader.collate_fn,
         tail="drop" if dataloader.drop_last else "short",

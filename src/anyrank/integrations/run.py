@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypedDict
 
 import anyrank
-from anyrank.integrations.dataloaders import elastic_loader
+from anyrank.integrations.dataloaders import OnBatchChange, elastic_loader
 
 
 class RunOptions(TypedDict, total=False):
@@ -17,6 +17,8 @@ class RunOptions(TypedDict, total=False):
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: of the order of the data and of all random numbers; default: 0.
         exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        on_batch_change: what a run that was saved with another global_batch means, as for
+            `ElasticLoader`: "error", or "rescale"; default: "error".
         every: when to save, as for `anyrank.Checkpoints`: a number of steps (500), a time
             ("10min"), or None for the end alone.
         keep: how many of the newest steps stay, at least 2; default: 3.
@@ -29,6 +31,7 @@ class RunOptions(TypedDict, total=False):
     microbatch: int | None
     seed: int
     exact: bool
+    on_batch_change: OnBatchChange
     every: int | str | None
     keep: int
     keep_every: int | Callable[[int], bool] | None
@@ -37,7 +40,7 @@ class RunOptions(TypedDict, total=False):
     on_commit: Callable[[Any], object] | None
 
 
-OF_LOADER = ("microbatch", "seed", "exact")
+OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change")
 
 
 class FrameworkRun:
@@ -108,14 +111,10 @@ class FrameworkRun:
             self._is_open = True
         return self.checkpoints
 
-    def resume(self, which: Any) -> None:
-        """Resume what `Checkpoints.resume` takes.
-
-        Raises:
-            CheckpointError: as there.
-        """
+    def resume(self, which: Any, **options: Any) -> None:
+        """Resume; the arguments and errors are those of `Checkpoints.resume`."""
         self.report = None
-        self.report = self.open().resume(which)
+        self.report = self.open().resume(which, **options)
         self._is_begun = True
 
     def begin(self, resume_by: str) -> None:

@@ -15,10 +15,13 @@ from anyrank.resume.search import StepSearch
 from anyrank.saving.run_folder import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
+from anyrank.wording import join_first
 from anyrank.world.ranks import Ranks
 
 if TYPE_CHECKING:
     from anyrank.resume.search import PeerMemory
+
+SHOWN = 8  # names in an error
 
 
 class Resumed(NamedTuple):
@@ -175,10 +178,16 @@ def _missing_path_text(path: str, folder: RunFolder) -> str:
     """An error's text for a path that does not exist."""
     directory = "" if "://" in path else f" (working directory {os.getcwd()})"
     steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "none"
-    return (
+    text = (
         f"resume({path!r}): is not 'auto', not 'must', and no path that exists{directory}; give a "
         f"step as a number, of those that {folder.path} has: {steps}"
     )
+    store, parent = storage_for(path), path.rpartition("/")[0]
+    if parent and store.is_dir(parent):
+        text += (
+            f"; or a path, of those in {parent}: {join_first(sorted(store.names(parent)), SHOWN)}"
+        )
+    return text
 
 
 def _resolve(path: str) -> str:

@@ -6,6 +6,7 @@ weights, inner optimizers or partitions besides torch's state, which only their 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint
@@ -143,8 +145,39 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
             matched.problems.append(f"{part}: {error}")
     if tensors and any(sharded.layout for sharded in tensors):
         matched.outcome = stored.moved(record["layout"], layout_digest(tensors))
-    matched.commit = lambda: _give(part, thing, tree)
+
+    def commit() -> None:
+        _give(part, thing, tree)
+        if text := _changed_schedule(thing, tree):
+            reasons = [reason for reason in (matched.outcome.reason, text) if reason]
+            matched.outcome = Outcome("derived", "; ".join(reasons))
+
+    matched.commit = commit
     return matched
+
+
+def _changed_schedule(thing: Any, tree: Any) -> str:
+    """What a LambdaLR, whose function nobody saves, makes of its learning rate, if another one.
+
+    Args:
+        thing: with its state.
+        tree: that state.
+    """
+    if type(thing) is not LambdaLR or not isinstance(tree.get("_last_lr"), list):
+        return ""
+    step = thing.last_epoch
+    try:
+        factors = [function(step) for function in thing.lr_lambdas]
+    except Exception:  # of the user's code, which its next step will raise
+        return ""
+    for saved, base, factor in zip(tree["_last_lr"], thing.base_lrs, factors, strict=False):
+        rate = float(base * factor)
+        if not math.isclose(saved, rate, rel_tol=1e-6, abs_tol=1e-12):
+            return (
+                f"its function gives a learning rate of {rate:g} at count {step}, where it was "
+                f"{saved:g}: the function of a LambdaLR is not saved, so give the same"
+            )
+    return ""
 
 
 def _give(part: str, thing: Stateful, tree: Any) -> None:
