@@ -12,7 +12,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.formats.sources import Source
-from anyrank.formats.weight_files import ENDINGS
+from anyrank.formats.weight_files import ENDINGS, FORMATS
 from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
@@ -57,7 +57,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
 
 def _folder_of(source: Source, listing: Listing) -> str | None:
     if not isinstance(source, (str, os.PathLike)) or not listing.format.startswith(
-        ("safetensors", "torch")
+        tuple(file_format.name for file_format in FORMATS)
     ):
         return None
     path = os.fspath(source)

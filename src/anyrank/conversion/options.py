@@ -76,7 +76,7 @@ class ConvertOptions:
         """
         named = format_of(dst) or self.to
         if named != self.to:
+            hint = f"to={named!r}, or another name" if named in FORMATS else "another name"
             raise ValueError(
-                f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give "
-                f"to={named!r}, or another name"
+                f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give {hint}"
             )

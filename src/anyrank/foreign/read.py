@@ -73,7 +73,7 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
     if storage.is_file(path):
         if format_of(path) == "torch":
             return tables.read_file
-        endings = ", ".join(ending for ending, name in FILES.items() if name == "torch")
+        endings = ", ".join(ending for ending, kind in FILES.items() if kind.name == "torch")
         raise CheckpointError(
             f"{path}: a run is read from {endings} and folders; for weights alone call anyrank.load"
         )

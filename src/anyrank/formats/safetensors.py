@@ -49,6 +49,11 @@ RESERVED = "__metadata__"
 ALIGN = 64  # of the first tensor, so that readers can map it
 
 
+def is_head(head: bytes) -> bool:
+    """Whether a file of these first bytes has a header in JSON behind its length."""
+    return head[8:9] == b"{"
+
+
 def list_file(storage: Storage, path: str) -> Listing:
     """The tensors of one file, from its header.
 

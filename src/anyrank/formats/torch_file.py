@@ -48,6 +48,11 @@ class _RangeIO(io.RawIOBase):
         return got
 
 
+def is_head(head: bytes) -> bool:
+    """Whether a file of these first bytes is a zip, or a pickle as of torch before 1.6."""
+    return head[:4] == ZIP_MAGIC or head[:1] == b"\x80"
+
+
 def list_file(storage: Storage, path: str) -> Listing:
     """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file.
 

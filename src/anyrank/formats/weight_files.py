@@ -1,34 +1,53 @@
-"""Files of weights: which format one is in, by its ending or else by its first bytes."""
+"""Files of weights: which format one is in, by its ending or else by its first bytes.
+
+A new format is a module that lists a file, and a row of FORMATS.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
 from anyrank.formats import safetensors, torch_file
 
-LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
-    "safetensors": safetensors.list_file,
-    "torch": torch_file.list_file,
-}
+HEAD_BYTES = 9  # by which files of other endings are told
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A format of files of weights.
+
+    Attributes:
+        name: in reports, and as `to=` of `convert`.
+        endings: of its files, in the order in which folders are searched for them.
+        list_file: reads a file's headers.
+        is_head: whether a file that begins with these bytes is in it.
+    """
+
+    name: str
+    endings: tuple[str, ...]
+    list_file: Callable[[Storage, str], Listing]
+    is_head: Callable[[bytes], bool]
+
+
 # In the order in which folders are searched for them: safetensors before pickles.
-FILES = {
-    ".safetensors": "safetensors",
-    ".bin": "torch",
-    ".pth": "torch",
-    ".pt": "torch",
-    ".ckpt": "torch",
-}
+FORMATS = (
+    FileFormat("safetensors", (".safetensors",), safetensors.list_file, safetensors.is_head),
+    FileFormat("torch", (".bin", ".pth", ".pt", ".ckpt"), torch_file.list_file, torch_file.is_head),
+)
+FILES = {ending: file_format for file_format in FORMATS for ending in file_format.endings}
 ENDINGS = (*FILES, *(f"{ending}.index.json" for ending in FILES))
 
 
 def format_of(path: str) -> str | None:
-    """The format of a file by the ending of its name; None for another ending."""
-    return FILES.get(os.path.splitext(path)[1].lower())
+    """The name of a file's format, by the ending of its name; None for another ending."""
+    file_format = FILES.get(os.path.splitext(path)[1].lower())
+    return None if file_format is None else file_format.name
 
 
 def list_file(storage: Storage, path: str) -> Listing:
@@ -38,14 +57,14 @@ def list_file(storage: Storage, path: str) -> Listing:
         LoadError: it is in none of them.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
-    return LISTERS[format_of(path) or _by_head(storage, path)](storage, path)
+    file_format = FILES.get(os.path.splitext(path)[1].lower()) or _by_head(storage, path)
+    return file_format.list_file(storage, path)
 
 
-def _by_head(storage: Storage, path: str) -> str:
+def _by_head(storage: Storage, path: str) -> FileFormat:
     with closing(storage.open(path)) as file:
-        head = read_range(file, 0, min(9, file.info.size))
-    if head[:4] == torch_file.ZIP_MAGIC or head[:1] == b"\x80":
-        return "torch"
-    if head[8:9] == b"{":
-        return "safetensors"
+        head = read_range(file, 0, min(HEAD_BYTES, file.info.size))
+    for file_format in FORMATS:
+        if file_format.is_head(head):
+            return file_format
     raise LoadError(f"{path}: unknown format; anyrank reads {', '.join(FILES)} and folders of them")
