@@ -1,4 +1,7 @@
-"""Which format a source is in. A new format of folders is a new file, and a line in FOLDERS."""
+"""Which format a source is in.
+
+A new format of folders is a new file, and a line in FOLDERS and in LISTERS.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 
 
 # What writes folders -> the rows of which one is there whole: each pattern is an entry's name. In
-# the order in which they are looked for. The core lists the weights of those in LISTERS; for the
-# others, and for runs of all but the first and the last, see `foreign.read`.
+# the order in which they are looked for. The core lists the weights of those in LISTERS;
+# `foreign.read` has the others, and the runs of every tool but anyrank.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_folder.ASIDE) + ".*",)),

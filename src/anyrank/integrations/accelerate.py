@@ -85,7 +85,8 @@ class Accelerator(_Accelerator):
             plugin = GradientAccumulationPlugin(num_steps=1, adjust_scheduler=False)
             kwargs.setdefault("gradient_accumulation_plugin", plugin)
         super().__init__(*args, **kwargs)
-        for problem in _problems_of(self):
+        problem = next(_problems_of(self), None)
+        if problem is not None:
             raise ValueError(f"anyrank's Accelerator: {problem}")
         self._run = FrameworkRun(folder, self._make_state, global_batch=global_batch, **options)
         self._batches: ElasticBatches | None = None

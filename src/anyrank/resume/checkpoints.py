@@ -52,7 +52,7 @@ class Checkpoints:
     """The checkpoints of one run, in one folder, and the loop that makes them.
 
     Every rank makes one with the same arguments, and calls it from one thread. Any rank may call
-    `latest`, `saved` and `stats`, all the other methods are for all ranks together.
+    `latest`, `saved` and `stats`; all other methods are for all ranks together.
     Leaving the `with` block saves the last completed step, unless an exception leaves it.
 
     Args:
@@ -473,7 +473,7 @@ class Checkpoints:
         try:
             self._counter.leave_body()  # of a loop whose iterator is still alive
             if error is not None:
-                self._leave_save()
+                self._wait_briefly()
                 if self._ranks is not None:  # the others may wait for this rank, and it may live on
                     text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
                     self._ranks.end(f"rank {self._ranks.rank} has left the run by {text}")
@@ -485,7 +485,7 @@ class Checkpoints:
             self._release(error)
         self._signals.resend()
 
-    def _leave_save(self) -> None:
+    def _wait_briefly(self) -> None:
         """Wait a short time for a save in flight while an exception passes.
 
         Raises nothing, as the user must see the first exception.

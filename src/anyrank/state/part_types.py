@@ -164,7 +164,10 @@ def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
 def misfits(stored: StoredTensor, target: ShardedTensor) -> str | None:
     """Why a stored tensor cannot fill this one, or None."""
     if stored.shape != target.shape:
-        return f"{target.name}: has shape {list(target.shape)}, the checkpoint {list(stored.shape)}"
+        return (
+            f"{target.name}: has shape {list(target.shape)}, the checkpoint {list(stored.shape)}: "
+            "build it as the run had it"
+        )
     if stored.dtype != target.dtype:
         return (
             f"{target.name}: is {target.dtype}, the checkpoint has {stored.dtype}: resume changes "

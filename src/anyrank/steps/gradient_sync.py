@@ -167,7 +167,7 @@ class GradientSync:
         if not is_first:
             return record
         norm = sum(map(squares, self.summed.values()))
-        return replace(record, norm=norm, squares=[*map(squares, self.exchanged.values())])
+        return replace(record, squared_norm=norm, squares=[*map(squares, self.exchanged.values())])
 
     def states(self) -> bytes:
         """Of each parameter that is summed here: frozen, without a gradient, or with one."""

@@ -24,12 +24,12 @@ class StepRecord:
     Attributes:
         weights: of its microbatches that had a backward, without copies.
         without: its microbatches that had none.
-        losses: of its microbatches; in a model's first passes alone, as `values`, `norm` and
-            `squares`.
+        losses: of its microbatches; in a model's first passes alone, as `values`, `squared_norm`
+            and `squares`.
         refusal: why this rank's gradients cannot be summed, and the way out; None if they can.
         values: hash of the parameters that no wrapper keeps equal.
         states: of each parameter that no wrapper exchanges: frozen, with a gradient, or without.
-        norm: sum of the squares of their gradients.
+        squared_norm: sum of the squares of their gradients.
         squares: of each parameter that DDP exchanges, the same of its gradient.
         used: with exact=True, of each unit of FSDP2 the parameters that a microbatch has used.
     """
@@ -40,7 +40,7 @@ class StepRecord:
     refusal: str | None
     values: str = ""
     states: bytes = b""
-    norm: float = 0.0
+    squared_norm: float = 0.0
     squares: list[float] = field(default_factory=list[float])
     used: list[set[int]] = field(default_factory=list[set[int]])
 
@@ -76,7 +76,7 @@ def judge(
     check_backwards(number, weights, [k for record in records for k in record.without])
     _check_trainable(summed, [record.states for record in records], ranks)
     is_once = _check_not_exchanged(
-        [record.norm for record in records], [record.losses for record in records]
+        [record.squared_norm for record in records], [record.losses for record in records]
     )
     return _check_exchanged(exchanged, [record.squares for record in records]) and is_once
 
