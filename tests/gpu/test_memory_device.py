@@ -14,6 +14,7 @@ import anyrank
 from anyrank.files.reader import synchronize
 from anyrank.memory import offload_engine
 from anyrank.memory.host_buffers import CopyEngine
+from anyrank.memory.offload import get_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -104,8 +105,8 @@ def test_host_buffers_are_pinned_of_exact_size_and_freed_by_close(device: torch.
     anyrank.recompute_(net, "*", offload=offload)
     grads(net, x)
     nbytes = x.numel() * 4
-    offload.engine.pool.collect()
-    buffers = offload.engine.pool.idle[nbytes]
+    get_engine(offload).pool.collect()
+    buffers = get_engine(offload).pool.idle[nbytes]
     assert [buffer.data.is_pinned() for buffer in buffers] == [True, True]
     offload.close()
     assert offload.stats().held_bytes == 0

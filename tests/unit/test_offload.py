@@ -13,6 +13,7 @@ from torch import nn
 
 import anyrank
 from anyrank.memory import offload_engine
+from anyrank.memory.offload import get_engine
 
 WIDTH = 16
 ROWS = 32
@@ -483,7 +484,7 @@ def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
     anyrank.recompute_(model, "layers.*", offload=offload)
     for _ in range(2):
         grads(model, x * 1)
-    (copies,) = offload.engine.copy_engines.values()
+    (copies,) = get_engine(offload).copy_engines.values()
     assert isinstance(copies, Noted)
     assert copies.copies == [
         ("out 0", ()),

@@ -63,9 +63,6 @@ class Offload:
         on_full: when the pool is full, "keep" the tensor on the device, or "raise" MemoryError.
         force: move CPU tensors too: real copies, for tests of the whole mechanism without a device.
 
-    Attributes:
-        engine: moves the tensors. For anyrank's own use: may change.
-
     Raises:
         ValueError: a size or choice that makes no sense; any use after `close`.
         TypeError: an argument of another type.
@@ -94,11 +91,11 @@ class Offload:
         check_int("min_bytes", min_bytes, 0)
         check_choice("on_full", on_full, ("keep", "raise"))
         check_bool(force=force)
-        self.engine = OffloadEngine(pool_bytes, keep_last, min_bytes, on_full == "raise", force)
+        self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, on_full == "raise", force)
 
     def stats(self) -> OffloadStats:
         """The figures until now."""
-        engine, pool = self.engine, self.engine.pool
+        engine, pool = self._engine, self._engine.pool
         pool.collect()
         return OffloadStats(
             pool_bytes=pool.limit_bytes,
@@ -119,4 +116,9 @@ class Offload:
         Raises:
             ValueError: a graph still needs some of it.
         """
-        self.engine.close()
+        self._engine.close()
+
+
+def get_engine(offload: Offload) -> OffloadEngine:
+    """The engine that moves the tensors, for `recompute`."""
+    return offload._engine  # pyright: ignore[reportPrivateUsage]

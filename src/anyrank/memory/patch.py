@@ -175,11 +175,8 @@ def tile_(
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = (chunk_size, ins, outs, grad_dtype, name in unchecked)
-        tiled = Tiled(forward, f"tile({name})", *options)
-        result = tiled(*args, **kwargs)
-        if not tiled.is_unchecked:
-            unchecked.discard(name)
-        return result
+        on_checked = functools.partial(unchecked.discard, name)
+        return Tiled(forward, f"tile({name})", *options, on_checked=on_checked)(*args, **kwargs)
 
     return patch(modules, call, "tile_")
 

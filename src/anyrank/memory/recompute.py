@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from anyrank.checks import check_function, check_type
 from anyrank.memory.ambient import Ambient, in_transform
 from anyrank.memory.call import Call, function_name
-from anyrank.memory.offload import Offload
+from anyrank.memory.offload import Offload, get_engine
 from anyrank.memory.region import Contexts, SavedInputs, record_region, uncompiled
 from anyrank.memory.used_modules import UsedModules
 from anyrank.random_state.streams import Source, ambient, source_of
@@ -183,7 +183,7 @@ def _run_eagerly(
     sources = (source for leaf in call.leaves if (source := source_of(leaf)) is not None)
     ambient = Ambient({tensor.device for tensor in call.tensors}, (*sources, *options.generators))
     pack = None
-    engine = options.offload.engine if options.offload else None
+    engine = get_engine(options.offload) if options.offload else None
     if engine is not None:
         resident = options.resident()
         pack = partial(engine.pack, names=call.tensor_name, label=label, resident=resident)

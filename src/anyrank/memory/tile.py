@@ -102,10 +102,8 @@ class Tiled:
         fn: what runs on the tiles.
         label: the call, for messages.
         uses: the user's function if `fn` wraps it; the modules are taken from it.
+        on_checked: called once the rows are found to be independent.
         The others are as of `tile`.
-
-    Attributes:
-        is_unchecked: whether the next call of several tiles is compared with an untiled one.
     """
 
     def __init__(
@@ -119,6 +117,7 @@ class Tiled:
         check: bool,
         *,
         uses: Callable[..., Any] | None = None,
+        on_checked: Callable[[], object] = lambda: None,
     ) -> None:
         check_function("fn", fn, "a function or a module")
         check_bool(check=check)
@@ -137,7 +136,8 @@ class Tiled:
         self._chunk_size = chunk_size
         self._out_dims = out_dims
         self._grad_dtype = grad_dtype
-        self.is_unchecked = check
+        self._is_unchecked = check
+        self._on_checked = on_checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, dims = self._arguments.call(args, kwargs)
@@ -146,9 +146,10 @@ class Tiled:
         if len(tiling.starts) == 1 or (not torch.compiler.is_compiling() and in_transform()):
             return call()
         joined = JoinedResults(self._out_dims, tiling, self._label)
-        if self.is_unchecked:
+        if self._is_unchecked:
             _check_independence(call, tiling, self._out_dims, self._label)
-            self.is_unchecked = False
+            self._is_unchecked = False
+            self._on_checked()
         if not torch.is_grad_enabled():
             for k in range(len(tiling.starts)):
                 leaves = tiling.tile(k, call.leaves)
