@@ -281,7 +281,7 @@ def measure(options: argparse.Namespace) -> Run:
         tell(part, rows[-1])
         if not options.quick:
             table = describe_machine() | shape | {"rows": rows}
-            keep("exact", read("exact") | {part: table})
+            keep("exact", read("exact") | {part: table}, options.out)
     if options.bits:
         print("the same bits" if are_alike(rows) else "DIFFERENT BITS")
     return {}
