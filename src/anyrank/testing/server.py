@@ -54,13 +54,11 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
         folder: for the stack dumps of the ranks.
         preload: modules to import; import errors are ignored here, and raised in the ranks.
     """
-    gc.disable()  # nothing of what is imported becomes garbage: to look for it takes a fifth longer
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in anyrank.__all__:  # else each rank imports what it uses of them, for 0.3 s
         getattr(anyrank, name)
-    gc.enable()
     gc.collect()
     gc.freeze()  # imported objects are never collected: ranks need not scan them (0.2 s each)
     control = socket.socket(fileno=control_fd)
