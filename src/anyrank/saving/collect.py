@@ -156,7 +156,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     records = _build_records(parts, summaries, ranks)
     meshes = [summary.mesh_coordinates for summary in summaries]
     coordinates = dict(zip(ranks.ranks, meshes, strict=True))
-    differed = compare_replicas(parts, coordinates, summaries[0].saves, ranks)
+    differed = compare_replicas(parts, coordinates, summaries[0].saves, state.step, ranks)
     state.parts.saves = summaries[0].saves + 1
     manifest = Manifest(
         run=state.run or summaries[0].new_run,

@@ -42,7 +42,11 @@ class _Replica:
 
 
 def compare_replicas(
-    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int, ranks: Ranks
+    parts: Mapping[str, Saved],
+    coordinates: Mapping[int, Coordinates],
+    turn: int,
+    step: int,
+    ranks: Ranks,
 ) -> list[str]:
     """Names of tensors that differ and may; the first rank's are saved. All ranks.
 
@@ -50,6 +54,7 @@ def compare_replicas(
         parts: of the state.
         coordinates: of every rank, by global rank.
         turn: how many saves were before, equal on all ranks.
+        step: that is saved, for the error.
         ranks: that save together.
 
     Raises:
@@ -63,9 +68,9 @@ def compare_replicas(
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
         raise CheckpointError(
-            _in_words("nothing was saved, as", wrong, parts, others)
-            + "\na ninth of each tensor was compared: Checkpoints(replicas_every=1) compares all, "
-            "and names the step"
+            _in_words(f"step {step}: nothing was saved, as", wrong, parts, others)
+            + "\na ninth of each tensor was compared, so the rest may differ on other ranks: "
+            "Checkpoints(replicas_every=1) compares all, and names the first step"
         )
     if ranks.index == 0:
         log.warning(
