@@ -357,9 +357,11 @@ def _in_optimizer_steps(
     state |= {key: table[key] for key in ("base_lrs", "_last_lr") if key in table}
     state |= {"last_epoch": step}
     state |= {"_step_count": step + 1} if "_step_count" in state else {}
-    return state, Outcome(
-        "derived", f"it was stepped once for each of {often} processes: {count} became {step}"
+    reason = (
+        f"it was stepped once for each of {often} processes: {count} became {step}; a schedule "
+        f"that was not made {often} times as long for it is old({often} * step) now"
     )
+    return state, Outcome("derived", reason)
 
 
 def _start_of(data: ElasticData, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:

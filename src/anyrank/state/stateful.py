@@ -175,7 +175,7 @@ def _changed_schedule(thing: Any, tree: Any) -> str:
         if not math.isclose(saved, rate, rel_tol=1e-6, abs_tol=1e-12):
             return (
                 f"its function gives a learning rate of {rate:g} at count {step}, where it was "
-                f"{saved:g}: the function of a LambdaLR is not saved, so give the same"
+                f"{saved:g}: the function of a LambdaLR is not saved"
             )
     return ""
 
