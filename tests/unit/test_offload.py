@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -492,3 +493,8 @@ def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
         ("out 2", ("back 1",)),
         ("back 3", ("out 2",)),
     ]
+
+
+def test_copies_of_what_holds_it_share_it() -> None:
+    offload = anyrank.Offload(1 << 20)
+    assert copy.deepcopy({"offload": offload})["offload"] is offload

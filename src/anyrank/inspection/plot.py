@@ -36,7 +36,10 @@ def draw(folder: str, path: str) -> None:
             legs.append([])
         legs[-1].append(line)
     if not legs:
-        raise LoadError(f"{os.path.join(folder, LOG)}: no log of a run is there: it has not saved")
+        raise LoadError(
+            f"{os.path.join(folder, LOG)}: no log of a run is there: give the folder of a run "
+            "on a local disk, which `Checkpoints` logs from its first resume() or step on"
+        )
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: Any = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     upper, lower = axes

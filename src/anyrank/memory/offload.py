@@ -93,6 +93,10 @@ class Offload:
         check_bool(force=force)
         self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, on_full == "raise", force)
 
+    def __deepcopy__(self, memo: object) -> Offload:
+        """A copy of a model that is patched with it shares its memory."""
+        return self
+
     def stats(self) -> OffloadStats:
         """The figures until now."""
         engine, pool = self._engine, self._engine.pool
