@@ -16,6 +16,7 @@ from torch import nn
 import anyrank
 from anyrank import faults
 from anyrank.files.reader import synchronize
+from anyrank.memory.offload import get_engine
 from anyrank.world.pinned import page_locked
 
 pytestmark = pytest.mark.gpu
@@ -112,8 +113,8 @@ def test_an_offload_that_nobody_closed_unlocks_its_memory(device: torch.device) 
     offload = anyrank.Offload(1 << 24, keep_last=0, min_bytes=1)
     anyrank.recompute_(net, "*", offload=offload)
     net(torch.randn(100, 64, device=device, requires_grad=True)).sum().backward()
-    offload.engine.pool.collect()
-    held = [one.data for buffers in offload.engine.pool.idle.values() for one in buffers]
+    get_engine(offload).pool.collect()
+    held = [one.data for buffers in get_engine(offload).pool.idle.values() for one in buffers]
     addresses = [one.data_ptr() for one in held]
     assert len(addresses) == 3
     assert all(address % mmap.PAGESIZE == 0 for address in addresses)

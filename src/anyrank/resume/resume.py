@@ -183,7 +183,7 @@ def _missing_path_text(path: str, folder: RunFolder) -> str:
         f"step as a number, of those that {folder.path} has: {steps}"
     )
     store, parent = storage_for(path), path.rpartition("/")[0]
-    if parent and store.is_dir(parent):
+    if parent not in ("", ".") and store.is_dir(parent):
         text += (
             f"; or a path, of those in {parent}: {join_first(sorted(store.names(parent)), SHOWN)}"
         )
