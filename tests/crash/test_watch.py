@@ -18,6 +18,7 @@ from anyrank.cli.torchrun import descendants
 
 LIMIT_SEC = 240  # for a job that takes ten on a machine of its own
 AFTER = "3s"
+LONGER = "6s"  # than a busy machine takes to start the workers of a DataLoader
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 ANYRANK = ["-c", "import sys; from anyrank.cli import main; main(sys.argv[1:])"]
 
@@ -80,7 +81,7 @@ def test_a_hang_under_torchrun_names_its_rank_and_line(name: str, tmp_path: Path
         line = ["--no-python", "bash", "-c", f"{sys.executable} train.py {AFTER} out; sleep 8"]
         done = run(tmp_path, *TORCHRUN, "--nproc-per-node=3", *line, script=hang.script)
     else:
-        done = torchrun(tmp_path, hang.script, AFTER, "out")
+        done = torchrun(tmp_path, hang.script, LONGER, "out")
         assert done.returncode == 1
         assert "exitcode: 124" in done.stderr
     assert len(screens(done.stderr)) == 1, done.stderr
