@@ -171,6 +171,15 @@ def test_a_source_that_cannot_be_read_says_nothing(text: str, tmp_path: Path) ->
 # -- at work or not -------------------------------------------------------------------------------
 
 
+def test_a_rank_is_known_by_the_name_that_the_script_gives_it(tmp_path: Path) -> None:
+    script = str(tmp_path / "train.py")
+    lines = ["R = dist.get_rank()", "net = DDP(net, device_ids=[local_rank])"]
+    lines += ["if step == 30 and R == 0:", "    dist.barrier()", "if net is None:", "    pass"]
+    Path(script).write_text("\n".join(lines))
+    branches = [branches_around(Frame(script, line, "f"))[0] for line in (4, 6)]
+    assert [branch.asks_for_rank for branch in branches] == [True, False]
+
+
 def test_what_goes_from_function_to_function_is_at_work() -> None:
     one, other = (
         (Frame("/u/t.py", 5, "main"),),

@@ -81,7 +81,10 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
     """
     after_sec, path = read_options(after, exit, report)
     for watching in RUNNING:
-        log.warning("watch() was called again, and changes nothing: %r runs already", watching)
+        log.warning(
+            "watch() was called again, and runs already after %g s: this call changes nothing",
+            watching._after_sec,  # pyright: ignore[reportPrivateUsage]
+        )
         return watching
     if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise AnyrankError(

@@ -29,6 +29,7 @@ BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 MODULES = re.compile(r"torch/nn/modules/module\.py$")
 END = "destroy_process_group"
 # In the test of an `if` that asks for the rank; lora_rank is none.
+RANK_CALLS = re.compile(r"get_rank\(|environ\W.*rank|process_index|is_main_process")
 RANK = re.compile(
     r"\b(?!lora|low)(\w+_)?rank\b|(rank|global|process)_zero"
     r"|(main|master)_process|\bis_(main|master)\b|process_index"
@@ -142,16 +143,13 @@ class Branch(NamedTuple):
         line: of the `if`.
         test: as text.
         is_else: whether the line is in its `else`.
+        asks_for_rank: whether the test does, by a usual name or by one that the script gives it.
     """
 
     line: int
     test: str
     is_else: bool
-
-    @property
-    def asks_for_rank(self) -> bool:
-        """Whether the test does, by a usual name."""
-        return bool(RANK.search(self.test.lower()))
+    asks_for_rank: bool
 
     def __str__(self) -> str:
         return f'{"the else of " if self.is_else else ""}"if {self.test}"'
@@ -160,10 +158,33 @@ class Branch(NamedTuple):
 def branches_around(frame: Frame) -> list[Branch]:
     """Each `if` of its function that a frame's line is within, the outermost first."""
     return [
-        Branch(parent.lineno, ast.unparse(parent.test), child in parent.orelse)
+        Branch(
+            parent.lineno,
+            ast.unparse(parent.test),
+            child in parent.orelse,
+            _asks_for_rank(parent.test, frame.file),
+        )
         for parent, child in itertools.pairwise(_nodes_around(frame))
         if isinstance(parent, ast.If)
     ]
+
+
+def _asks_for_rank(test: ast.expr, file: str) -> bool:
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return bool(RANK.search(ast.unparse(test).lower()) or names & _rank_names(file))
+
+
+@functools.lru_cache(64)
+def _rank_names(file: str) -> set[str]:
+    """Names to which a source assigns the rank: `R = dist.get_rank()`."""
+    tree = _tree(file)
+    return {
+        target.id
+        for node in (ast.walk(tree) if tree else ())
+        if isinstance(node, ast.Assign) and RANK_CALLS.search(ast.unparse(node.value).lower())
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def tries_around(frame: Frame) -> set[int]:
