@@ -1,9 +1,9 @@
 """New memory in place of meta tensors. The tensor objects stay the same where torch can keep them.
 
 Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
-memory into them. It refuses a tensor that something else refers to, weakly or in a graph. The weak
-references of the owning module (`nn.RNNBase` keeps such) are undone for the swap; with any other
-the module gets a new object, as from torch's `assign=True`.
+memory into them. It refuses a tensor that something else refers to, weakly or in a graph. Those of
+the owning module (`nn.RNNBase` keeps weak references, the legacy `weight_norm` a graph) are undone
+for the swap; with any other the module gets a new object, as from torch's `assign=True`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Replacement:
         listed = _weak_entries(self.target)
         for entries, n in listed:
             entries[n] = None
+        _cut_graphs(self.target)
         try:
             torch.utils.swap_tensors(old, new)
         except (RuntimeError, TypeError):
@@ -107,3 +108,14 @@ def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
         for n, entry in enumerate(entries)
         if isinstance(entry, weakref.ref) and entry() is target.tensor
     ]
+
+
+def _cut_graphs(target: ModelTensor) -> None:
+    """Drop the graph of what an owning module computed from its parameters while on meta: a hook
+    computes it again before the module runs.
+    """
+    for owner in target.registrations:
+        attributes = vars(owner.module)
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor) and value.is_meta and value.grad_fn is not None:
+                attributes[name] = value.detach()
