@@ -159,11 +159,11 @@ class ExactRun:
                 log.warning("%s", note)
 
     def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
-        """Note, once, that the gradients of parameters were changed since `deliver`."""
+        """Note, once, that the gradients of parameters were changed since `remember_gradients`."""
         if WARNING not in self._noted and any(map(self._is_changed, parameters)):
             self._tell(WARNING, notes, anywhere=True)
 
-    def deliver(self, parameters: Sequence[nn.Parameter]) -> None:
+    def remember_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember the gradients of a model's parameters as the optimizer should find them."""
         for parameter in parameters:
             key = id(parameter)
@@ -176,7 +176,7 @@ class ExactRun:
         self._samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient was changed since `deliver`, not only by a power of two."""
+        """Whether the gradient was changed since it was remembered, not only by a power of two."""
         before = self._samples.get(id(parameter))
         if before is None or parameter.grad is None:
             return False

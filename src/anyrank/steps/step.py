@@ -2,23 +2,31 @@
 
 What happens between two steps of the optimizer, in this order:
 
-1. `Step.microbatches` looks at the model's wrappers (`GradientSync`, or `ExactSync`). Gradients of
-   the same step, if it was begun before and left, are dropped.
-2. This rank's first two batches are fetched, and each other one before the body of the one before
-   it; while that body runs, the ranks agree that all could fetch theirs.
+1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it looks at the model's
+   wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of the same step, if it was
+   begun before and left, are dropped.
+2. This rank's first two batches are fetched. From then on batch i + 1 is fetched before the loop's
+   body gets batch i, and the ranks agree that all could fetch theirs while that body runs. Every
+   rank has as many batches as the others: where the step has fewer for it, it gets one again, as a
+   copy of weight 0.
 3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
-   body runs forward, and `Step.backward` of the mean loss, times its weight.
-4. Within the last backward, wrappers exchange the gradients; with exact=True only FSDP2's units do.
-5. The random streams go on as before.
-6. The ranks tell each other what they have seen (`StepRecord`), all at once, and `judge` it. Where
-   each gradient is a wrapper's and no weights are given, the last backward was the meeting: they
-   do so in a model's first step alone.
-7. Gradients are scaled by the step's total weight, and averaged where no wrapper has done so; with
-   exact=True their ordered sums are exchanged, and delivered to `.grad`.
+   body runs forward, and `Step.backward` of the mean loss, times its share of the step.
+4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
+   exact=True DDP exchanges nothing, and FSDP2's units give their gradients to an ordered sum in
+   each backward.
+5. The random streams go on as before the loop.
+6. The ranks gather what each has seen (`StepRecord`), and every rank judges all of it (`judge`).
+   They need not where the last backward was an exchange already: a model whose gradients are all a
+   wrapper's, without weights, once a step has shown that each gradient is exchanged once.
+7. What is left is done to the gradients: averaged where no wrapper has done so; with weights scaled
+   by the step's total; with exact=True the ordered sums are exchanged, scaled and put in `.grad`.
 8. The user clips, and steps the optimizer.
 9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called.
    In a run `resume/loop.py` says so, at the end of the body, and `Checkpoints.step_done` does what
    follows: the ranks agree, signals are heard, replicas are compared, and what is due is saved.
+
+A loop that is left within its microbatches, by an exception or `break`, exchanges nothing: the
+streams go on as before, and the loader gives the same step again.
 """
 
 from __future__ import annotations
@@ -139,6 +147,7 @@ class Step:
         slots = self._position.slots(run.plan)
         again = (run.num_passes,) if run.num_passes else ()
         take = self._take_again if run.num_passes else self._take
+        # A generator: nothing is fetched before the loop below asks for the first batch.
         batches = _one_ahead(self._ranks, "fetching a batch", take, slots)
         run.begin_pass(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
@@ -191,7 +200,8 @@ class Step:
         slot = self._current_slot()
         units = self._run.add_loss(slot, loss, weight)
         whole = self.samples if weight is None else self._divisor(units)
-        # Wrappers average over the ranks. The exact sum adds up, so that nothing depends on them.
+        # Wrappers divide the sum of the ranks' gradients by their number; the exact sum does not,
+        # so that no bit of a term depends on it.
         ranks = 1 if self._position.exact is not None else self._ranks.size
         return loss * (0.0 if slot.is_copy else units / whole * ranks)
 
@@ -247,7 +257,7 @@ class Step:
             exact.compare(parameters, self._position.notes)
         norm = clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
         if exact is not None:
-            exact.deliver(parameters)
+            exact.remember_gradients(parameters)
         return norm
 
     def loss(self) -> float:
@@ -340,8 +350,8 @@ class Step:
         digest = f"{derive(repr(values)):x}"
         record = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
         record = sync.complete(record, is_new)
-        # If each gradient is a wrapper's and no weights are given, the last backward was the
-        # meeting.
+        # If each gradient is a wrapper's and no weights are given, the last backward has shown that
+        # all ranks are here. A refusal is each rank's own then: all make the same calls.
         meets = sync.meets or bool(run.is_weighted) or is_new
         records = self._ranks.gather(record, "comparing the step") if meets else [record]
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
@@ -352,13 +362,14 @@ class Step:
             return
         if is_checked:
             self._position.checked[id(model)] = model
-        factor: float | None = None
+        factor: float | None = None  # of the gradients, where the losses had weights
         if run.is_weighted:
             total = math.fsum(weights)
-            factor = self._divisor(0.0) / total if total else 0.0
+            assert run.divisor is not None  # of the losses' weights, by the first of them
+            factor = run.divisor / total if total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
-            self._position.exact.deliver([*sync.named.values()])
+            self._position.exact.remember_gradients([*sync.named.values()])
 
     @property
     def _ranks(self) -> Ranks:
