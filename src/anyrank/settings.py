@@ -77,14 +77,8 @@ TIMEOUT_SEC = Knob(
     MAX_SEC,
     "how long a rank waits for the others before it names the missing",
 )
-LOCK_SEC = Knob(
-    "ANYRANK_LOCK_SEC",
-    600,
-    MAX_SEC,
-    "silence after which another machine's lock on a run folder is stale",
-)
 
 # No knobs: `anyrank run` sets them for the scripts that it starts.
 PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"  # memory that outlives the ranks
 
-KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC, LOCK_SEC)
+KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC)

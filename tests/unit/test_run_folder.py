@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
+import fcntl
 import logging
 import os
 import shutil
@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,7 @@ from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
-from anyrank.testing import run_ranks
-from anyrank.world import processes
-from anyrank.world.device import boot_id
+from anyrank.testing import RanksFailed, run_ranks
 from anyrank.world.ranks import open_ranks
 
 NEWEST, BEFORE = "step-00000002", "step-00000001"
@@ -245,22 +244,6 @@ def test_a_failing_clean_up_is_a_warning(
     assert "old steps were not removed: no" in caplog.text
 
 
-def test_an_unreadable_lock_is_nobodys(
-    tmp_path: Path, bad_sectors: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
-    first.take()
-    bad_sectors.add(".lock")
-    with pytest.raises(anyrank.CheckpointError, match="Input/output error"):
-        second.take()
-    first.renewed = -1e9
-    first.renew()
-    first.release()
-    assert "was not renewed" in caplog.text
-    assert "was not removed" in caplog.text
-    assert (tmp_path / ".lock").exists()
-
-
 # -- the manifest ---------------------------------------------------------------------------------
 
 
@@ -420,174 +403,167 @@ def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
 # -- the lock -------------------------------------------------------------------------------------
 
 
-def holder(**changed: Any) -> str:
-    """A lock of the process that started this one."""
-    pid = os.getppid()
-    boot, started = boot_id(), processes.start_time(pid)
-    table = {"pid": pid, "host": socket.gethostname(), "boot": boot, "started": started}
-    table["pid_namespace"] = os.readlink("/proc/self/ns/pid")
-    return json.dumps(table | {"token": "theirs"} | changed)
+def try_lock(path: str) -> str:
+    """What a process is told that wants the lock; "" if it gets it."""
+    lock = RunLock(LocalStorage(), path)
+    try:
+        lock.take()
+    except anyrank.CheckpointError as error:
+        return str(error)
+    lock.release()
+    return ""
 
 
-def dead_pid() -> int:
-    pid = os.fork()
-    if pid == 0:
+def in_a_child(path: Path) -> str:
+    """What a process is told that this one forks, which has all files that this one has open."""
+    receiving, sending = os.pipe()
+    if os.fork() == 0:
+        os.write(sending, try_lock(str(path)).encode() or b"got it")
         os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
+    os.close(sending)
+    with open(receiving, encoding="utf-8") as file:
+        text = file.read()
+    os.wait()
+    return text
 
 
-def token(path: Path) -> str:
-    return json.loads((path / ".lock").read_text())["token"]
-
-
-OTHERS = {"pid_namespace": "pid:[1]"}  # another container, whose numbers mean nothing here
-
-
-@pytest.mark.parametrize(
-    ("changed", "silent_sec", "stale"),
-    [
-        ({}, 3600, False),
-        ({"started": "1"}, 0, True),  # the number was used again
-        ({"started": ""}, 3600, False),
-        ({"boot": "another"}, 0, True),
-        ({"pid": dead_pid()}, 0, True),
-        ({"pid": os.getpid(), "started": ""}, 0, True),
-        ({"pid": None}, 0, False),
-        ({"pid": None}, 3600, True),
-        (OTHERS, 0, False),
-        (OTHERS | {"pid": os.getpid()}, 0, False),
-        (OTHERS | {"pid": dead_pid()}, 0, False),
-        (OTHERS, 3600, True),
-        ({"host": "elsewhere"}, 0, False),
-        ({"host": "elsewhere"}, 3600, True),
-    ],
-    ids=str,
-)
-def test_whose_lock_is_stale(
-    tmp_path: Path, changed: dict[str, Any], silent_sec: int, stale: bool
-) -> None:
-    path = tmp_path / ".lock"
-    path.write_text(holder(**changed))
-    since = time.time() - silent_sec
-    os.utime(path, (since, since))
+def test_another_live_process_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     lock = RunLock(LocalStorage(), str(tmp_path))
-    if stale:
+    for _ in range(2):
         lock.take()
-        assert token(tmp_path) == lock.token
-    else:
-        with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
-            lock.take()
-        assert token(tmp_path) == "theirs"
-    assert os.listdir(tmp_path) == [".lock"]
+        for text in (in_a_child(tmp_path), *run_ranks(1, try_lock, str(tmp_path), init=False)):
+            assert f"writes here: process {os.getpid()} on {socket.gethostname()} since" in text
+    lock.release()
+    assert os.listdir(tmp_path) == []
+    assert in_a_child(tmp_path) == "got it"
 
 
-def test_what_is_no_lock_is_one_until_it_was_silent_for_long(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text("[")
-    lock = RunLock(LocalStorage(), str(tmp_path))
-    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
-        lock.take()
-    os.utime(tmp_path / ".lock", (0, 0))
+def job_killed_beside_a_worker(path: str) -> None:
+    """A rank that dies by SIGKILL, with a worker that lives on and has its open files."""
+    anyrank.Checkpoints(path, build()).save()
+    if os.fork() == 0:
+        os.setpgid(0, 0)  # else the pool kills it too
+        Path(path, "worker").write_text(str(os.getpid()))
+        time.sleep(300)
+    while not Path(path, "worker").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_lock_of_a_killed_rank_is_free_at_once_though_its_worker_lives(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(1, job_killed_beside_a_worker, str(tmp_path), init=False)
+    worker = int((tmp_path / "worker").read_text())
+    os.kill(worker, 0)
+    assert "since" in (tmp_path / ".lock").read_text()
+    assert try_lock(str(tmp_path)) == ""
+    os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["copied", "removed", "all removed"])
+def test_a_lock_that_was_let_go_is_taken_again_at_the_next_save(tmp_path: Path, how: str) -> None:
+    with closing(anyrank.Checkpoints(tmp_path / "run", build(), every=1)) as ckpts:
+        for _ in range(2):
+            ckpts.step_done()
+            assert "another run writes here" in in_a_child(tmp_path / "run")
+            if how == "copied":  # which closes the file
+                shutil.copytree(tmp_path / "run", tmp_path / "copy", dirs_exist_ok=True)
+            elif how == "removed":
+                (tmp_path / "run" / ".lock").unlink()
+            else:
+                shutil.rmtree(tmp_path / "run")
+
+
+def job_hold(path: str) -> None:
+    """Hold the lock until the folder has a file `end`, or for a minute."""
+    lock = RunLock(LocalStorage(), path)
     lock.take()
-    assert token(tmp_path) == lock.token
+    Path(path, "held").touch()
+    until = time.monotonic() + 60
+    while not Path(path, "end").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    lock.release()
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(RunLock, "_read"), (LocalStorage, "create"), (os, "link")],
-    ids=["read", "create", "link"],
-)
-@pytest.mark.parametrize("is_there", [True, False], ids=["stale", "none"])
-def test_one_of_two_gets_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, is_there: bool
+def test_a_run_whose_lock_another_has_taken_since_saves_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other takes it behind the read, before the file is written or before it is linked."""
-    if is_there:
-        (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
-    elif method == "_read":
-        pytest.skip("nothing is read")
-    lock, other = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
-    real, raced = getattr(owner, method), list[int]()
-    monkeypatch.setattr("anyrank.saving.lock._is_stale", lambda h, _: h.get("token") == "theirs")
+    ckpts = anyrank.Checkpoints(tmp_path, build())
+    ckpts.step_done()
+    ckpts.save()
+    (tmp_path / ".lock").read_text()  # lets go of it
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(run_ranks, 1, job_hold, str(tmp_path), init=False)
+        while not (tmp_path / "held").exists():
+            assert not other.done(), other.exception()
+            time.sleep(0.01)
+        ckpts.step_done()
+        for _ in range(2):
+            with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
+                ckpts.save()
+        ckpts.close()
+        assert (tmp_path / ".lock").exists()
+        (tmp_path / "end").touch()
+        other.result(60)
+    assert [one.step for one in ckpts.saved()] == [1]
+    assert not (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize("function", [os.open, fcntl.lockf], ids=["opened", "locked"])
+def test_a_lock_that_is_removed_while_another_takes_it_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    """The first releases it when the second has its file open, or its lock."""
+    first, second = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
+    first.take()
 
     def racing(*given: Any) -> Any:
-        first, answer = not raced, None
-        raced.append(1)
-        if first and method == "_read":
-            answer = real(*given)
-        if first:
-            other.take()
-        return answer if first and method == "_read" else real(*given)
+        answer = function(*given)
+        if first.is_held:
+            monkeypatch.undo()
+            first.release()
+        return answer
 
-    monkeypatch.setattr(owner, method, racing)
-    with pytest.raises(anyrank.CheckpointError, match="another run writes here"):
-        lock.take()
-    assert raced
-    assert token(tmp_path) == other.token
-    assert os.listdir(tmp_path) == [".lock"]
+    module = os if function is os.open else fcntl
+    monkeypatch.setattr(module, function.__name__, racing)
+    second.take()
+    assert "another run writes here" in in_a_child(tmp_path)
+    second.release()
 
 
-def test_a_kill_before_a_stale_lock_is_replaced_leaves_an_error_that_says_what_to_do(
-    tmp_path: Path,
+def test_a_disk_without_locks_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / ".lock").write_text(holder(pid=dead_pid()))
-    (tmp_path / ".lock.theirs").write_text(holder(pid=dead_pid()))
-    lock = RunLock(LocalStorage(), str(tmp_path))
-    with pytest.raises(anyrank.CheckpointError, match=r"same time: stop them, and remove \.lock"):
-        lock.take()
-    (tmp_path / ".lock").unlink()
-    lock.take()
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-
-def test_a_lock_is_renewed_in_place_and_seldom(tmp_path: Path) -> None:
-    lock = RunLock(LocalStorage(), str(tmp_path))
-    lock.take()
-    path = tmp_path / ".lock"
-    text = path.read_text()
-    for is_due in (True, False):
-        os.utime(path, (0, 0))
-        lock.renewed = -1e9 if is_due else time.monotonic()
-        lock.renew()
-        assert (path.stat().st_mtime > 0) == is_due
-    assert path.read_text() == text
-    assert os.listdir(tmp_path) == [".lock"]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_run_whose_lock_was_taken_over_saves_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, late: bool
-) -> None:
-    with closing(anyrank.Checkpoints(tmp_path, build())) as ckpts:
-        ckpts.step_done()
-        ckpts.save()
-        theirs = holder(host="elsewhere")
-        (tmp_path / ".lock").write_text(theirs)
-        if late:
-            ckpts._lock.renewed = -1e9
-        ckpts.step_done()
-        assert ckpts._lock.is_lost == late
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with anyrank.Checkpoints(tmp_path, build(), every=1) as ckpts:
         for _ in range(2):
-            with pytest.raises(anyrank.CheckpointError, match=r"taken it over \(process .*elsewh"):
-                ckpts.save()
-        assert [one.step for one in ckpts.saved()] == [1]
-    assert (tmp_path / ".lock").read_text() == theirs
+            ckpts.step_done()
+        assert [one.step for one in ckpts.saved()] == [2, 1]
+    assert caplog.text.count("this disk has no locks (No locks available)") == 1
+    assert not (tmp_path / ".lock").exists()
 
 
-def test_a_lock_that_was_removed_by_hand_is_made_again(tmp_path: Path) -> None:
-    state = build()
-    with anyrank.Checkpoints(tmp_path, state, every=1) as ckpts:
-        ckpts.step_done()
-        (tmp_path / ".lock").unlink()
-        ckpts.step_done()
-        assert token(tmp_path) == ckpts._lock.token
+def test_a_name_that_does_not_fit_on_the_disk_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lock = RunLock(LocalStorage(), str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        with pytest.raises(anyrank.CheckpointError, match="No space left"):
+            lock.take()
+    assert in_a_child(tmp_path) == "got it"
 
 
 def test_an_object_store_has_no_lock(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     for _ in range(2):
-        lock = RunLock(storage_for(url), url)
-        lock.take()
-        lock.renew()
+        RunLock(storage_for(url), url).take()
     assert storage_for(url).names(url) == []
 
 

@@ -302,8 +302,6 @@ class Checkpoints:
         if first.save_is_due or signals:
             self.save(unless_saved=True)
             self._signals.mark_done(signals)
-        else:
-            self._lock.renew()
         if signal.SIGTERM in signals:
             self.close()
             log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)

@@ -1,4 +1,4 @@
-"""Identifies this process, and says whether another process of this machine runs."""
+"""Identifies this process on its machine, and reads what the system says of another."""
 
 from __future__ import annotations
 
@@ -11,54 +11,11 @@ ENDED = ("Z", "X")  # states of a process that ended, before its parent has wait
 
 
 def describe_own_process() -> dict[str, Any]:
-    """Identifies this process for good: process ids are used again, also after a boot."""
-    pid = os.getpid()
-    namespace = {"boot": boot_id(), "pid_namespace": pid_namespace()}
-    return {"pid": pid, "started": start_time(pid), **namespace}
+    """This process's id, and the boot and the namespace within which the id means something."""
+    return {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": _pid_namespace()}
 
 
-def has_ended(process: dict[str, Any]) -> bool:
-    """Whether a process that `describe_own_process` described has ended; False if unknown."""
-    return _is_seen(process) and not is_running(int(process["pid"]), str(process["started"]))
-
-
-def is_alive(process: dict[str, Any]) -> bool:
-    """Whether a process that `describe_own_process` described runs; False if unknown."""
-    return _is_seen(process) and is_running(int(process["pid"]), str(process["started"]))
-
-
-def _is_seen(process: dict[str, Any]) -> bool:
-    """Whether it is of this boot and process namespace; else its id says nothing."""
-    boot, namespace = boot_id(), pid_namespace()
-    return bool(boot) and (process.get("boot"), process.get("pid_namespace")) == (boot, namespace)
-
-
-def is_running(pid: int, start: str) -> bool:
-    """Whether a process runs with this id and start time.
-
-    Args:
-        pid: within this process's namespace.
-        start: as `start_time` returned it, or "" for any.
-    """
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it runs as another user
-    stat = stat_fields(pid)
-    if not stat:
-        return True  # no /proc: only the id is known
-    return stat[0] not in ENDED and (not start or stat[19] == start)
-
-
-def start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" where the system does not say."""
-    stat = stat_fields(pid)
-    return stat[19] if stat else ""
-
-
-def pid_namespace() -> str:
+def _pid_namespace() -> str:
     """The namespace of this process's ids; "" where the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
