@@ -1,4 +1,4 @@
-"""exact=True on a device: what it asks for, the same bits in a second run, and its receipts."""
+"""exact=True on a device: what it asks for, and the same bits in a second run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_second_run_on_the_device_has_the_same_bits(device: torch.device, tmp_
     found = anyrank.diff(tmp_path / "a", tmp_path / "b")
     assert found, found
     assert found.steps_equal == [1, 2, 3, 4]
-    assert anyrank.verify(tmp_path / "a")  # the digests of the device are those of the files
+    assert anyrank.verify(tmp_path / "a")
 
 
 def test_kernels_that_may_add_in_any_order_are_refused(

@@ -38,7 +38,7 @@ def run(
     batch: int = 4,
     **parts: Any,
 ) -> str:
-    """A run of one saved step, without a receipt."""
+    """A run of one saved step."""
     model = nn.Linear(2, 2)
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)

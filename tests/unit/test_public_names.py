@@ -98,7 +98,7 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the result of diff": (
         lambda: anyrank.diff(WEIGHTS, WEIGHTS),
-        "a b equal only_a only_b renamed shapes dtypes values digests numbers data step newest"
+        "a b equal only_a only_b renamed shapes dtypes values numbers data step newest"
         " parts steps_equal steps_only unreadable to_json",
     ),
     "the result of inspect": (

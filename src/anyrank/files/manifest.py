@@ -22,8 +22,6 @@ STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... ar
 
 # How an optimizer's step is computed, not what: a run goes on with what it is made with now.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-# What a receipt's digest takes from the state of the loader.
-POSITION = ("seed", "epoch", "step", "samples", "receipt")
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class Manifest:
         differed: tensors that were not alike on all ranks; the first rank's were saved.
         streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
             digest of each stream's state; `states`, digest -> state.
-        receipt: of a run with exact=True: `tensors`, name -> digest of its values in any layout,
-            and `digest`, of them and of the data up to the step; empty for other runs.
     """
 
     run: str
@@ -61,7 +57,6 @@ class Manifest:
     streams: dict[str, Any] = field(
         default_factory=lambda: {"ranks": [], "states": {}, "unused": []}
     )
-    receipt: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of the others."""
@@ -71,8 +66,6 @@ class Manifest:
             name: {key: value for key, value in asdict(record).items() if value != ""}
             for name, record in self.files.items()
         }
-        if not self.receipt:
-            del table["receipt"]
         table["self"] = _digest(table)
         return _text(table)
 

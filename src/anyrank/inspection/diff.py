@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,7 +18,6 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
-from anyrank.files.receipt import IN_PART, tensor_differences
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, no_step, whole_steps
 from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
@@ -27,6 +27,7 @@ from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_val
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, rows
 
+IN_PART = re.compile(r"@\d{5}$")  # ends the names of tensors in the state of a part
 SHOWN = 10
 LONGEST = 60  # characters of a value
 
@@ -64,8 +65,6 @@ class DiffReport:
         shapes: name -> both shapes.
         dtypes: name -> both dtypes; the values are compared as well.
         values: name -> how they differ, the largest difference first.
-        digests: of steps that both have a receipt: the tensors whose digests in it differ. No
-            values were read then, and none are compared.
         numbers: of two steps: what else differs but for tensors and data: options of an
             optimizer's groups, values in the state of a scheduler or of a part of your own, the
             epoch -> both values; "absent" for none.
@@ -90,7 +89,6 @@ class DiffReport:
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     dtypes: dict[str, tuple[str, str]]
     values: dict[str, Difference]
-    digests: list[str] = field(default_factory=list[str])
     numbers: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     data: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
     step: int | None = None
@@ -102,7 +100,7 @@ class DiffReport:
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
-        others = self.digests or self.numbers or self.data or self.unreadable
+        others = self.numbers or self.data or self.unreadable
         if self.steps_only and not self.steps_equal:
             return False
         return not (names or self.shapes or self.dtypes or self.values or others)
@@ -126,12 +124,11 @@ class DiffReport:
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [f"{name}: {value}" for name, value in self.values.items()]),
-            ("data", _data_in_words(self.data) if self.data or self.digests else []),
+            ("data", _data_in_words(self.data)),
             (
                 "number",
                 [f"{n}: {_shown(x)} and {_shown(y)}" for n, (x, y) in self.numbers.items()],
             ),
-            ("digest", self.digests),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
         ]
@@ -161,8 +158,6 @@ class DiffReport:
 
 def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """What differs between the data of two steps, a line each."""
-    if not data:
-        return ["the same samples up to this step"]
     lines = [f"{name}: {x} and {y}" for name, (x, y) in data.items() if name != "receipt"]
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
 
@@ -178,9 +173,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     Two runs are compared step by step, with all tensors and plain values of all their parts; the
     report is of the first step that differs, and says of each part whether it is equal in the
     newest step that both have. Not compared are what differs between equal runs (id, time, rank
-    counts, layouts, versions) and the random streams. The tensors of runs with exact=True are
-    compared by their receipts, and none is read; give the folders of two steps to compare their
-    values. Of other pairs the weights are compared.
+    counts, layouts, versions), the random streams, and a part that each rank saved for itself where
+    the rank counts differ. Of other pairs the weights are compared.
 
     Called by one process.
 
@@ -221,7 +215,7 @@ def _ignored(ignore: object) -> Ignore:
     if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
         raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
     with_inner = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
-    return lambda name: any(fnmatchcase(IN_PART.sub("", name), text) for text in with_inner)
+    return lambda name: any(fnmatchcase(_place_of(name), text) for text in with_inner)
 
 
 def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
@@ -248,7 +242,7 @@ def _diff_runs(
     a: str, b: str, steps_a: Mapping[int, str], steps_b: Mapping[int, str], ignore: Ignore
 ) -> DiffReport:
     if len(steps_a) == len(steps_b) == 1 and a in steps_a.values() and b in steps_b.values():
-        return _diff_steps(a, b, ignore, read=True)  # of whatever step
+        return _diff_steps(a, b, ignore)  # of whatever step
     equal: list[int] = []
     only = sorted(steps_a.keys() ^ steps_b.keys())
     both = sorted(steps_a.keys() & steps_b.keys())
@@ -268,17 +262,15 @@ def _diff_runs(
     return replace(report, newest=newest, parts=parts, steps_equal=equal, steps_only=only)
 
 
-def _diff_steps(a: str, b: str, ignore: Ignore, read: bool = False) -> DiffReport:
-    """Two steps: tensors by the receipts where both have one, else or to be `read` by values."""
+def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
+    """Two steps: their tensors, and what else their parts hold."""
     manifest_a, manifest_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
-    if read or not (manifest_a.receipt and manifest_b.receipt):
-        in_a = list_step(storage_for(a), a, manifest_a)
-        in_b = list_step(storage_for(b), b, manifest_b)
-        report = _diff(a, b, in_a, in_b, ignore)
-    else:
-        report = _diff_receipts(a, b, manifest_a, manifest_b, ignore)
+    in_a = list_step(storage_for(a), a, manifest_a)
+    in_b = list_step(storage_for(b), b, manifest_b)
+    by_rank = _parts_of_ranks(manifest_a, manifest_b)
+    report = _diff(a, b, in_a, in_b, lambda name: ignore(name) or _part_of(name) in by_rank)
     numbers, data = record_differences(manifest_a, manifest_b, ignore)
-    absent = {IN_PART.sub("", name) for name in (*report.only_a, *report.only_b)}
+    absent = {_place_of(name) for name in (*report.only_a, *report.only_b)}
     names = [part for part in {**manifest_a.parts, **manifest_b.parts} if not ignore(part)]
     report = replace(
         report,
@@ -295,25 +287,29 @@ def _differing_parts(report: DiffReport) -> set[str]:
     """The parts of two steps that differ, by what their names begin with."""
     tables = (report.renamed, report.shapes, report.dtypes, report.values, report.numbers)
     names = {name for table in tables for name in table}
-    names |= {*report.only_a, *report.only_b, *report.digests, *report.renamed.values()}
-    parts = {IN_PART.sub("", name).partition(".")[0] for name in names}
-    return parts | ({"data"} if report.data else set[str]())
+    names |= {*report.only_a, *report.only_b, *report.renamed.values()}
+    return {_part_of(name) for name in names} | ({"data"} if report.data else set[str]())
 
 
-def _diff_receipts(
-    a: str, b: str, manifest_a: Manifest, manifest_b: Manifest, ignore: Ignore
-) -> DiffReport:
-    """The tensors of two steps, by their digests."""
-    in_a, in_b = (
-        {name: digest for name, digest in manifest.receipt["tensors"].items() if not ignore(name)}
-        for manifest in (manifest_a, manifest_b)
-    )
-    same = [name for name in in_a if in_a[name] == in_b.get(name)]
-    digests = tensor_differences(manifest_a.receipt, manifest_b.receipt)
-    digests = [name for name in digests if not ignore(name)]
-    only_a = [name for name in in_a if name not in in_b and not IN_PART.search(name)]
-    only_b = [name for name in in_b if name not in in_a and not IN_PART.search(name)]
-    return DiffReport(a, b, len(same), only_a, only_b, {}, {}, {}, {}, digests)
+def _parts_of_ranks(a: Manifest, b: Manifest) -> set[str]:
+    """The parts that each rank saved for itself, where the rank counts differ."""
+    if a.saved_on["ranks"] == b.saved_on["ranks"]:
+        return set()
+    return {
+        part
+        for step in (a, b)
+        for part, record in step.parts.items()
+        if isinstance(record, dict) and "by_rank" in record
+    }
+
+
+def _place_of(name: str) -> str:
+    """Where a tensor is in the state; that of a part's own tensor without its number."""
+    return IN_PART.sub("", name)
+
+
+def _part_of(name: str) -> str:
+    return _place_of(name).partition(".")[0]
 
 
 def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> DiffReport:

@@ -13,10 +13,11 @@ from itertools import zip_longest
 from typing import Any, cast
 
 from anyrank.errors import CorruptCheckpoint
-from anyrank.files.manifest import IMPLEMENTATION, POSITION, Manifest
-from anyrank.files.receipt import data_differences
+from anyrank.files.manifest import IMPLEMENTATION, Manifest
 
 PROGRESS = ("step", "epoch", "samples")
+POSITION = {"seed", "epoch", "step", "samples", "receipt"}  # that a loader of ours has
+NO_POSITION = ("version", "receipts", "exact")  # of its state, what may differ between equal runs
 TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
 NOT_COMPARED = ("kind", "layout")
 COMPARED_APART = ("tree", "by_rank", "groups")
@@ -45,7 +46,7 @@ def record_differences(
     data: dict[str, Pair] = {}
     positions = _position(a), _position(b)
     if positions[0] is not None and positions[1] is not None:
-        pairs = data_differences(positions[0], positions[1])
+        pairs = _data_differences(positions[0], positions[1])
         data = {name: pair for name, pair in pairs.items() if not ignore(f"data.{name}")}
     numbers: dict[str, Pair] = {}
     for name in PROGRESS:
@@ -71,7 +72,13 @@ def _position(manifest: Manifest) -> Mapping[str, Any] | None:
     """The state of an ElasticLoader or ElasticSampler; None of another loader, or without one."""
     record = manifest.parts.get("data")
     tree = cast("Any", record).get("tree") if isinstance(record, dict) else None
-    return tree if isinstance(tree, dict) and tree.keys() >= {*POSITION} else None
+    return tree if isinstance(tree, dict) and tree.keys() >= POSITION else None
+
+
+def _data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
+    """What differs between the states of two runs' loaders: name -> both values."""
+    names = [name for name in {**a, **b} if name not in NO_POSITION]
+    return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
 
 
 def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:

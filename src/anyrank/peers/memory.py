@@ -257,7 +257,7 @@ def _move_path(path: str, folder: str) -> str:
 def _small_files(snapshot: Snapshot, shares: Sequence[RankShare]) -> dict[str, bytes]:
     """The index and the manifest for each machine, in the order in which they are written.
 
-    DCP's metadata and a receipt are left out, as only a resume reads a snapshot.
+    DCP's metadata is left out, as only a resume reads a snapshot.
     """
     index, manifest = describe_step(snapshot, shares, datetime.now(UTC).isoformat())
     manifest.files[INDEX] = digest_of(index)

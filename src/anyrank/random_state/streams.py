@@ -84,7 +84,7 @@ class PythonStream:
 
     def decode(self, values: Any, data: bytes) -> Any:
         version, gauss = values
-        state = (version, words_of(data), None if gauss is None else float(gauss))
+        state = (version, _words_of(data), None if gauss is None else float(gauss))
         random.Random().setstate(state)  # noqa: S311 - raises for what is no state
         return state
 
@@ -113,7 +113,7 @@ class _NumpyStream:
 
     def decode(self, values: Any, data: bytes) -> Any:
         position, has_gauss, gauss = values
-        words = words_of(data)
+        words = _words_of(data)
         if type(position) is not int or not 0 <= position <= MT_WORDS or len(words) != MT_WORDS:
             raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
         return ("MT19937", words, position, int(bool(has_gauss)), float(gauss))
@@ -274,6 +274,6 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-def words_of(data: bytes) -> tuple[int, ...]:
+def _words_of(data: bytes) -> tuple[int, ...]:
     """Little-endian 32-bit numbers."""
     return tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))

@@ -32,7 +32,6 @@ from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved, differences
 from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
-from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
@@ -49,16 +48,12 @@ class Snapshot:
         manifest: of the step; files and streams are added when they are written.
         aliases: names of tied tensors -> the name that is saved.
         streams: random streams of all ranks, with the states that no earlier rank saves.
-        loader_state: for the step's receipt; None for a run without receipts.
-        receipt_skips: names of tensors that differ between the ranks; the receipt leaves them out.
     """
 
     items: list[Item]
     manifest: Manifest
     aliases: dict[str, str]
     streams: SavedStreams
-    loader_state: Mapping[str, Any] | None
-    receipt_skips: set[str]
 
 
 @dataclass(frozen=True)
@@ -171,15 +166,11 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         parts=records,
         differed=differed,
     )
-    has_receipt = isinstance(state.data, ElasticLoader) and state.data.position.exact
-    by_rank = [name for name, record in records.items() if "by_rank" in record]
     return Snapshot(
         items=_plan_items(parts, records, coordinates, ranks),
         manifest=manifest,
         aliases={k: name for saved in parts.values() for k, name in saved.aliases.items()},
         streams=_select_streams(summaries, states, ranks),
-        loader_state=state.data.state_dict() if has_receipt else None,
-        receipt_skips={tensor.name for name in by_rank for tensor in parts[name].own_tensors},
     )
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest
-from anyrank.files.receipt import Digests, receipt_of_step
 from anyrank.files.storage import FileRecord, Storage, join_path, write_file
 from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_output import metadata_of
@@ -80,31 +79,25 @@ def write(
     run = snapshot.manifest.run
     temporary = ranks.run_on_one("making the folder", lambda: folder.begin(step, run, branch))
 
-    def write_files() -> tuple[RankShare, dict[str, int]]:
+    def write_files() -> RankShare:
         faults.point("save.write")
-        digests = _tensor_digests(snapshot, ranks)
         try:
-            return write_own_share(snapshot, folder.store, temporary, ranks), digests
+            return write_own_share(snapshot, folder.store, temporary, ranks)
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise _unshared_folder_error(temporary, ranks) from error
             raise
 
-    answers = ranks.together("writing the checkpoint", write_files)
+    shares = ranks.together("writing the checkpoint", write_files)
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
-        shares = [share for share, _ in answers]
         now = datetime.now(UTC).isoformat(timespec="seconds")
         index, manifest = describe_step(snapshot, shares, now)
         boxes = [box for share in shares for box in share.boxes]
         small_files = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
         for file, data in small_files.items():
             manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
-        if snapshot.loader_state is not None:
-            digests = [digests for _, digests in answers]
-            receipt = receipt_of_step(digests, snapshot.loader_state)
-            manifest = replace(manifest, receipt=receipt)
         name = folder.commit(temporary, step, manifest)
         removed = folder.tidy(name, keep_newest, keeps_forever)
         nbytes = sum(file.size for file in manifest.files.values())
@@ -149,17 +142,6 @@ def describe_step(
         streams=replace(snapshot.streams, states=states).to_json(),
     )
     return index_of((box for share in shares for box in share.boxes), snapshot.aliases), manifest
-
-
-def _tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
-    """The digests of this rank's boxes for the receipt; none for a run without receipts."""
-    digests = Digests()
-    if snapshot.loader_state is not None:
-        for item in snapshot.items:
-            ranks.check()
-            if item.name not in snapshot.receipt_skips:
-                digests.add(item.name, item.shape, item.dtype, item.box, item.source)
-    return digests.tensors
 
 
 def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:

@@ -14,7 +14,7 @@ from typing import Any
 
 from anyrank.checks import check_path, check_type
 from anyrank.errors import CheckpointError
-from anyrank.files.receipt import digest_of_box
+from anyrank.files.box_digest import digest_of_box
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.arguments import compare_arguments

@@ -81,7 +81,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
         "layout": layout_digest(saved.tensors),
         "tree": tree,
     }
-    for sharded in saved.tensors:  # as where they are plain: receipts compare them by name
+    for sharded in saved.tensors:  # as where they are plain: `diff` compares them by name
         sharded.name = own_name(sharded.name, 0)
     saved.may_differ = {sharded.name for sharded in saved.tensors}
     return saved
