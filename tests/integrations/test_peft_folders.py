@@ -13,7 +13,6 @@ from peft import (
     LoraConfig,
     PeftModel,
     PrefixTuningConfig,
-    PromptEncoderConfig,
     PromptTuningConfig,
     VeraConfig,
     get_peft_model,
@@ -312,9 +311,13 @@ def test_methods_that_share_modules_go_through_the_same_folders(tmp_path: Path, 
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-    peft.save(model, tmp_path / "ours")
+    if kind in ("prompt", "prefix"):
+        model.save_pretrained(tmp_path / "ours")
+        anyrank.load(fresh, [tmp_path / "ours" / peft.WEIGHTS], missing="keep")
+    else:
+        peft.save(model, tmp_path / "ours")
+        assert peft.load(fresh, tmp_path / "ours").unexpected == []
     read = PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
-    assert peft.load(fresh, tmp_path / "ours").unexpected == []
     base().save_pretrained(tmp_path / "base")
     files = [tmp_path / "base" / "model.safetensors", tmp_path / "ours" / peft.WEIGHTS]
     wanted = model(input_ids=TOKENS).logits
@@ -331,23 +334,13 @@ def test_methods_that_share_modules_go_through_the_same_folders(tmp_path: Path, 
         assert torch.equal(other(input_ids=TOKENS).logits, wanted)
 
 
-def test_a_prompt_that_several_layers_give_is_refused_by_name(tmp_path: Path) -> None:
-    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
-    model = get_peft_model(base(), config)
-    with pytest.raises(ValueError, match=r"mlp_head\.0\.weight.* give together: save it with PEFT"):
-        peft.save(model, tmp_path)
-
-
-def job_prompt(folder: str) -> torch.Tensor:
-    torch.manual_seed(torch.distributed.get_rank())
-    model: Any = get_peft_model(base(), OTHERS["prompt"]())
-    fully_shard(model.prompt_encoder["default"])
-    peft.save(model, folder)
-    fresh: Any = get_peft_model(base(), OTHERS["prompt"]())
-    fully_shard(fresh.prompt_encoder["default"])
-    peft.load(fresh, folder)
-    assert load_file(f"{folder}/{peft.WEIGHTS}").keys() == {"prompt_embeddings"}
-    return full(fresh.prompt_encoder["default"].embedding.weight)
+@pytest.mark.parametrize("call", [peft.save, peft.load])
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_prompts_are_left_to_peft(tmp_path: Path, kind: str, call: Any) -> None:
+    model = get_peft_model(base(), OTHERS[kind]())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"_TUNING, of which PEFT saves .*: save it with PEFT"):
+        call(model, tmp_path)
 
 
 def test_an_adapter_with_computed_tensors_is_refused_by_name(tmp_path: Path) -> None:
@@ -359,11 +352,6 @@ def test_an_adapter_with_computed_tensors_is_refused_by_name(tmp_path: Path) -> 
         ValueError, match=r"SHIRA, of which PEFT saves .*shira_indices, which is not"
     ):
         anyrank.integrations.peft.save(model, tmp_path / "adapter")
-
-
-def test_sharded_prompts_are_saved_and_loaded(tmp_path: Path) -> None:
-    first, second = run_ranks(2, job_prompt, str(tmp_path))
-    assert torch.equal(first, second)
 
 
 def job_names() -> None:

@@ -313,8 +313,9 @@ def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> 
     Raises:
         ValueError: it saves what it computes of them.
     """
-    if model.peft_config[adapter].is_prompt_learning:
-        return {"prompt_embeddings": _prompts(model, adapter)}
+    config = model.peft_config[adapter]
+    if config.is_prompt_learning:
+        raise _computed_error(config, adapter, "prompt_embeddings")
     outline = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
@@ -326,29 +327,17 @@ def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> 
     )
     computed = sorted(key for key, tensor in chosen.items() if id(tensor) not in names)
     if computed:
-        raise ValueError(
-            f"{adapter!r} is of {model.peft_config[adapter].peft_type}, of which PEFT saves "
-            f"{computed[0]}, which is not a tensor of the model: save it with PEFT "
-            "(save_pretrained), from a model that is whole"
-        )
+        raise _computed_error(config, adapter, computed[0])
     return {key: names[id(chosen[key])] for key in sorted(chosen)}
 
 
-def _prompts(model: PeftModel, adapter: str) -> str:
-    """The name of a prompt method's one tensor.
-
-    Raises:
-        ValueError: it has several, of which PEFT saves what they give together.
-    """
-    encoder: nn.Module = model.prompt_encoder[adapter]
-    names = [name for name, _ in encoder.named_parameters()]
-    if names != ["embedding.weight"]:
-        method = model.peft_config[adapter].peft_type
-        raise ValueError(
-            f"{adapter!r} is of {method}, of which PEFT saves what {', '.join(names)} give "
-            "together: save it with PEFT (save_pretrained), from a model that is whole"
-        )
-    return f"prompt_encoder.{adapter}.embedding.weight"
+def _computed_error(config: PeftConfig, adapter: str, key: str) -> ValueError:
+    """The error of an adapter of which PEFT saves what it computes."""
+    return ValueError(
+        f"{adapter!r} is of {config.peft_type}, of which PEFT saves {key}, which is not a tensor "
+        "of the model: save it with PEFT (save_pretrained), from a model that is whole; "
+        "anyrank.load reads the file into a model that has such an adapter"
+    )
 
 
 def _read(folder: str) -> tuple[dict[str, Any], set[str]]:
