@@ -113,6 +113,30 @@ def test_parts_are_synced_both_ways() -> None:
     run_ranks(4, job_sync)
 
 
+def job_fused() -> None:
+    """A generator on ranks 2 and 3 that stacks two layers of 8 rows in one weight."""
+    rank = dist.get_rank()
+    names, ranks, trainers = ("0.weight", "1.weight"), [2, 3], DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(0)
+    full = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(5, 8, bias=False))
+    wanted = [value.chunk(2)[rank % 2].clone() for value in full.state_dict().values()]
+    if rank < 2:
+        weights = anyrank.Sync(None, fully_shard(full, mesh=trainers), verify=True)
+    else:
+        fused = torch.zeros(8, 5)
+        views = dict(zip(names, fused.chunk(2), strict=True))
+        given = dict.fromkeys(names, (ranks, [Shard(0)]))
+        weights = anyrank.Sync(views, None, layout=(given, None), verify=True)
+    for _ in range(2):
+        weights()
+    if rank >= 2:
+        assert torch.equal(fused, torch.cat(wanted))
+
+
+def test_a_generator_that_fuses_layers_takes_views_of_them() -> None:
+    run_ranks(4, job_fused)
+
+
 def job_intervals(folder: str) -> None:
     """Parts of several intervals, and `layout=` as a function, in every call that takes one."""
     rank = dist.get_rank()

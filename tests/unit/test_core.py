@@ -27,7 +27,7 @@ BUDGETS = {
     "formats": 2180,
     "frozen": 535,
     "inspection": 1310,
-    "integrations": 3355,
+    "integrations": 3210,
     "memory": 2980,
     "model": 3030,
     "peers": 390,

@@ -16,7 +16,6 @@ FRAMEWORKS = (
     "peft",
     "torchtitan",
     "transformers",
-    "vllm",
 )
 
 # Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
