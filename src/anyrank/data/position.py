@@ -20,7 +20,7 @@ from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_o
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.arguments import compare_arguments
-from anyrank.world.group import ALONE, check_group, find_members
+from anyrank.world.group import ALONE, check_group
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -112,10 +112,6 @@ class Position:
             )
         self.schedule.check_size(size)
         return index, size
-
-    def data_ranks(self) -> list[int]:
-        """The data-parallel ranks, by their global numbers."""
-        return find_members(self.group)[0]
 
     def arguments(self) -> dict[str, object]:
         """What ranks must have given alike, by argument."""
