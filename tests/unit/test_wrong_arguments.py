@@ -93,7 +93,6 @@ REGIONS: dict[str, list[Any]] = {
 TILES: dict[str, list[Any]] = {
     "chunk_size": [0, -1, "x", 2.5, True, None],
     "grad_dtype": ["float", torch.int64, 3],
-    "check": [3, "yes", None],
 }
 CALLS: dict[str, Case] = {
     "load": (

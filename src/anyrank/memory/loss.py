@@ -131,7 +131,7 @@ def tiled_loss(
         return checked(fn, mesh, hidden, labels, *rest)
 
     label = f"tiled_loss({function_name(used)})"
-    options = (chunk_size, (0, 0, *dims), 0, grad_dtype, False)
+    options = (chunk_size, (0, 0, *dims), 0, grad_dtype)
     tiled = Tiled(run, label, *options, uses=used)
     losses = tiled(rows, target, *flat_rest)
     losses = torch.where(target != ignore_index, losses, 0)
