@@ -31,7 +31,7 @@ BUDGETS = {
     "memory": 2890,
     "model": 3030,
     "peers": 390,
-    "random_state": 570,
+    "random_state": 520,
     "resume": 2020,
     "saving": 1450,
     "state": 2350,

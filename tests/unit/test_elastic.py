@@ -106,7 +106,7 @@ def leave_steps_unfinished(loader: anyrank.ElasticLoader, commits: bool) -> None
 
 
 def states() -> list[Any]:
-    return [str(stream.encode(stream.get())) for stream in ambient()]
+    return [str(stream.to_json(stream.get())) for stream in ambient()]
 
 
 # -- what a step holds ----------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: in
     for part in Box.whole(box.sizes).cut(PART_ELEMENTS):
         offsets = [start + more for start, more in zip(box.offsets, part.offsets, strict=True)]
         places = positions(offsets, part.sizes, shape, source.device)
-        for number, words in enumerate(words_of(source.detach()[part.slices()])):
+        for number, words in enumerate(_words_of(source.detach()[part.slices()])):
             key = signed((seed + number) % MODULUS)
             total += mix64_((places * SPREAD).add_(key).bitwise_xor_(words)).sum()
     return int(total.item()) % MODULUS
@@ -79,7 +79,7 @@ def positions(
     return indices.reshape(-1)
 
 
-def words_of(part: torch.Tensor) -> list[torch.Tensor]:
+def _words_of(part: torch.Tensor) -> list[torch.Tensor]:
     """The bits of each element as int64, flat; two tensors for complex128."""
     flat = part.contiguous().reshape(-1)
     if flat.itemsize == 16:

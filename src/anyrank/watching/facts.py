@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from anyrank.random_state.saved_streams import capture
+from anyrank.random_state.saved_streams import capture, digest_of
 from anyrank.state.digests import start_digests
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -117,7 +117,7 @@ def facts_of(
         Facts(
             {name: _digest(table.items()) for name, table in tables.items()},
             parts.tensor_parallel(),
-            streams[drawn].digest,
+            digest_of(streams[drawn]),
             is_seeded or isinstance(loader, ElasticLoader),
             model_rules.active_dropout(parts),
             data_facts.look_at(loader),
