@@ -34,7 +34,7 @@ BUDGETS = {
     "random_state": 520,
     "resume": 2020,
     "saving": 1450,
-    "state": 2350,
+    "state": 2290,
     "steps": 2220,
     "tensors": 2360,
     "testing": 1310,
