@@ -23,7 +23,6 @@ from anyrank.data.order import Order
 from anyrank.data.position import Position, RankAccounts
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
-from anyrank.tensors.hashing import derive
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 
@@ -317,7 +316,3 @@ def test_ranks_of_one_data_coordinate_see_the_same() -> None:
     assert results[2] == results[3]
     assert results[0] != results[2]
     assert results[0][1] == [(0, 23, "exactly once")]
-
-
-def test_numbers_of_samples_and_microbatches_have_seeds_of_their_own() -> None:
-    assert derive(0, 1, 2, "sample") != derive(0, 1, 2, "microbatch")

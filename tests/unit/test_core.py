@@ -19,7 +19,7 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 BUDGETS = {
     "cli": 1290,
     "conversion": 1850,
-    "data": 1310,
+    "data": 1290,
     "exact": 1670,
     "files": 2540,
     "filling": 4370,
@@ -31,7 +31,7 @@ BUDGETS = {
     "memory": 2890,
     "model": 3030,
     "peers": 390,
-    "random_state": 520,
+    "random_state": 500,
     "resume": 2020,
     "saving": 1450,
     "state": 2290,

@@ -753,27 +753,20 @@ def test_backward_of_a_scaled_loss_is_as_right_as_step_backward() -> None:
 
 
 class SyncCopy(Noisy):
-    """A dataset with `__getitems__`, which draws in every sample or in none."""
+    """A dataset with `__getitems__`, which draws in every sample."""
 
-    def __init__(self, draws: bool) -> None:
-        super().__init__()
-        self.draws, self.calls = draws, 0
-
-    def __getitem__(self, i: int) -> Any:
-        return super().__getitem__(i) if self.draws else (i, torch.tensor([float(i)]))
+    calls = 0
 
     def __getitems__(self, ids: list[int]) -> list[Any]:
         self.calls += 1
         return [self[i] for i in ids]
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_samples_at_once_are_those_one_by_one(draws: bool) -> None:
-    data = SyncCopy(draws)
+def test_samples_at_once_are_those_one_by_one() -> None:
+    data = SyncCopy()
     seen = run(make(data, collate_fn=masking))
-    assert data.calls == (1 if draws else 11)  # not again once it was seen to draw
-    if draws:
-        assert same(seen, run(make(collate_fn=masking)))
+    assert data.calls == 11
+    assert same(seen, run(make(collate_fn=masking)))
     assert flat(batch[0] for _, batch, _ in seen) == Order(22, 3, True).ids(0, 0, 22).tolist()
 
 
@@ -789,7 +782,7 @@ class TooFew(SyncCopy):
 
 def test_too_few_samples_at_once_are_an_error() -> None:
     with pytest.raises(ValueError, match="returned 1 samples for 2 ids"):
-        run(make(TooFew(False), collate_fn=masking))
+        run(make(TooFew(), collate_fn=masking))
 
 
 def test_weights_draw_samples_as_often_as_they_say() -> None:

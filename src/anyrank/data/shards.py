@@ -119,7 +119,7 @@ class Shards:
         number = sample_id - int(self.ends[shard]) + self.lengths[shard]
         rest = self.open.pop((shard, number), None)
         if rest is None:
-            with kept():  # skipped samples must not change the sample's own random numbers
+            with kept():  # skipped samples must not change the microbatch's random numbers
                 start, rest = self.nearest(shard, number)
                 for _ in range(start, number):
                     self.checked(next(rest, END), shard)

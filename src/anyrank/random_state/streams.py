@@ -1,19 +1,18 @@
 """The random streams of a process: Python's, numpy's, torch's on the CPU and on the rank's device.
 
 Each can be read, put back and seeded. `seeded` puts all of them under a seed for the time of a
-block, which is how a microbatch and a sample get random numbers that do not depend on the rank.
+block; a microbatch gets random numbers that do not depend on the rank by such seeds.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
 import random
 import sys
 from array import array
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -262,19 +261,3 @@ def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
     for stream in ambient(devices):
         # Not the same number for all: Python and numpy would draw alike from the same twister.
         stream.seed(derive(number, stream.name))
-
-
-def fingerprint() -> list[Any]:
-    """What is equal twice if no ambient stream of the CPU has moved between."""
-    return [_comparable(stream.get()) for stream in ambient()]
-
-
-def _comparable(state: Any) -> Any:
-    """A stream's state, with its arrays as bytes, which `==` compares as a whole."""
-    if isinstance(state, dict):
-        state = tuple(cast("dict[str, Any]", state).values())
-    if isinstance(state, tuple):
-        return tuple(map(_comparable, cast("tuple[Any, ...]", state)))
-    if isinstance(state, torch.Tensor):
-        return ctypes.string_at(state.data_ptr(), state.nbytes)
-    return state.tobytes() if hasattr(state, "tobytes") else state

@@ -50,8 +50,8 @@ class ElasticLoader(ElasticData):
     All data-parallel ranks iterate together.
 
     Args:
-        dataset: with a length and `dataset[i]`; its random numbers are seeded for each sample. Its
-            `__getitems__` is used if it has that method, and draws no random numbers there.
+        dataset: with a length and `dataset[i]`; its random numbers are seeded for each microbatch.
+            Its `__getitems__` is used if it has that method.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass.
         seed: of the order and of all random numbers.
@@ -169,7 +169,7 @@ class ElasticLoader(ElasticData):
         Args:
             shards: arguments of `read`; names or numbers, the same throughout the run.
             read: shard -> its samples, in the same order each time. Its random numbers are seeded
-                for each sample.
+                for each microbatch.
             lengths: number of samples of each shard.
             options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
                 the shards' own order.
