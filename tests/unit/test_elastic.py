@@ -440,7 +440,7 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(name: str) -> Non
 DAMAGED: dict[str, Any] = {
     "consumed": 23,
     "samples": None,
-    "receipt": [16, "0", None],
+    "receipt": [16, None],
     "receipts": None,
     "version": ...,
     "global_batch": ...,
@@ -477,17 +477,6 @@ def test_another_global_batch_goes_on_and_is_reported(tail: Any, size: int) -> N
     dropped = (22 - 8) % size if tail == "drop" else 0
     assert (loader.samples, loader.dropped) == (22 - dropped, dropped)
     assert {one.verdict.split(",")[0] for one in loader.receipts} <= {"exactly once"}
-
-
-def test_a_receipt_that_does_not_fit_is_an_error() -> None:
-    saved = make()
-    run(saved, stop=2)
-    state = saved.state_dict()
-    state["receipt"][2] = "0" * 16
-    loader = make()
-    loader.load_state_dict(state)
-    with pytest.raises(anyrank.CheckpointError, match="epoch 0 is not exactly once"):
-        run(loader)
 
 
 def test_workers_that_return_other_samples_are_noticed() -> None:

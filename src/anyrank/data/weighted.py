@@ -49,10 +49,6 @@ class WeightedOrder(Order):
         number = (drawn & ((1 << 63) - 1)) % self.ends[-1]
         return torch.searchsorted(self.ends, number, right=True)
 
-    def samples(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """The draws at positions [start, stop), repeats included."""
-        return self.ids(epoch, start, stop)
-
 
 def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:
     """The order of n draws by the weights of n samples.
