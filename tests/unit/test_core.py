@@ -34,7 +34,7 @@ BUDGETS = {
     "random_state": 500,
     "resume": 2020,
     "saving": 1450,
-    "state": 2290,
+    "state": 2220,
     "steps": 2220,
     "tensors": 2360,
     "testing": 1310,

@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model, check_names, check_type
@@ -176,9 +174,6 @@ class RunParts:
             check_type("generators", name, str, "a dict of names to torch.Generators")
             check_type(f"generators[{name!r}]", generator, torch.Generator, "a torch.Generator")
         self.generators = dict(generators)
-        for name, part in self.parts.items():
-            if isinstance(part, Optimizer):
-                _warn_of_copies(name, part)
         self.warned: set[str] = set()
         self.unusable: str | None = None
         self.saves = 0
@@ -341,28 +336,3 @@ def _kind(part: Any) -> str:
     if isinstance(part, nn.Module):
         return "module"
     return "optimizer" if isinstance(part, Optimizer) else "stateful"
-
-
-def _warn_of_copies(part: str, optimizer: Optimizer) -> None:
-    """Warn, on the first rank, of sharded parameters that an optimizer leaves as they are.
-
-    torch.view_as_real gives a replicated copy of a DTensor on several ranks.
-    """
-    if isinstance(optimizer, torch.optim.SGD):  # the only one of torch's that does without
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not (isinstance(parameter, DTensor) and parameter.is_complex()):
-                continue
-            is_sharded = any(isinstance(placement, Shard) for placement in parameter.placements)
-            if is_sharded and parameter.device_mesh.size() > 1 and dist.get_rank() == 0:
-                log.warning(
-                    "%s: group %d has complex parameters that are sharded, of shape %s, and "
-                    "torch's optimizers but SGD step a copy of these (torch.view_as_real), so the "
-                    "step is lost: make them real, and call torch.view_as_complex in the forward, "
-                    "or use DistributedDataParallel",
-                    part,
-                    number,
-                    list(parameter.shape),
-                )
-                return
