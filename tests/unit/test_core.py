@@ -28,7 +28,7 @@ BUDGETS = {
     "frozen": 535,
     "inspection": 1310,
     "integrations": 3370,
-    "memory": 2890,
+    "memory": 2870,
     "model": 3030,
     "peers": 390,
     "random_state": 500,

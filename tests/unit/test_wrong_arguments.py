@@ -315,7 +315,6 @@ CALLS: dict[str, Case] = {
             "ignore_index": ["x", 1.5, None],
             "count": ["x", -1, True],
             "label_smoothing": ["x", -1, 2, None],
-            "in_dims": [3, "x", [0]],
             "grad_dtype": TILES["grad_dtype"],
         },
     ),
