@@ -20,7 +20,7 @@ BUDGETS = {
     "cli": 1290,
     "conversion": 1850,
     "data": 1240,
-    "exact": 1670,
+    "exact": 1650,
     "files": 2540,
     "filling": 4370,
     "foreign": 1960,
