@@ -28,7 +28,7 @@ BUDGETS = {
     "frozen": 535,
     "inspection": 1310,
     "integrations": 3370,
-    "memory": 2870,
+    "memory": 2830,
     "model": 3030,
     "peers": 390,
     "random_state": 500,

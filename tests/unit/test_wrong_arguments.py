@@ -277,7 +277,6 @@ CALLS: dict[str, Case] = {
             "pool_bytes": [0, -1, "x", 1.5, True, None],
             "keep_last": [-1, "1", True],
             "min_bytes": [-1, "1", 0.5],
-            "on_full": ["x", None],
             "force": [1, "yes"],
         },
     ),
