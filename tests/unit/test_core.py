@@ -19,7 +19,7 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 BUDGETS = {
     "cli": 1290,
     "conversion": 1850,
-    "data": 1240,
+    "data": 1220,
     "exact": 1650,
     "files": 2540,
     "filling": 4370,

@@ -123,15 +123,14 @@ def test_a_pass_is_an_epoch_in_the_permutations_order() -> None:
 
 
 TAILS = {
-    "short": ([8, 8, 6], 44, "exactly once", 0, 0),
-    "drop": ([8, 8], 32, "exactly once, 6 dropped", 12, 0),
-    "pad": ([8, 8, 8], 44, "exactly once, 2 repeated to fill the last step", 0, 4),
+    "short": ([8, 8, 6], 44, "exactly once", 0),
+    "drop": ([8, 8], 32, "exactly once, 6 dropped", 12),
 }
 
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_the_last_step_is_as_declared(tail: Any) -> None:
-    sizes, samples, verdict, dropped, padded = TAILS[tail]
+    sizes, samples, verdict, dropped = TAILS[tail]
     loader = make(tail=tail, collate_fn=masking)
     for epoch in range(2):
         ids: list[int] = []
@@ -139,10 +138,9 @@ def test_the_last_step_is_as_declared(tail: Any) -> None:
             batches = [batch[0] for batch in step.microbatches(NET)]
             assert step.samples == size == sum(map(len, batches))
             ids += flat(batches)
-        order = Order(22, 3, True).ids(epoch, 0, 22).tolist()
-        assert ids == (order + order)[: sum(sizes)]
+        assert ids == Order(22, 3, True).ids(epoch, 0, sum(sizes)).tolist()
     assert [one.verdict for one in loader.receipts] == [verdict] * 2
-    assert (loader.samples, loader.dropped, loader.padded) == (samples, dropped, padded)
+    assert (loader.samples, loader.dropped) == (samples, dropped)
 
 
 def test_without_shuffling_the_order_is_the_datasets() -> None:
@@ -401,7 +399,6 @@ def test_the_state_is_small_and_knows_no_ranks() -> None:
         "consumed": 16,
         "samples": 16,
         "dropped": 0,
-        "padded": 0,
         "global_batch": 8,
         "microbatch": 2,
         "n": 22,
@@ -458,7 +455,7 @@ def test_a_state_that_nobody_saves_is_corrupt(name: str) -> None:
             make().load_state_dict(state)
 
 
-@pytest.mark.parametrize("tail", ["short", "drop", "pad"])
+@pytest.mark.parametrize("tail", ["short", "drop"])
 @pytest.mark.parametrize("size", [2, 4, 12, 16, 22])
 def test_another_global_batch_goes_on_and_is_reported(tail: Any, size: int) -> None:
     saved = make(collate_fn=masking, tail=tail)
@@ -502,7 +499,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no number": ({"global_batch": 8.0}, TypeError, r"global_batch=8\.0: give an int"),
     "seed": ({"seed": "1"}, TypeError, "seed='1': give an int"),
     "key": ({"key": 1}, TypeError, "key=1: give the name"),
-    "tail": ({"tail": "long"}, ValueError, "tail='long' is unknown: give one of short, drop, pad"),
+    "tail": ({"tail": "long"}, ValueError, "tail='long' is unknown: give one of short, drop"),
     "on_batch_change": ({"on_batch_change": "x"}, ValueError, "on_batch_change='x' is unknown"),
     "iterable": ({"dataset": Stream()}, TypeError, "Stream has no length"),
     "no length": ({"dataset": iter([1])}, TypeError, "has no length"),
@@ -822,7 +819,7 @@ def test_what_weights_cannot_be(weights: list[float], message: str) -> None:
 
 
 def test_the_length_is_the_steps_of_an_epoch() -> None:
-    for tail, steps in (("short", 3), ("drop", 2), ("pad", 3)):
+    for tail, steps in (("short", 3), ("drop", 2)):
         loader = make(tail=tail)
         run(loader, stop=1)
         assert len(loader) == steps

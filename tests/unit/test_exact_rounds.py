@@ -19,7 +19,7 @@ class OneOf(Ranks):
 
 
 def rounds_of(count: int, index: int, size: int, takes_turns: bool) -> Rounds:
-    plan = StepPlan(epoch=0, number=0, start=0, stop=count, n=count, microbatch=1)
+    plan = StepPlan(epoch=0, number=0, start=0, stop=count, microbatch=1)
     return Rounds(plan, OneOf(index, size), takes_turns)
 
 

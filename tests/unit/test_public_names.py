@@ -31,7 +31,7 @@ def saved() -> anyrank.Checkpoints:
 
 
 DATA = torch.zeros(8, 1)
-POSITION = "epoch step consumed samples dropped padded notes receipts in_step commit"
+POSITION = "epoch step consumed samples dropped notes receipts in_step commit"
 POSITION += " state_dict load_state_dict position"
 
 

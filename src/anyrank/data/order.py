@@ -60,12 +60,11 @@ class Order:
         return False
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
+        """Sample ids at positions [start, stop) of an epoch, int64."""
         parts: list[torch.Tensor] = []
         while start < stop:
-            position = start % self.n
-            block = _ids_of_block(self, epoch, position // BLOCK)
-            part = block[position % BLOCK :][: stop - start]
+            block = _ids_of_block(self, epoch, start // BLOCK)
+            part = block[start % BLOCK :][: stop - start]
             parts.append(part)
             start += len(part)
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -26,7 +26,7 @@ from anyrank.world.ranks import Ranks
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
 KEPT_RECEIPTS = 10  # in a state, to keep it small
-COUNTS = ("epoch", "step", "consumed", "samples", "dropped", "padded")
+COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
 MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
 TITLES = {
     "version": "format version",
@@ -71,7 +71,7 @@ class Position:
     Attributes:
         owner: name of the class that has it, for messages.
         accounts: of the current epoch, the last, and of those before that are not verified yet.
-        epoch, step, consumed, samples, dropped, padded, notes, receipts: as in `ElasticData`.
+        epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticData`.
     """
 
     owner: str
@@ -90,7 +90,7 @@ class Position:
         check_group(group)
         self.schedule, self.key, self.group = schedule, key, group
         self.on_batch_change: OnBatchChange | None = on_batch_change
-        self.epoch = self.step = self.consumed = self.samples = self.dropped = self.padded = 0
+        self.epoch = self.step = self.consumed = self.samples = self.dropped = 0
         self.notes: list[str] = []
         self.receipts: list[EpochVerdict] = []
         self.accounts = [EpochAccount(0)]
@@ -140,9 +140,8 @@ class Position:
         raise NotImplementedError
 
     def receipt(self, plan: StepPlan, slot: MicrobatchSlot, ids: Sequence[int]) -> Receipt:
-        """Of a microbatch's samples. Copies, and positions that pad the step, are in no receipt."""
-        num_real = max(0, plan.n - plan.bounds(slot.k)[0])
-        real = [] if slot.is_copy else ids[:num_real]
+        """Of a microbatch's samples. Copies are in no receipt."""
+        real = [] if slot.is_copy else ids
         return receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64, device="cpu"))
 
     def next_step(self) -> StepPlan:
@@ -153,16 +152,13 @@ class Position:
 
     def advance(self, step: StepPlan, seen: Receipt) -> None:
         """Count a completed step, of which this rank has run the samples `seen`."""
-        stop = min(step.stop, step.n)
         account = self.accounts[-1]
-        ids = self.schedule.order.ids(step.epoch, step.start, stop)
+        ids = self.schedule.order.ids(step.epoch, step.start, step.stop)
         account.planned += receipt_of(step.epoch, ids)
         account.seen += seen
-        account.padded += step.padded
         self.step += 1
-        self.samples += stop - self.consumed
-        self.padded += step.padded
-        self.consumed = stop
+        self.samples += step.samples
+        self.consumed = step.stop
         self._leave_finished_epoch()
 
     def _leave_finished_epoch(self) -> None:
@@ -301,7 +297,6 @@ class Position:
         order = self.schedule.order
         assert account.planned.count + account.dropped == order.n  # by `check_state_dict` as well
         extra = f", {account.dropped} dropped" if account.dropped else ""
-        extra += f", {account.padded} repeated to fill the last step" if account.padded else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
         return EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")
 
@@ -331,18 +326,13 @@ class ElasticData:
 
     @property
     def samples(self) -> int:
-        """Samples of completed steps in the run, without repeats that pad."""
+        """Samples of completed steps in the run."""
         return self.position.samples
 
     @property
     def dropped(self) -> int:
         """Samples left out at the ends of epochs by tail="drop"."""
         return self.position.dropped
-
-    @property
-    def padded(self) -> int:
-        """Samples repeated at the ends of epochs by tail="pad"."""
-        return self.position.padded
 
     @property
     def notes(self) -> list[str]:

@@ -61,7 +61,6 @@ class EpochAccount:
         planned: samples of all committed steps, computed from the order.
         seen: samples that this rank has run and committed since.
         dropped: samples at the epoch's end that are in no step.
-        padded: repeats that filled its last step; in no receipt.
     """
 
     epoch: int
@@ -69,7 +68,6 @@ class EpochAccount:
     planned: Receipt = field(default_factory=Receipt)
     seen: Receipt = field(default_factory=Receipt)
     dropped: int = 0
-    padded: int = 0
 
 
 def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:

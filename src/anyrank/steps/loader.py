@@ -58,8 +58,8 @@ class ElasticLoader(ElasticData):
         shuffle: False for the dataset's own order.
         num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
-        tail: the samples that do not fill an epoch's last step make a "short" step, are "drop"ped,
-            or the step is "pad"ded with the first samples of the epoch.
+        tail: the samples that do not fill an epoch's last step make a "short" step, or are
+            "drop"ped.
         key: name or version of the dataset; a resume with a different key is refused.
         process_group: the data-parallel ranks; default: all, or this process alone. With tensor
             parallelism, ranks with the same data are in different groups.
