@@ -83,7 +83,7 @@ def test_copies_that_are_late_are_waited_for(
     stats = offload.stats()
     assert stats.used_bytes == 0
     assert stats.copied_bytes == 5 * (6 - keep_last) * x.numel() * 4
-    assert stats.allocated == 6 - keep_last
+    assert stats.held_bytes == (6 - keep_last) * x.numel() * 4
 
 
 def test_on_a_stream_of_the_users(device: torch.device) -> None:

@@ -44,8 +44,8 @@ class Card:
     def get(self) -> int:
         return 0
 
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        return [], bytes(16)
+    def to_json(self, state: Any) -> str:
+        return ""
 
 
 def job(arguments: list[str], cards: int = 0) -> dict[str, Any]:

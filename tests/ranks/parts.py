@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -75,31 +74,3 @@ def fill(model: nn.Module, seed: int, rank: int = 0, size: int = 1) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(part_of(name, values(name, whole[name].shape, seed), rank, size))
-
-
-def train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0, size: int = 1) -> None:
-    """Steps whose gradients are the parts of the same whole ones."""
-    whole = dict(Parts().named_parameters())
-    for step in steps:
-        for name, parameter in model.named_parameters():
-            given = values(name, whole[name].shape, 100 + step)
-            parameter.grad = part_of(name, given, rank, size)
-        optimizer.step()
-
-
-def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any] | None]:
-    """A model of zeros on this rank, its optimizer, and its `layout=`."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    given = None
-    model: nn.Module = Parts()
-    if layout == "parts":
-        model = Parts(rank, size)
-        given = layouts(torch.arange(size), size)
-    elif layout == "pairs":  # two groups that each hold the whole
-        model = Parts(rank % 2, 2)
-        given = layouts([rank - rank % 2, rank - rank % 2 + 1], 2)
-    elif layout == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        model = fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1), given

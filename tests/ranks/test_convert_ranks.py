@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.ranks.models import LAYOUTS, Net, reference
-from tests.ranks.parts import Parts, build, fill
+from tests.ranks.parts import Parts, fill, layouts
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -155,12 +155,12 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
 
 def job_parts(folder: str) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, _, layout = build("parts")
+    model, layout = Parts(rank, size), layouts(range(size), size)
     fill(model, 7, rank, size)
     for to in ("safetensors", "dcp", "torch"):
-        anyrank.convert(model, os.path.join(folder, to), to=to, layout=layout)  # type: ignore[arg-type]
+        anyrank.convert(model, os.path.join(folder, to), to=to, layout=layout)
     errors: list[str] = []
-    for given in (None, {**layout, "heed": layout["bias"]}):  # type: ignore[dict-item]
+    for given in (None, {**layout, "heed": layout["bias"]}):
         with pytest.raises(anyrank.LoadError) as caught:
             anyrank.convert(model, os.path.join(folder, "wrong"), layout=given)
         errors.append(str(caught.value))

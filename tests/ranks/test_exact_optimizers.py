@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -181,27 +180,6 @@ def test_an_optimizer_is_refused_for_the_dtypes_that_it_steps_by_shard() -> None
     assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo" in rounded
     assert "AdamW steps a sharded parameter of torch.complex64" in found["AdamW complex64"]
     assert "call torch.view_as_complex in the forward" in found["AdamW complex64"]
-
-
-def job_warned() -> list[str]:
-    """What TrainState says of complex parameters, by optimizer and wrapper."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("anyrank.state").addHandler(handler)
-    for make in (torch.optim.AdamW, torch.optim.SGD):
-        for dtype in (torch.complex64, torch.float32):
-            for wrap in (fully_shard, nn.Sequential):
-                net: Any = wrap(nn.Linear(7, 5, dtype=dtype))
-                anyrank.TrainState(net, make(net.parameters(), lr=0.1))
-    return [record.getMessage() for record in records]
-
-
-def test_a_sharded_complex_parameter_is_warned_of_without_exact() -> None:
-    (text,), others = run_ranks(2, job_warned)
-    assert text.startswith("optimizer: group 0 has complex parameters that are sharded, of shape [")
-    assert others == []
-    assert run_ranks(1, job_warned) == [[]]  # where the view is none of a copy
 
 
 def job_all_infinite() -> list[Any]:

@@ -129,6 +129,28 @@ def test_a_unit_that_whole_rounds_skip() -> None:
     assert alone != run_ranks(1, job_mixed, 0, timeout=100)[0]
 
 
+def job_behind() -> str:
+    """A model under FSDP2 behind a first one without."""
+    models: list[Any] = [nn.Linear(4, 1), fully_shard(nn.Linear(4, 1))]
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=True)
+    try:
+        for step in loader:
+            for model in models:
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).square().mean())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_units_behind_a_first_model_without_are_refused_on_all_ranks() -> None:
+    assert run_ranks(1, job_behind) == [""]
+    first, second = run_ranks(2, job_behind)
+    assert first == second
+    assert "call microbatches() of the FSDP2 model first, or shard both" in first
+
+
 def job_split() -> list[str]:
     """A step in which one microbatch has two backward passes, on all ranks but one none."""
     found: list[str] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.runs import resume, save
 from torch import nn
 
 import anyrank
@@ -88,3 +89,68 @@ def test_a_box_outside_of_its_tensor_is_refused() -> None:
     for text in run_ranks(2, job_wrong):
         assert "weight: says that it holds [4, 6]" in text
         assert "at [6, 0] of its [9, 6]" in text
+
+
+def trained(model: nn.Module, grads: torch.Tensor) -> tuple[nn.Module, Any]:
+    """A model after a step of Adam, whose state lies like its parameters."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model.get_parameter("weight").grad = grads
+    model.get_parameter("bias").grad = torch.ones(3)
+    optimizer.step()
+    return model, optimizer
+
+
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows[:4], torch.zeros(1, 6), rows[4:]])
+
+
+def job_save(path: str) -> None:
+    rank = dist.get_rank()
+    model = Boxes(rank)
+    model.weight.data.copy_(padded(expected(rank)))
+    save(path, anyrank.TrainState(*trained(model, padded(expected(rank)))))
+
+
+def job_resume(path: str) -> list[torch.Tensor]:
+    """Weight and second moment of this rank after a resume."""
+    alone = dist.get_world_size() == 1
+    model: Any = Whole() if alone else Boxes(dist.get_rank())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    report = resume(path, anyrank.TrainState(model, optimizer))
+    assert report is not None
+    assert report.components["optimizer"] == ("resharded" if alone else "exact")
+    return [model.weight.detach(), optimizer.state[model.weight]["exp_avg_sq"]]
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(16, 6)), nn.Parameter(torch.zeros(3))
+
+
+def test_a_run_of_boxes_goes_on_as_boxes_or_whole(tmp_path: Path) -> None:
+    whole = Whole()
+    whole.weight.data.copy_(FULL)
+    model, optimizer = trained(whole, FULL.clone())
+    weight = model.get_parameter("weight")
+    want = [weight.detach(), optimizer.state[weight]["exp_avg_sq"]]
+    run_ranks(2, job_save, str(tmp_path))
+    for found, full in zip(run_ranks(1, job_resume, str(tmp_path))[0], want, strict=True):
+        assert torch.equal(found, full)
+    for rank, tensors in enumerate(run_ranks(2, job_resume, str(tmp_path))):
+        rows = [*range(4), *range(12, 16)] if rank == 0 else [*range(4, 12)]
+        for found, full in zip(tensors, want, strict=True):
+            assert torch.equal(torch.cat([found[:4], found[5:]]), full[rows])
+
+
+def job_parts(path: str) -> str:
+    model = nn.ParameterDict({"weight": FULL.chunk(2)[dist.get_rank()].clone()})
+    with pytest.raises(anyrank.CheckpointError) as caught:
+        save(path, anyrank.TrainState(model))
+    return str(caught.value)
+
+
+def test_plain_parts_that_do_not_say_so_are_no_run(tmp_path: Path) -> None:
+    for text in run_ranks(2, job_parts, str(tmp_path)):
+        assert "weight: ranks [0] unlike ranks [1]" in text
+        assert "parts of a whole are to be held as DTensors" in text

@@ -243,7 +243,7 @@ def test_8_views_of_one_storage_are_told_apart() -> None:
     offload = anyrank.Offload(1 << 20, min_bytes=1, keep_last=0, force=True)
     x = weight * 1
     assert_close(grad(anyrank.recompute(fn, x, x.t(), offload=offload)), plain)
-    assert (offload.stats().copied_bytes, offload.stats().shared) == (x.numel() * 8, 1)
+    assert offload.stats().copied_bytes == x.numel() * 8  # once for both
 
 
 class Stash:
@@ -284,11 +284,12 @@ def test_10_host_memory_is_what_is_stored_and_ends_with_close() -> None:
     power_of_two = 1 << (nbytes - 1).bit_length()
     assert power_of_two > 1.9 * nbytes
     pool = HostPool(10 * nbytes)
+    taken: list[Any] = []
     for _ in range(4):
-        buffer = pool.take(nbytes, torch.device("cpu"))
-        assert buffer is not None
-        pool.returned.append(buffer)
-    assert (pool.held_bytes, pool.allocated, pool.reused) == (nbytes, 1, 3)
+        taken.append(pool.take(nbytes, torch.device("cpu")))
+        pool.returned.append(taken[-1])
+    assert pool.held_bytes == nbytes
+    assert all(buffer is taken[0] for buffer in taken)
     pool.close()
     assert pool.held_bytes == 0
 
@@ -310,7 +311,7 @@ def job_unit_in_tiles(how: str) -> list[Any]:
         labels = torch.zeros(x.shape[:2], dtype=torch.int64)
         fn = lambda x: anyrank.tiled_loss(unit, x, labels, chunk_size=CHUNK)  # noqa: E731
     elif how != "inside":
-        fn = anyrank.tile(unit, chunk_size=CHUNK, check="checked" in how)
+        fn = anyrank.tile(unit, chunk_size=CHUNK)
         if how == "equal":
             x = rows(ROWS - dist.get_rank())
     ours = [grad.full_tensor() for grad in grads_of(module, fn, x)]
@@ -324,7 +325,7 @@ def job_unit_in_tiles(how: str) -> list[Any]:
 def test_11_ranks_with_different_numbers_of_tiles_do_not_wait_for_each_other() -> None:
     with pytest.raises(RanksFailed):
         run_ranks(2, job_unit_in_tiles, "peer", timeout=4)
-    for how in ("ours", "ours, checked", "loss"):
+    for how in ("ours", "loss"):
         with pytest.raises(RanksFailed, match="between 1 and 3") as caught:
             run_ranks(2, job_unit_in_tiles, how)
         assert "RankError" in str(caught.value)

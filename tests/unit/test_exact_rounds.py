@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from anyrank.data.schedule import StepPlan, slots_of_rank
 from anyrank.exact.rounds import Rounds
 from anyrank.exact.tree_sum import TreeSum
-from anyrank.world.ranks import Ranks, one_process
+from anyrank.world.ranks import Ranks
 
 
 class OneOf(Ranks):
@@ -19,28 +19,34 @@ class OneOf(Ranks):
 
 
 def rounds_of(count: int, index: int, size: int, takes_turns: bool) -> Rounds:
-    plan = StepPlan(epoch=0, number=0, start=0, stop=count, n=count, microbatch=1)
+    plan = StepPlan(epoch=0, number=0, start=0, stop=count, microbatch=1)
     return Rounds(plan, OneOf(index, size), takes_turns)
 
 
-@given(st.integers(1, 70), st.integers(1, 9), st.booleans())
-def test_every_microbatch_is_exchanged_once(count: int, size: int, takes_turns: bool) -> None:
-    every = [rounds_of(count, index, size, takes_turns) for index in range(size)]
+@given(st.integers(1, 70), st.integers(1, 9))
+def test_every_microbatch_is_exchanged_once(count: int, size: int) -> None:
+    every = [rounds_of(count, index, size, True) for index in range(size)]
     exchanged: list[int] = []
     num_rounds = len(slots_of_rank(count, 0, size))
     for number in range(num_rounds):
         for rounds in every:
             rounds.number = number
-        assert len({(rounds.is_last, rounds.exchanges) for rounds in every}) == 1
-        assert every[0].is_last == (number + 1 == num_rounds)
+        assert {rounds.is_last for rounds in every} == {number + 1 == num_rounds}
         spans = every[0].unit_spans(number)
         assert all(rounds.unit_spans(number) == spans for rounds in every)
         for rounds, own in zip(every, spans, strict=True):
             leaves = [leaf for span in own for leaf in range(*span)]
-            assert leaves == (list(rounds.unit_leaves()) if rounds.exchanges else [])
+            assert leaves == [leaf for leaf in [rounds.leaf] if leaf is not None]
             exchanged += leaves
     assert sorted(exchanged) == list(range(count))
-    whole = [leaf for spans in every[0].whole_spans for span in spans for leaf in range(*span)]
+
+
+@given(st.integers(1, 70), st.integers(1, 9), st.booleans())
+def test_the_whole_spans_have_every_microbatch_once(
+    count: int, size: int, takes_turns: bool
+) -> None:
+    rounds = rounds_of(count, 0, size, takes_turns)
+    whole = [leaf for spans in rounds.whole_spans for span in spans for leaf in range(*span)]
     assert sorted(whole) == list(range(count))
 
 
@@ -56,9 +62,3 @@ def test_where_ranks_take_turns_they_keep_few_nodes(count: int, size: int) -> No
         if count & (count - 1) == 0 and size & (size - 1) == 0:
             assert len(kept.nodes) <= max(1, (num_rounds - 1).bit_length())
     assert kept.spans() == [(0, count)]
-
-
-def test_alone_there_is_nothing_to_take_turns_with() -> None:
-    plan = StepPlan(epoch=0, number=0, start=0, stop=5, n=5, microbatch=1)
-    leaves = [Rounds(plan, one_process(), turns).unit_spans(4) for turns in (False, True)]
-    assert leaves == [[[(0, 5)]], [[(4, 5)]]]

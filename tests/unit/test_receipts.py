@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.data import order as module
-from anyrank.data.order import Order
 from anyrank.data.receipts import Receipt, receipt_of
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)
@@ -25,7 +23,6 @@ def of(ids: list[int], epoch: int = 0) -> Receipt:
 def test_parts_add_up_to_the_whole_in_any_order(ids: list[int], cut: int, draws: Any) -> None:
     whole = of(ids)
     assert of(ids[:cut]) + of(ids[cut:]) == whole
-    assert whole - of(ids[:cut]) == of(ids[cut:])
     draws.shuffle(ids)
     assert of(ids) == whole
 
@@ -44,19 +41,11 @@ def test_the_same_sample_differs_between_epochs() -> None:
     assert of([3], epoch=0) != of([3], epoch=1)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (5, 5), (3, 40), (0, 64)])
-def test_a_range_is_the_sum_of_its_ids(
-    start: int, stop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "HASHED", 16)
-    assert Order(64, 0, True).receipt(2, start, stop) == of(list(range(start, stop)), epoch=2)
-
-
 def test_the_hash_is_the_one_that_checkpoints_hold() -> None:
     assert of([0, 1, 2], epoch=1).to_json() == EXPECTED
 
 
-EXPECTED = [3, "8d6e27fcd6adccde", "774a77f3205b35e0"]
+EXPECTED = [3, "8d6e27fcd6adccde"]
 
 
 @settings(deadline=None)
@@ -65,7 +54,7 @@ def test_json_keeps_it(ids: list[int]) -> None:
     assert Receipt.from_json(of(ids).to_json()) == of(ids)
 
 
-@pytest.mark.parametrize("value", [None, [], [1, 2, 3], [1, "x" * 16, "0" * 16], "abc"])
+@pytest.mark.parametrize("value", [None, [], [1, 2], [1, "x" * 16], "abc"])
 def test_what_is_no_receipt_is_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         Receipt.from_json(value)

@@ -46,7 +46,7 @@ def loader_ids(tail: Any) -> list[list[int]]:
     return [batch[0].tolist() for step in loader for batch in step.microbatches(net)]
 
 
-@pytest.mark.parametrize("tail", ["short", "drop", "pad"])
+@pytest.mark.parametrize("tail", ["short", "drop"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_its_batches_are_those_of_the_loader(tail: Any, num_workers: int) -> None:
     data = TensorDataset(torch.arange(22))
@@ -91,7 +91,7 @@ def test_a_loaded_state_goes_on_where_it_was_saved(stop: int) -> None:
 
 
 @settings(deadline=None)
-@given(size=st.integers(1, 4), tail=st.sampled_from(["short", "drop", "pad"]))
+@given(size=st.integers(1, 4), tail=st.sampled_from(["short", "drop"]))
 def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> None:
     every = [On(rank, size, tail=tail) for rank in range(size)]
     batches = [list(one) for one in every]
@@ -110,7 +110,7 @@ def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> No
             # Averaged over ranks, every sample of the step counts the same.
             assert sum(terms.values()) == pytest.approx(1)
             counts = sorted({round(value * plan.samples, 6) for value in terms.values()})
-            assert counts in ([1.0], [1.0, 2.0])
+            assert counts == [1.0]
             terms = {}
             for one in every:
                 one.commit()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -441,76 +440,6 @@ def test_wide_sums_leave_frozen_and_tied_parameters_right() -> None:
 # -- bad input ------------------------------------------------------------------------------------
 
 
-def mean_over_rows(x: torch.Tensor) -> torch.Tensor:
-    return x - x.mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize("fn", [mean_over_rows, functools.partial(torch.cumsum, dim=1)])
-def test_check_finds_a_function_that_looks_at_other_rows(fn: Any) -> None:
-    with pytest.raises(ValueError, match="is not independent along the tiled dim: rows 4 to 7"):
-        anyrank.tile(fn, chunk_size=4, check=True)(double(2, ROWS, WIDTH))
-
-
-def test_check_passes_what_is_independent_once_and_leaves_random_numbers_alone() -> None:
-    module = Mlp(router=True)
-    drawn: list[float] = []
-    module.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
-    tiled = anyrank.tile(module, chunk_size=4, check=True)
-    state = torch.get_rng_state()
-    tiled(torch.randn(2, ROWS, WIDTH, generator=torch.Generator()))
-    torch.set_rng_state(state)
-    assert drawn[3:] == [torch.rand(()).item() for _ in range(3)]
-    assert module.rows == [4, 10, 4, 4, 4, 2]
-    tiled(torch.randn(2, ROWS, WIDTH))
-    assert module.rows[6:] == [4, 4, 2]
-
-
-LOOKS_AT_OTHER_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda x: x.softmax(1),
-    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
-    "cumsum": lambda x: 0.01 * x.cumsum(1),
-    "normalize": lambda x: F.normalize(x, dim=1),
-    "convolution": lambda x: x + 0.1 * x.roll(1, 1),
-    "first row": lambda x: x - 0.1 * x[:, :1],
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", LOOKS_AT_OTHER_ROWS)
-def test_check_sees_in_every_dtype(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    x = torch.randn(2, 1024, 64).to(dtype)
-    with pytest.raises(ValueError, match="is not independent along the tiled dim"):
-        anyrank.tile(LOOKS_AT_OTHER_ROWS[name], chunk_size=256, check=True)(x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("width", [8, 200])
-def test_check_raises_no_false_alarm(width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    gate, up, down = (nn.Linear(*s) for s in [(width, 600), (width, 600), (600, width)])
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([gate, up, down])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = down(F.silu(gate(x)) * up(x))
-            return torch.where(x[..., :1] > 2, -math.inf, y)  # as masked scores have it
-
-    module = Gated().to(dtype)
-    for scale in (1e-3, 1.0, 30.0):
-        x = (scale * torch.randn(2, 130, width)).to(dtype)
-        x[:, 40:50] = 0
-        anyrank.tile(module, chunk_size=33, check=True)(x)
-
-
-def test_check_cannot_compare_random_results() -> None:
-    with pytest.raises(ValueError, match="turn dropout off for the check"):
-        anyrank.tile(Mlp(dropout=0.5), chunk_size=4, check=True)(torch.randn(2, ROWS, WIDTH))
-
-
 X = torch.ones(2, ROWS, WIDTH)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
     "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least 1 row"),
@@ -697,7 +626,7 @@ def test_patched_modules_are_tiled_until_the_handle_undoes_it(
     wanted = [*model.parameters(), x]
     plain = pass_of(model(x), wanted)
     names = list(model.state_dict())
-    tiles = anyrank.tile_(model, "*.mlp", chunk_size=4, grad_dtype=grad_dtype, check=True)
+    tiles = anyrank.tile_(model, "*.mlp", chunk_size=4, grad_dtype=grad_dtype)
     blocks = anyrank.recompute_(model, "*")
     assert (tiles.names, blocks.names) == (["0.mlp", "1.mlp"], ["0", "1"])
     assert_close(pass_of(model(x), wanted), plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -151,8 +152,7 @@ def test_class_weights_as_documented() -> None:
     assert_close(with_grads(ours, module, hidden), with_grads(plain, module, hidden))
 
 
-@pytest.mark.parametrize("in_dims", [(None, 0), (0, None), None])
-def test_what_is_cut_along_with_the_labels_can_be_said(in_dims: Any) -> None:
+def test_what_begins_like_the_labels_is_cut_unless_it_is_bound() -> None:
     hidden, labels = data(VOCAB, ignored=0)  # as many tokens as classes
     prior, advantage = torch.rand(VOCAB), torch.rand(VOCAB)
     seen: list[tuple[int, int]] = []
@@ -161,10 +161,9 @@ def test_what_is_cut_along_with_the_labels_can_be_said(in_dims: Any) -> None:
         seen.append((len(a), len(b)))
         return h.sum(-1)
 
-    anyrank.tiled_loss(fn, hidden, labels, prior, advantage, chunk_size=4, in_dims=in_dims)
-    cut = [4, 4, 3]
-    lengths = [[VOCAB] * 3 if dim is None else cut for dim in in_dims or (0, 0)]
-    assert seen == list(zip(*lengths, strict=True))
+    anyrank.tiled_loss(fn, hidden, labels, prior, advantage, chunk_size=4)
+    anyrank.tiled_loss(functools.partial(fn, b=prior), hidden, labels, advantage, chunk_size=4)
+    assert seen == [(n, n) for n in (4, 4, 3)] + [(n, VOCAB) for n in (4, 4, 3)]
 
 
 class Lora(nn.Module):
@@ -381,7 +380,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "chunk_size": (head(), {"chunk_size": 0}, "at least 1 token"),
     "count": (head(), {"count": 3, "reduction": "sum"}, "count is the divisor"),
     "a negative count": (head(), {"count": -1}, "count=-1"),
-    "in_dims of a head": (head(), {"in_dims": (0,)}, "one entry for each of the 0 arguments"),
     "smoothing": (scalar, {"label_smoothing": 0.1}, "label_smoothing is for a head"),
     "scalar": (scalar, {}, r"scalar returns \[\] for a tile of 4 tokens, expected \[4\]"),
     "fused function": (scalar, {"impl": "fused"}, "not nn.Linear itself"),
@@ -443,14 +441,6 @@ def test_options_of_another_type_are_refused(option: str) -> None:
     hidden, labels = data(10)
     with pytest.raises(TypeError, match=f"{option}=2.5: give a"):
         anyrank.tiled_loss(head(), hidden, labels, **{option: 2.5})
-
-
-def test_an_argument_that_cannot_be_cut_is_refused() -> None:
-    hidden, labels = data(10)
-    with pytest.raises(ValueError, match=r"argument 0 after labels is \[3\]"):
-        anyrank.tiled_loss(scalar, hidden, labels, torch.zeros(3), in_dims=(0,))
-    with pytest.raises(ValueError, match="0 to tile it like the labels"):
-        anyrank.tiled_loss(scalar, hidden, labels, torch.zeros(10), in_dims=(1,))
 
 
 def test_a_head_takes_no_more_arguments() -> None:

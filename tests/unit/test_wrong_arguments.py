@@ -93,7 +93,6 @@ REGIONS: dict[str, list[Any]] = {
 TILES: dict[str, list[Any]] = {
     "chunk_size": [0, -1, "x", 2.5, True, None],
     "grad_dtype": ["float", torch.int64, 3],
-    "check": [3, "yes", None],
 }
 CALLS: dict[str, Case] = {
     "load": (
@@ -277,7 +276,6 @@ CALLS: dict[str, Case] = {
             "pool_bytes": [0, -1, "x", 1.5, True, None],
             "keep_last": [-1, "1", True],
             "min_bytes": [-1, "1", 0.5],
-            "on_full": ["x", None],
             "force": [1, "yes"],
         },
     ),
@@ -315,7 +313,6 @@ CALLS: dict[str, Case] = {
             "ignore_index": ["x", 1.5, None],
             "count": ["x", -1, True],
             "label_smoothing": ["x", -1, 2, None],
-            "in_dims": [3, "x", [0]],
             "grad_dtype": TILES["grad_dtype"],
         },
     ),

@@ -1,4 +1,4 @@
-"""From sample ids to batches, with random numbers that depend on the samples alone.
+"""From sample ids to batches, with random numbers that depend on the microbatch alone.
 
 The items of the DataLoader used here are microbatches: the sampler yields requests, and the dataset
 returns each request with its batch, so that the loop can check which samples it got.
@@ -18,7 +18,7 @@ from anyrank.checks import check_function
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.data.workers import leave_to_rank
 from anyrank.errors import CheckpointError
-from anyrank.random_state.streams import fingerprint, reseed
+from anyrank.random_state.streams import reseed
 from anyrank.tensors.hashing import derive
 
 
@@ -27,21 +27,20 @@ class MicrobatchRequest:
     """The samples of one microbatch.
 
     Attributes:
-        epoch: part of the samples' seeds.
+        epoch: counted from 0.
+        start: position of the first sample in the epoch's order, which with the epoch seeds the
+            random numbers of the samples.
         ids: sample ids, in order.
-        position: of the first sample in the epoch, if an epoch may repeat samples, each time
-            with different random numbers; else None.
     """
 
     epoch: int
+    start: int
     ids: tuple[int, ...]
-    position: int | None = None
 
 
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
     """The request of microbatch k of a step."""
-    position = plan.bounds(k)[0] if schedule.order.repeats else None
-    return MicrobatchRequest(plan.epoch, tuple(schedule.ids(plan, k)), position)
+    return MicrobatchRequest(plan.epoch, plan.bounds(k)[0], tuple(schedule.ids(plan, k)))
 
 
 class FetchedBatch(NamedTuple):
@@ -65,21 +64,22 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
         self.dataset = dataset
         self.seed = seed
         self.collate_fn = collate_fn or default_collate
-        self.is_plain = True  # its __getitems__, if any, has drawn no random numbers so far
 
     def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
+        # A collate_fn may draw random numbers too, for instance to mask tokens.
+        reseed(derive(self.seed, request.epoch, request.start, "samples"))
         where = "dataset.__getitems__"
         try:
-            samples = self.fetch_all(request)
-            for number, sample_id in enumerate(request.ids[len(samples) :]):
+            get_items = getattr(self.dataset, "__getitems__", None)
+            samples = [] if get_items is None else list(get_items(list(request.ids)))
+            for sample_id in request.ids if get_items is None else ():
                 where = f"dataset[{sample_id}]"
-                again = () if request.position is None else (request.position + number,)
-                reseed(derive(self.seed, request.epoch, sample_id, "sample", *again))
                 samples.append(self.dataset[sample_id])
+            if len(samples) != len(request.ids):
+                raise ValueError(
+                    f"{where} returned {len(samples)} samples for {len(request.ids)} ids"
+                )
             where = "collate_fn"
-            # A collate_fn may draw random numbers too, for instance to mask tokens.
-            first = request.ids[0] if request.position is None else request.position
-            reseed(derive(self.seed, request.epoch, first, "collate"))
             return FetchedBatch(request, self.collate_fn(samples))
         except Exception as error:
             note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
@@ -87,25 +87,6 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
                 raise RuntimeError(f"StopIteration, {note}") from error
             error.add_note(note)
             raise
-
-    def fetch_all(self, request: MicrobatchRequest) -> list[Any]:
-        """The samples from the dataset's `__getitems__`, if it draws no random numbers.
-
-        Otherwise an empty list: each sample is then fetched under its own seed.
-        """
-        get_items = getattr(self.dataset, "__getitems__", None) if self.is_plain else None
-        if get_items is None:
-            return []
-        before = fingerprint()
-        samples: list[Any] = list(get_items(list(request.ids)))
-        if fingerprint() != before:
-            self.is_plain = False
-            return []
-        if len(samples) != len(request.ids):
-            raise ValueError(
-                f"dataset.__getitems__ returned {len(samples)} samples for {len(request.ids)} ids"
-            )
-        return samples
 
 
 class RequestSampler(Sampler[MicrobatchRequest]):

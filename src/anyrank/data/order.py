@@ -13,13 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.checks import check_bool, check_int
-from anyrank.data.receipts import Receipt, receipt_of
 from anyrank.tensors.hashing import derive, mix64, signed
 
 ORDER_NAME = "feistel-v1"
 IDENTITY_NAME = "identity"
 BLOCK = 4096  # positions that are computed at a time
-HASHED = 1 << 20  # ids in a receipt at a time: 8 MiB for each intermediate
 ROUNDS = 8  # even, so that halves of different widths end where they started
 
 
@@ -61,24 +59,12 @@ class Order:
         """Whether an epoch may have a sample several times, and others not at all."""
         return False
 
-    def receipt(self, epoch: int, start: int, stop: int) -> Receipt:
-        """The part [start, stop) of the dataset's own receipt for an epoch; [0, n) is the whole."""
-        total = Receipt()
-        for low in range(start, stop, HASHED):
-            total += receipt_of(epoch, self.samples(epoch, low, min(low + HASHED, stop)))
-        return total
-
-    def samples(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """The part [start, stop) of what an epoch has to have, int64, without the order."""
-        return torch.arange(start, stop, device="cpu")
-
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
+        """Sample ids at positions [start, stop) of an epoch, int64."""
         parts: list[torch.Tensor] = []
         while start < stop:
-            position = start % self.n
-            block = _ids_of_block(self, epoch, position // BLOCK)
-            part = block[position % BLOCK :][: stop - start]
+            block = _ids_of_block(self, epoch, start // BLOCK)
+            part = block[start % BLOCK :][: stop - start]
             parts.append(part)
             start += len(part)
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -20,13 +20,13 @@ from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_o
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.arguments import compare_arguments
-from anyrank.world.group import ALONE, check_group, find_members
+from anyrank.world.group import ALONE, check_group
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
 KEPT_RECEIPTS = 10  # in a state, to keep it small
-COUNTS = ("epoch", "step", "consumed", "samples", "dropped", "padded")
+COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
 MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
 TITLES = {
     "version": "format version",
@@ -71,7 +71,7 @@ class Position:
     Attributes:
         owner: name of the class that has it, for messages.
         accounts: of the current epoch, the last, and of those before that are not verified yet.
-        epoch, step, consumed, samples, dropped, padded, notes, receipts: as in `ElasticData`.
+        epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticData`.
     """
 
     owner: str
@@ -90,7 +90,7 @@ class Position:
         check_group(group)
         self.schedule, self.key, self.group = schedule, key, group
         self.on_batch_change: OnBatchChange | None = on_batch_change
-        self.epoch = self.step = self.consumed = self.samples = self.dropped = self.padded = 0
+        self.epoch = self.step = self.consumed = self.samples = self.dropped = 0
         self.notes: list[str] = []
         self.receipts: list[EpochVerdict] = []
         self.accounts = [EpochAccount(0)]
@@ -112,10 +112,6 @@ class Position:
             )
         self.schedule.check_size(size)
         return index, size
-
-    def data_ranks(self) -> list[int]:
-        """The data-parallel ranks, by their global numbers."""
-        return find_members(self.group)[0]
 
     def arguments(self) -> dict[str, object]:
         """What ranks must have given alike, by argument."""
@@ -144,9 +140,8 @@ class Position:
         raise NotImplementedError
 
     def receipt(self, plan: StepPlan, slot: MicrobatchSlot, ids: Sequence[int]) -> Receipt:
-        """Of a microbatch's samples. Copies, and positions that pad the step, are in no receipt."""
-        num_real = max(0, plan.n - plan.bounds(slot.k)[0])
-        real = [] if slot.is_copy else ids[:num_real]
+        """Of a microbatch's samples. Copies are in no receipt."""
+        real = [] if slot.is_copy else ids
         return receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64, device="cpu"))
 
     def next_step(self) -> StepPlan:
@@ -157,16 +152,13 @@ class Position:
 
     def advance(self, step: StepPlan, seen: Receipt) -> None:
         """Count a completed step, of which this rank has run the samples `seen`."""
-        stop = min(step.stop, step.n)
         account = self.accounts[-1]
-        ids = self.schedule.order.ids(step.epoch, step.start, stop)
+        ids = self.schedule.order.ids(step.epoch, step.start, step.stop)
         account.planned += receipt_of(step.epoch, ids)
         account.seen += seen
-        account.padded += step.padded
         self.step += 1
-        self.samples += stop - self.consumed
-        self.padded += step.padded
-        self.consumed = stop
+        self.samples += step.samples
+        self.consumed = step.stop
         self._leave_finished_epoch()
 
     def _leave_finished_epoch(self) -> None:
@@ -258,8 +250,7 @@ class Position:
     def check_receipt(self, ranks: Ranks) -> None:
         """Compare the samples that all ranks have run and committed with the plan. All ranks.
 
-        Each epoch that ended since the last check is also compared with the dataset's own receipt,
-        which costs O(n) hashes divided by the number of ranks, and is added to `receipts`.
+        Each epoch that ended since the last check is added to `receipts`.
 
         Args:
             ranks: all data-parallel ranks; may include ranks with the same data (tensor parallel).
@@ -285,9 +276,14 @@ class Position:
             )
         for number, account in enumerate(self.accounts):
             total = sum((seen[number] for seen in by_index.values()), account.earlier)
-            _compare(account, total, account.planned, "the plan")
-        for account in self.accounts[:-1]:
-            self._finish_epoch(account, ranks)
+            if total != (plan := account.planned):
+                raise CheckpointError(
+                    f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
+                    f"{total.count} samples (receipt {total.sum:016x}), the plan has {plan.count} "
+                    f"({plan.sum:016x}): resume from an earlier checkpoint, and report this as a "
+                    "defect"
+                )
+        self.receipts += map(self._verdict, self.accounts[:-1])
         del self.accounts[:-1]
 
     def rank_accounts(self) -> RankAccounts:
@@ -296,20 +292,13 @@ class Position:
         plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
         return RankAccounts(index, self.step, plans, [account.seen for account in self.accounts])
 
-    def _finish_epoch(self, account: EpochAccount, ranks: Ranks) -> None:
-        """Compare a finished epoch with the dataset. All ranks."""
+    def _verdict(self, account: EpochAccount) -> EpochVerdict:
+        """What is known of a finished epoch, all of whose samples were run as planned."""
         order = self.schedule.order
-        low, high = (part * order.n // ranks.size for part in (ranks.index, ranks.index + 1))
-        parts = ranks.gather(order.receipt(account.epoch, low, high))
-        left = order.ids(account.epoch, order.n - account.dropped, order.n)
-        whole = sum(parts, Receipt()) - receipt_of(account.epoch, left)
-        _compare(account, account.planned, whole, "the dataset")
+        assert account.planned.count + account.dropped == order.n  # by `check_state_dict` as well
         extra = f", {account.dropped} dropped" if account.dropped else ""
-        extra += f", {account.padded} repeated to fill the last step" if account.padded else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
-        self.receipts.append(
-            EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")
-        )
+        return EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")
 
 
 class ElasticData:
@@ -337,18 +326,13 @@ class ElasticData:
 
     @property
     def samples(self) -> int:
-        """Samples of completed steps in the run, without repeats that pad."""
+        """Samples of completed steps in the run."""
         return self.position.samples
 
     @property
     def dropped(self) -> int:
         """Samples left out at the ends of epochs by tail="drop"."""
         return self.position.dropped
-
-    @property
-    def padded(self) -> int:
-        """Samples repeated at the ends of epochs by tail="pad"."""
-        return self.position.padded
 
     @property
     def notes(self) -> list[str]:
@@ -388,14 +372,3 @@ class ElasticData:
             CheckpointError: not all of its microbatches were run.
         """
         self.position.commit()
-
-
-def _compare(account: EpochAccount, actual: Receipt, expected: Receipt, of_what: str) -> None:
-    """Raise CheckpointError if two receipts of an epoch differ."""
-    if actual != expected:
-        raise CheckpointError(
-            f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
-            f"{actual.count} samples (receipt {actual.sum:016x} {actual.xor:016x}), {of_what} has "
-            f"{expected.count} ({expected.sum:016x} {expected.xor:016x}): resume from an "
-            "earlier checkpoint, and report this as a defect"
-        )

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from anyrank.checks import check_choice, check_int
 from anyrank.data.order import Order
 
-Tail = Literal["short", "drop", "pad"]
+Tail = Literal["short", "drop"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class StepPlan:
         epoch: counted from 0.
         number: steps of the run before this one.
         start: first position in the epoch's order.
-        stop: position after its last sample; beyond the order's end if the tail is padded.
-        n: number of positions of the order.
+        stop: position after its last sample.
         microbatch: samples in each microbatch but the last.
     """
 
@@ -45,22 +44,16 @@ class StepPlan:
     number: int
     start: int
     stop: int
-    n: int
     microbatch: int
 
     @property
     def samples(self) -> int:
-        """Samples in the step's mean, including those that pad it."""
+        """Number of samples in the step."""
         return self.stop - self.start
 
     @property
     def num_microbatches(self) -> int:
         return -(-self.samples // self.microbatch)
-
-    @property
-    def padded(self) -> int:
-        """Number of repeated samples that fill the step."""
-        return max(0, self.stop - self.n)
 
     def bounds(self, k: int) -> tuple[int, int]:
         """Positions [start, stop) of microbatch k."""
@@ -168,9 +161,7 @@ class Schedule:
         stop = consumed + self.global_batch
         if consumed >= n or (stop > n and self.tail == "drop"):
             return None
-        if self.tail == "short":
-            stop = min(stop, n)
-        return StepPlan(epoch, number, consumed, stop, n, self.microbatch)
+        return StepPlan(epoch, number, consumed, min(stop, n), self.microbatch)
 
     def rest(self, step: StepPlan) -> Iterator[StepPlan]:
         """A step and the following steps of its epoch."""

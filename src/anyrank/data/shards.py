@@ -52,8 +52,8 @@ class ShardOrder(Order):
         return super().arguments() | {"shards": f"{len(self.lengths)}, digest {self.name}"}
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
-        places = torch.arange(start, stop, device="cpu") % self.n
+        """Sample ids at positions [start, stop) of an epoch, int64."""
+        places = torch.arange(start, stop, device="cpu")
         steps = self.n // self.global_batch  # full steps; the samples after them have no lanes
         lane = places % self.global_batch // self.microbatch
         offset = places // self.global_batch * self.microbatch + places % self.microbatch
@@ -119,7 +119,7 @@ class Shards:
         number = sample_id - int(self.ends[shard]) + self.lengths[shard]
         rest = self.open.pop((shard, number), None)
         if rest is None:
-            with kept():  # skipped samples must not change the sample's own random numbers
+            with kept():  # skipped samples must not change the microbatch's random numbers
                 start, rest = self.nearest(shard, number)
                 for _ in range(start, number):
                     self.checked(next(rest, END), shard)

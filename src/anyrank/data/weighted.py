@@ -43,15 +43,11 @@ class WeightedOrder(Order):
         return True
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64. Position n is position 0."""
-        places = torch.arange(start, stop, device="cpu") % self.n
+        """Sample ids at positions [start, stop) of an epoch, int64."""
+        places = torch.arange(start, stop, device="cpu")
         drawn = mix64(mix64(places) ^ signed(derive(self.seed, epoch, WEIGHTED_NAME)))
         number = (drawn & ((1 << 63) - 1)) % self.ends[-1]
         return torch.searchsorted(self.ends, number, right=True)
-
-    def samples(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """The draws at positions [start, stop), repeats included."""
-        return self.ids(epoch, start, stop)
 
 
 def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:

@@ -1,8 +1,8 @@
 """FSDP2's gradient reduction in the order of the microbatches, through its public hooks.
 
-FSDP2 calls its reduce-scatter in every backward. The one here returns zeros, and in the step's last
-backward the total. It exchanges in the rounds that `rounds` says, and keeps what it has:
-gradients until an exchange, and this rank's shard of the nodes after it.
+FSDP2 calls its reduce-scatter in every backward. The one here exchanges the round's microbatches,
+of which it keeps this rank's shard of the nodes; it returns zeros, and in the step's last backward
+the total.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class OrderedReduceScatter:
     """A unit's reduce-scatter, in the interface of `FSDPModule.set_custom_reduce_scatter`.
 
     Args:
-        rounds: of the step.
+        rounds: of the step, in which the ranks take turns.
         shards: the ranks that the unit is sharded over.
         replicas: the ranks that hold the same shard; None without replication.
     """
 
     def __init__(self, rounds: Rounds, shards: OrderedGroup, replicas: OrderedGroup | None) -> None:
         self.rounds, self.shards, self.replicas = rounds, shards, replicas
-        self.own_sum = TreeSum(rounds.count)  # until the next exchange
         self.kept = TreeSum(rounds.count)  # this rank's shard
         self.number = -1  # of the last round with a gradient
         self.is_repeated = False  # there were several gradients in a round
@@ -66,32 +65,31 @@ class OrderedReduceScatter:
         self.number = self.rounds.number
         self.is_complete = self.rounds.is_last
         term = input_tensor.to(sum_dtype(input_tensor.dtype))
-        self.add(term)
-        if self.rounds.exchanges:
-            # `group` has the ranks of `shards`, and may be one that FSDP2 keeps for this.
-            self.exchange(torch.empty_like(term), replace(self.shards, group=group))
+        # `group` has the ranks of `shards`, and may be one that FSDP2 keeps for this.
+        self.exchange(term, replace(self.shards, group=group))
         if self.rounds.is_last:
             self.deliver(output_tensor)
         else:
             output_tensor.zero_()
 
-    def add(self, term: torch.Tensor) -> None:
-        """Add a microbatch's term; those before it in which the unit did not run have none."""
-        self.rounds.add(self.own_sum, term, self.rounds.unit_leaves())
-        if self.rounds.leaf is not None and term.device.type != "cpu":
-            # It was allocated on the compute stream, and outlives FSDP2's own reference.
-            term.record_stream(torch.accelerator.current_stream(term.device))
+    def exchange(self, term: torch.Tensor, shards: OrderedGroup) -> None:
+        """Add up the round's microbatches, one of each rank: each rank gets its shard. All ranks.
 
-    def exchange(self, like: torch.Tensor, shards: OrderedGroup) -> None:
-        """Add up what the ranks have added since the last exchange, each its shard. All ranks."""
+        Args:
+            term: this rank's gradient, which may be overwritten; in no sum where it is a copy's.
+            shards: the ranks.
+        """
+        own_sum = TreeSum(self.rounds.count)
+        if (leaf := self.rounds.leaf) is not None:
+            own_sum.add(Span(leaf, leaf + 1), term)
+            if term.device.type != "cpu":
+                # It was allocated on the compute stream, and outlives FSDP2's own reference.
+                term.record_stream(torch.accelerator.current_stream(term.device))
         spans_by_rank = self.rounds.unit_spans(self.number)
-        self.rounds.complete(self.own_sum, self.rounds.unit_leaves())
-        shard_sum = start_reduce_scatter(self.own_sum, like, shards, spans_by_rank)()
+        shard_sum = start_reduce_scatter(own_sum, term, shards, spans_by_rank)()
         if self.replicas is not None:
-            shard_sum = self.across_replicas(
-                shard_sum, like[: like.numel() // shards.size], spans_by_rank
-            )
-        self.own_sum = TreeSum(shard_sum.count)
+            like = term[: term.numel() // shards.size]
+            shard_sum = self.across_replicas(shard_sum, like, spans_by_rank)
         self.kept.skip_to(shard_sum.nodes[0][0].start)  # rounds in which the unit did not run
         self.kept.extend(shard_sum.nodes)
         if not self.rounds.is_last:

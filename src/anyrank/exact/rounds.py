@@ -4,7 +4,7 @@ Without FSDP2 a rank runs neighbouring microbatches, adds up their gradients as 
 allows, and exchanges what remains after the last one. Under FSDP2, whose units reduce gradients in
 each backward, the ranks take turns, so that a round's microbatches are neighbours, and units are
 exchanged after each: a shard's owner then keeps few nodes of a shard's size. Both give the same
-bits, and each kind of parameter can be summed under either.
+bits, and parameters outside of units can be summed under either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Rounds:
         self.own_leaves = [leaf for leaf in self._leaves[self.index] if leaf is not None]
         # Once a step: each unit and bucket asks for them.
         self.whole_spans = [_spans_of(self.count, leaves) for leaves in self._leaves]
-        self._unit_spans = [self._spans_after(number) for number in range(len(self._leaves[0]))]
+        self._unit_spans = [
+            [_spans_of(self.count, [leaf]) for leaf in row] if takes_turns else []
+            for row in zip(*self._leaves, strict=True)
+        ]
 
     @property
     def leaf(self) -> int | None:
@@ -55,43 +58,19 @@ class Rounds:
     def is_last(self) -> bool:
         return self.number + 1 == len(self._leaves[self.index])
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether units are exchanged after the current round."""
-        return self.takes_turns or self.is_last
-
-    def unit_leaves(self) -> list[int]:
-        """This rank's microbatches that are in the units' next exchange."""
-        if not self.takes_turns:
-            return self.own_leaves
-        return [] if self.leaf is None else [self.leaf]
-
     def unit_spans(self, number: int) -> list[list[Span]]:
-        """The nodes that each rank has for it when a round ends; none without an exchange."""
+        """The nodes that each rank has for a unit when a round ends, where the ranks take turns."""
         return self._unit_spans[number]
 
-    def _spans_after(self, number: int) -> list[list[Span]]:
-        if self.takes_turns:
-            return [_spans_of(self.count, leaves[number : number + 1]) for leaves in self._leaves]
-        is_last = number + 1 == len(self._leaves[0])
-        return self.whole_spans if is_last else [[] for _ in self._leaves]
-
-    def add(self, sum_: TreeSum, term: torch.Tensor, leaves: Sequence[int] | None = None) -> None:
-        """Add a term of the current microbatch; those before without a gradient have none.
-
-        Args:
-            sum_: gets it.
-            term: the gradient.
-            leaves: the microbatches of the sum; default: all of this rank.
-        """
+    def add(self, sum_: TreeSum, term: torch.Tensor) -> None:
+        """Add a term of the current microbatch; those before without a gradient have none."""
         if self.leaf is not None:
-            leaves = self.own_leaves if leaves is None else leaves
-            _skip(sum_, (leaf for leaf in leaves if leaf < self.leaf))
+            _skip(sum_, (leaf for leaf in self.own_leaves if leaf < self.leaf))
             sum_.add(Span(self.leaf, self.leaf + 1), term)
 
-    def complete(self, sum_: TreeSum, leaves: Sequence[int] | None = None) -> None:
+    def complete(self, sum_: TreeSum) -> None:
         """Bring a sum to the nodes that its spans tell of this rank, for the exchange."""
-        _skip(sum_, self.own_leaves if leaves is None else leaves)
+        _skip(sum_, self.own_leaves)
 
 
 def _skip(sum_: TreeSum, leaves: Iterable[int]) -> None:

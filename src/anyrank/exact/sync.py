@@ -46,7 +46,8 @@ class ExactSync(GradientSync):
         is_first: it is the model's first pass: whole buffers are compared.
 
     Raises:
-        TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered.
+        TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered; units of
+            FSDP2 behind a first model without.
     """
 
     def __init__(
@@ -61,6 +62,12 @@ class ExactSync(GradientSync):
         self.reductions: list[tuple[Any, Any, OrderedReduceScatter]] = []
         if ranks.size > 1:  # FSDP2 reduces nothing on one rank
             for unit, unit_group in self.trainable_units():
+                if not rounds.takes_turns:
+                    raise ValueError(
+                        "exact=True: the first model of this pass over the data has no FSDP2 "
+                        "units, and this one has: call microbatches() of the FSDP2 model first, "
+                        "or shard both"
+                    )
                 parameter = unit_group.fsdp_params[0].sharded_param
                 groups = unit_groups(parameter, rounds.count, ranks)
                 self.reductions.append((unit, unit_group, OrderedReduceScatter(rounds, *groups)))

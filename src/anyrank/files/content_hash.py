@@ -12,7 +12,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def content_hash(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the elements in row-major order, through a buffer of 1 MiB.
+    """xxh3-128 of the elements in row-major order, through a buffer of 1 MiB from a device.
 
     Args:
         tensor: of any dtype, on any device.
@@ -21,8 +21,9 @@ def content_hash(tensor: torch.Tensor) -> str:
         32 hexadecimal digits.
     """
     flat = tensor.detach().reshape(-1)
-    step = max(1, BLOCK_BYTES // max(1, tensor.element_size()))
-    return hash_of(flat.split(step) if flat.numel() else ())
+    if not flat.numel():
+        return hash_of(())
+    return hash_of((flat,) if flat.is_cpu else flat.split(BLOCK_BYTES // flat.itemsize))
 
 
 def hash_of(parts: Iterable[torch.Tensor]) -> str:

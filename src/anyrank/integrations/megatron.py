@@ -32,7 +32,7 @@ def layout(model: nn.Module, mesh: Any) -> dict[str, Any]:
         mesh: the ranks of its tensor-parallel group: a DeviceMesh of one axis, or global ranks.
 
     Returns:
-        Name -> layout, for `TrainState`, `sync`, `load`, `plan` and `convert`.
+        Name -> layout, for `sync`, `load`, `plan` and `convert`.
 
     Raises:
         ValueError: experts that differ between ranks under one name; a mesh of several axes.
@@ -46,7 +46,7 @@ def layout(model: nn.Module, mesh: Any) -> dict[str, Any]:
         model.weight.partition_dim, model.weight.partition_stride = 0, 1
         layout = anyrank.integrations.megatron.layout(model, [0])
         assert layout == {"weight": ([0], [Shard(0)])}
-        state = anyrank.TrainState(model, layout=layout)
+        anyrank.convert(model, "weights", layout=layout)
     """
     grid = torch.as_tensor(getattr(mesh, "mesh", mesh), device="cpu")
     if grid.ndim != 1:

@@ -48,8 +48,6 @@ class HostPool:
         self.held_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
-        self.allocated = 0
-        self.reused = 0
 
     def take(self, nbytes: int, device: torch.device) -> Buffer | None:
         """A buffer of this size for copies from and to the device; None if the pool is full."""
@@ -57,14 +55,12 @@ class HostPool:
         idle = self.idle.get(nbytes)
         if idle:
             buffer = idle.pop()
-            self.reused += 1
         elif self.used_bytes + nbytes > self.limit_bytes:
             return None
         else:
             self.make_room(nbytes)
             buffer = allocate(nbytes, device)
             self.held_bytes += nbytes
-            self.allocated += 1
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return buffer

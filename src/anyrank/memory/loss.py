@@ -41,7 +41,6 @@ def tiled_loss(
     ignore_index: int = -100,
     count: float | torch.Tensor | None = None,
     label_smoothing: float = 0.0,
-    in_dims: Sequence[int | None] | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The loss of hidden states, with the logits of one tile at a time in memory.
@@ -63,7 +62,8 @@ def tiled_loss(
         hidden: [..., H], any floating dtype.
         labels: [...], class indices, integers (or whatever a function `fn` expects).
         rest: further arguments of a function: a tensor whose shape begins with that of `labels` is
-            tiled like it, anything else (and any parameter) is passed whole; `in_dims` overrides.
+            tiled like it, anything else (and any parameter) is passed whole. Bind what must stay
+            whole: `functools.partial(fn, prior=prior)`.
         chunk_size: tokens of a tile.
         reduction: "none" gives losses in the shape of `labels`, 0 where ignored.
         impl: "recompute" computes the logits of a tile again in backward: for any `fn` and any
@@ -76,7 +76,6 @@ def tiled_loss(
             gradients: the number of all ranks' tokens divided by the number of ranks. If all tokens
             are ignored, the loss is 0 with a graph.
         label_smoothing: as in `torch.nn.functional.cross_entropy`; for a head.
-        in_dims: for each of `rest`, 0 to tile it like the labels, or None to pass it whole.
         grad_dtype: sum the gradients of the head's weights over the tiles in this dtype, and round
             once, at the end. None sums in the dtype of the weights: with many tiles in bfloat16
             that is several times less accurate than an untiled loss. For a function, the head is
@@ -101,13 +100,10 @@ def tiled_loss(
     """
     check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
     check_int("ignore_index", ignore_index)
-    if in_dims is not None:
-        check_type("in_dims", in_dims, Sequence, "0 or None for each argument after labels")
     check_grad_dtype(grad_dtype)
-    dims = [_begins_with(arg, labels) for arg in rest] if in_dims is None else list(in_dims)
+    dims = [_begins_with(arg, labels) for arg in rest]
     mesh = _mesh_for(fn, hidden)
     hidden, labels, rest = gathered(hidden), gathered(labels), tuple(map(gathered, rest))
-    _check_cut(dims, rest, labels)
     rows, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     head = fn if isinstance(fn, nn.Module) else None
     if head is not None:
@@ -131,7 +127,7 @@ def tiled_loss(
         return checked(fn, mesh, hidden, labels, *rest)
 
     label = f"tiled_loss({function_name(used)})"
-    options = (chunk_size, (0, 0, *dims), 0, grad_dtype, False)
+    options = (chunk_size, (0, 0, *dims), 0, grad_dtype)
     tiled = Tiled(run, label, *options, uses=used)
     losses = tiled(rows, target, *flat_rest)
     losses = torch.where(target != ignore_index, losses, 0)
@@ -199,24 +195,6 @@ def _begins_with(value: Any, labels: torch.Tensor) -> int | None:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return None
     return 0 if value.shape[: labels.ndim] == labels.shape else None
-
-
-def _check_cut(cut: Sequence[int | None], rest: Sequence[Any], labels: torch.Tensor) -> None:
-    """Raises ValueError: `in_dims` does not match the arguments."""
-    if len(cut) != len(rest) or any(dim not in (0, None) for dim in cut):
-        raise ValueError(
-            f"in_dims={tuple(cut)!r}: one entry for each of the {len(rest)} arguments after "
-            "labels, 0 to tile it like the labels or None to pass it whole"
-        )
-    for n, (dim, arg) in enumerate(zip(cut, rest, strict=True)):
-        if dim == 0 and (
-            not isinstance(arg, torch.Tensor) or arg.shape[: labels.ndim] != labels.shape
-        ):
-            shape = list(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__
-            raise ValueError(
-                f"argument {n} after labels is {shape}: to be tiled like the labels it must be "
-                f"a tensor whose shape begins with that of the labels, {list(labels.shape)}"
-            )
 
 
 def gathered(value: Any) -> Any:

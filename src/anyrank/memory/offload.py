@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from anyrank.checks import check_bool, check_choice, check_int
+from anyrank.checks import check_bool, check_int
 from anyrank.memory.offload_engine import OffloadEngine
 
 MIB = 1 << 20
@@ -16,13 +15,10 @@ class OffloadStats:
     """What an `Offload` has done since it was created, in bytes and counts.
 
     Attributes:
-        pool_bytes: the limit.
         held_bytes: host memory held now, used or idle; `used_bytes`: used now; `peak_bytes`: the
             largest `used_bytes` so far.
-        copied_bytes: copied to the host; `loaded_bytes`: copied back.
-        shared: tensors that needed no copy, because their storage had been copied already.
+        copied_bytes: copied to the host.
         kept: tensors that stayed on the device because the pool was full.
-        allocated: buffers allocated; `reused`: times that a buffer was used again.
 
     Example::
 
@@ -30,16 +26,11 @@ class OffloadStats:
         assert offload.stats().used_bytes == 0
     """
 
-    pool_bytes: int
     held_bytes: int
     used_bytes: int
     peak_bytes: int
     copied_bytes: int
-    loaded_bytes: int
-    shared: int
     kept: int
-    allocated: int
-    reused: int
 
 
 class Offload:
@@ -56,15 +47,15 @@ class Offload:
     (whose local part moves). Several tensors of one storage are one copy.
 
     Args:
-        pool_bytes: limit of this rank's host memory, in bytes.
+        pool_bytes: limit of this rank's host memory, in bytes; what finds no room stays on the
+            device.
         keep_last: number of blocks at the end of the forward pass that stay on the device, because
             backward begins with them.
         min_bytes: smaller tensors stay.
-        on_full: when the pool is full, "keep" the tensor on the device, or "raise" MemoryError.
         force: move CPU tensors too: real copies, for tests of the whole mechanism without a device.
 
     Raises:
-        ValueError: a size or choice that makes no sense; any use after `close`.
+        ValueError: a size that makes no sense; any use after `close`.
         TypeError: an argument of another type.
 
     Example::
@@ -83,15 +74,13 @@ class Offload:
         *,
         keep_last: int = 1,
         min_bytes: int = MIB,
-        on_full: Literal["keep", "raise"] = "keep",
         force: bool = False,
     ) -> None:
         check_int("pool_bytes", pool_bytes, 1)
         check_int("keep_last", keep_last, 0)
         check_int("min_bytes", min_bytes, 0)
-        check_choice("on_full", on_full, ("keep", "raise"))
         check_bool(force=force)
-        self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, on_full == "raise", force)
+        self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, force)
 
     def __deepcopy__(self, memo: object) -> Offload:
         """A copy of a model that is patched with it shares its memory."""
@@ -102,16 +91,11 @@ class Offload:
         engine, pool = self._engine, self._engine.pool
         pool.collect()
         return OffloadStats(
-            pool_bytes=pool.limit_bytes,
             held_bytes=pool.held_bytes,
             used_bytes=pool.used_bytes,
             peak_bytes=pool.peak_bytes,
             copied_bytes=engine.copied_bytes,
-            loaded_bytes=engine.loaded_bytes,
-            shared=engine.shared,
             kept=engine.kept,
-            allocated=pool.allocated,
-            reused=pool.reused,
         )
 
     def close(self) -> None:

@@ -22,16 +22,12 @@ class OffloadEngine:
 
     Args:
         pool_bytes, keep_last, min_bytes, force: as of `Offload`.
-        raise_when_full: raise an error if the pool is full; else the tensor stays on the device.
     """
 
-    def __init__(
-        self, pool_bytes: int, keep_last: int, min_bytes: int, raise_when_full: bool, force: bool
-    ) -> None:
+    def __init__(self, pool_bytes: int, keep_last: int, min_bytes: int, force: bool) -> None:
         self.pool = HostPool(pool_bytes)
         self.keep_last = keep_last
         self.min_bytes = min_bytes
-        self.raise_when_full = raise_when_full
         self.force = force
         self.closed = False
         self.copy_engines: dict[torch.device, CopyEngine] = {}
@@ -40,7 +36,7 @@ class OffloadEngine:
         self.waiting: deque[weakref.ref[_BlockTensors]] = deque()  # packed, not yet sent
         self.sent: list[weakref.ref[_BlockTensors]] = []
         self.last: weakref.ref[_BlockTensors] | None = None
-        self.copied_bytes = self.loaded_bytes = self.shared = self.kept = 0
+        self.copied_bytes = self.kept = 0
         self.lock = threading.RLock()
 
     def close(self) -> None:
@@ -120,7 +116,6 @@ class OffloadEngine:
         known = self.storages.get(id(storage))
         entry = known() if known else None
         if entry is not None and entry.version == version_of(tensor):
-            self.shared += 1
             return entry
         if storage.device not in self.copy_engines:
             self.copy_engines[storage.device] = CopyEngine(storage.device)
@@ -130,14 +125,9 @@ class OffloadEngine:
         self.storages[id(storage)] = weakref.ref(entry)
         return entry
 
-    def buffer(self, nbytes: int, device: torch.device, name: str) -> Buffer | None:
+    def buffer(self, nbytes: int, device: torch.device) -> Buffer | None:
         """Host memory, or None to keep the tensor where it is."""
         buffer = self.pool.take(nbytes, device)
-        if buffer is None and self.raise_when_full:
-            raise MemoryError(
-                f"no room for {name}, {nbytes} bytes: {self.pool.used_bytes} of the offload pool's "
-                f'{self.pool.limit_bytes} bytes are used; raise pool_bytes, or use on_full="keep"'
-            )
         if buffer is None:
             self.kept += 1
         else:
@@ -174,11 +164,11 @@ class OffloadedStorage:
         self.loaded: weakref.ref[torch.UntypedStorage] | None = None
         self.prefetched: torch.UntypedStorage | None = None
 
-    def send(self, name: str) -> None:
+    def send(self) -> None:
         """Start the copy to the host, unless it has started or there is no room."""
         if self.buffer is not None or self.source is None or self.is_kept:
             return
-        self.buffer = self.engine.buffer(self.nbytes, self.device, name)
+        self.buffer = self.engine.buffer(self.nbytes, self.device)
         if self.buffer is None:
             self.is_kept = True
             return
@@ -205,7 +195,6 @@ class OffloadedStorage:
         after = () if self.out is None else (self.out,)
         self.back = self.copies.to_device(target, self.buffer.data, after)
         self.buffer.busy = self.back
-        self.engine.loaded_bytes += self.nbytes
         storage = target.untyped_storage()
         self.loaded = weakref.ref(storage)
         return storage
@@ -286,7 +275,7 @@ class _BlockTensors:
         for tensor in self.tensors:
             if tensor.storage is not None:
                 tensor.check()
-                tensor.storage.send(tensor.name)
+                tensor.storage.send()
 
     def release(self) -> None:
         for tensor in self.tensors:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.checks import check_bool, check_model, check_type
+from anyrank.checks import check_model, check_type
 from anyrank.memory.offload import Offload
 from anyrank.memory.recompute import RegionOptions, as_sources, run_region
 from anyrank.memory.region import Contexts
@@ -136,7 +136,6 @@ def tile_(
     in_dims: Any = None,
     out_dims: Any = None,
     grad_dtype: torch.dtype | None = None,
-    check: bool = False,
 ) -> Handle:
     """Tile the modules that match a pattern, in place: see `tile`.
 
@@ -148,7 +147,7 @@ def tile_(
         dim: the dim of the first argument and of all results that is tiled: -2 is the one before
             the features, whether the argument is [batch, tokens, width] or [tokens, width].
         in_dims, out_dims: as in `tile`, instead of `dim`.
-        chunk_size, grad_dtype, check: as in `tile`; each module is checked.
+        chunk_size, grad_dtype: as in `tile`.
 
     Returns:
         A handle whose `remove()` restores the modules, and whose `names` lists them.
@@ -166,17 +165,14 @@ def tile_(
         handle.remove()
     """
     modules = _find_modules(model, pattern)
-    check_bool(check=check)
     check_dims("dim", dim)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
-    unchecked = set(modules) if check else set[str]()
     for name, module in modules.items():  # raises for wrong options before a module is patched
-        Tiled(module.forward, f"tile({name})", chunk_size, ins, outs, grad_dtype, False)
+        Tiled(module.forward, f"tile({name})", chunk_size, ins, outs, grad_dtype)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = (chunk_size, ins, outs, grad_dtype, name in unchecked)
-        on_checked = functools.partial(unchecked.discard, name)
-        return Tiled(forward, f"tile({name})", *options, on_checked=on_checked)(*args, **kwargs)
+        tiled = Tiled(forward, f"tile({name})", chunk_size, ins, outs, grad_dtype)
+        return tiled(*args, **kwargs)
 
     return patch(modules, call, "tile_")
 

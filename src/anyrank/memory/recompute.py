@@ -71,8 +71,7 @@ def recompute(
             or a parameter was changed in between, or a variable holds another module now.
         torch.utils.checkpoint.CheckpointError: from backward: `fn` saved other tensors when called
             again.
-        MemoryError: the offload's pool is full and `on_full="raise"`, or the system has no host
-            memory for it.
+        MemoryError: the system has no host memory for the offload.
 
     Example::
 

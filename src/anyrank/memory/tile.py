@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from anyrank.checks import check_bool, check_function
+from anyrank.checks import check_function
 from anyrank.errors import RankError, RecomputeError
 from anyrank.memory.ambient import Ambient, in_transform
-from anyrank.memory.call import Call, find_module, flatten, function_name
+from anyrank.memory.call import Call, find_module, function_name
 from anyrank.memory.region import SavedInputs, record_region, uncompiled
 from anyrank.memory.tile_weights import WideWeights, check_grad_dtype, with_own_gradients
 from anyrank.memory.tiling_dims import (
@@ -26,8 +26,6 @@ from anyrank.memory.tiling_dims import (
     Tiling,
     check_chunk_size,
     check_dims,
-    expand_dims,
-    nonnegative_dim,
 )
 from anyrank.memory.used_modules import UsedModules, used_modules
 from anyrank.random_state.streams import source_of
@@ -42,7 +40,6 @@ def tile(
     in_dims: Any = 1,
     out_dims: Any = 1,
     grad_dtype: torch.dtype | None = None,
-    check: bool = False,
 ) -> Callable[..., Any]:
     """Make a function that runs `fn` on tiles of its arguments and joins the results.
 
@@ -71,15 +68,13 @@ def tile(
         grad_dtype: sum the weight gradients of the tiles in this dtype, and round once, at the
             end: for the parameters of a module `fn`, or of modules that a function captures. None
             sums in the dtype of the weights.
-        check: at the first call with several tiles, compare one tile with the same rows of an
-            untiled call, which needs the memory of that call without gradients once.
 
     Returns:
         A function of the arguments of `fn`.
 
     Raises:
         ValueError, TypeError: `chunk_size`, `in_dims`, `out_dims` or `grad_dtype` do not match the
-            function or the call; with `check`, `fn` is not independent along the dim.
+            function or the call.
         RankError: from a call, on all ranks of a sharded module: the ranks have different numbers
             of tiles.
         RecomputeError: as of `recompute`.
@@ -92,7 +87,7 @@ def tile(
         y.sum().backward()
     """
     label = f"tile({function_name(fn)})"
-    return Tiled(fn, label, chunk_size, in_dims, out_dims, grad_dtype, check)
+    return Tiled(fn, label, chunk_size, in_dims, out_dims, grad_dtype)
 
 
 class Tiled:
@@ -102,7 +97,6 @@ class Tiled:
         fn: what runs on the tiles.
         label: the call, for messages.
         uses: the user's function if `fn` wraps it; the modules are taken from it.
-        on_checked: called once the rows are found to be independent.
         The others are as of `tile`.
     """
 
@@ -114,13 +108,10 @@ class Tiled:
         in_dims: Any,
         out_dims: Any,
         grad_dtype: torch.dtype | None,
-        check: bool,
         *,
         uses: Callable[..., Any] | None = None,
-        on_checked: Callable[[], object] = lambda: None,
     ) -> None:
         check_function("fn", fn, "a function or a module")
-        check_bool(check=check)
         check_chunk_size(chunk_size, "row")
         check_dims("out_dims", out_dims)
         check_grad_dtype(grad_dtype)
@@ -136,8 +127,6 @@ class Tiled:
         self._chunk_size = chunk_size
         self._out_dims = out_dims
         self._grad_dtype = grad_dtype
-        self._is_unchecked = check
-        self._on_checked = on_checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, dims = self._arguments.call(args, kwargs)
@@ -146,10 +135,6 @@ class Tiled:
         if len(tiling.starts) == 1 or (not torch.compiler.is_compiling() and in_transform()):
             return call()
         joined = JoinedResults(self._out_dims, tiling, self._label)
-        if self._is_unchecked:
-            _check_independence(call, tiling, self._out_dims, self._label)
-            self._is_unchecked = False
-            self._on_checked()
         if not torch.is_grad_enabled():
             for k in range(len(tiling.starts)):
                 leaves = tiling.tile(k, call.leaves)
@@ -242,7 +227,7 @@ def _run_again(call: Call, tiling: Tiling, k: int, tensors: Sequence[torch.Tenso
     return call.run(leaves)
 
 
-# -- checks: equal numbers of tiles on sharded ranks, independent rows, side results --------------
+# -- checks: equal numbers of tiles on sharded ranks, side results --------------------------------
 
 
 def _called_units(fn: Callable[..., Any]) -> list[nn.Module]:
@@ -292,78 +277,6 @@ def _check_tile_counts(fn: Callable[..., Any], number: int, label: str) -> None:
                 "(tile_ of the same module, or fully_shard of the module that calls it), or pad "
                 "the input"
             )
-
-
-def _check_independence(call: Call, tiling: Tiling, out_dims: Any, label: str) -> None:
-    """Compare the second tile with its rows of an untiled call, without gradients (`check=True`).
-
-    Restores torch's random state. Runs one untiled call and two tiles.
-
-    Raises:
-        ValueError: the results differ, or the function draws random numbers.
-    """
-    devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
-    ambient = Ambient(devices, ())
-    before = ambient.random()
-    k = 1
-    try:
-        with torch.no_grad():
-            probe = flatten(call.run(tiling.tile(k, call.leaves)))[0]
-            result = call.run(call.leaves)
-            again = flatten(call.run(tiling.tile(k, call.leaves)))[0]
-    finally:
-        ambient.put(before)
-    whole = flatten(result)[0]
-    dims = expand_dims(out_dims, result, label)
-    for n, tensor in enumerate(whole):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        dim = nonnegative_dim(dims[n], tensor, f"{label}: a result")
-        if not _equal_up_to_rounding(probe[n], again[n], dim):
-            raise ValueError(
-                f"{label}: gives a different result for the same tile each time, so check=True "
-                "cannot compare: turn dropout off for the check, or leave out check=True"
-            )
-        if tensor.shape[dim] != tiling.size:
-            raise ValueError(
-                f"{label}: a result has shape {list(tensor.shape)}, expected {tiling.size} rows "
-                f"in dim {dim} (out_dims)"
-            )
-        rows = tensor.narrow(dim, tiling.starts[k], tiling.length(k))
-        if not _equal_up_to_rounding(probe[n], rows, dim):
-            raise ValueError(
-                f"{label}: is not independent along the tiled dim: rows {tiling.starts[k]} to "
-                f"{tiling.starts[k] + tiling.length(k) - 1}, computed alone, differ from those of "
-                f"the whole ({_distance(probe[n], rows)}); tile another dim, or another function"
-            )
-
-
-def _equal_up_to_rounding(a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
-    """Equal up to the order of sums, row by row along a dim, so that a few wrong rows (at the edges
-    of a tile) are not averaged out by many right rows.
-    """
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    # Narrow dtypes are summed in float32 and rounded at the end; wide ones in their own precision.
-    tolerance = (4 if a.dtype.itemsize <= 2 else 32) * torch.finfo(a.dtype).eps
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = (tensor.to(wide).movedim(dim, 0).flatten(1) for tensor in (a, b))
-    nonfinite = ~(a.isfinite() & b.isfinite())  # infinities and nan must be in the same places
-    if not torch.equal(a[nonfinite].nan_to_num(), b[nonfinite].nan_to_num()):
-        return False
-    a, b = a.masked_fill(nonfinite, 0), b.masked_fill(nonfinite, 0)
-    size = b.norm(dim=1)
-    # A row that cancels to about 0 has the absolute error of the other rows.
-    scale = torch.maximum(size, size.square().mean().sqrt())
-    return bool(((a - b).norm(dim=1) <= tolerance * scale).all())
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
-    if a.shape != b.shape:
-        return f"shape {list(a.shape)} for {list(b.shape)}"
-    return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
 
 
 def _check_side_results(modules: Iterable[nn.Module], label: str) -> None:

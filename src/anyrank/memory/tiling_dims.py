@@ -42,7 +42,7 @@ class Tiling:
                     f"{leaf.device_mesh}, and only plain tensors can be tiled: tile an "
                     "inner module, which gets plain tensors, or pass to_local() or full_tensor()"
                 )
-            self.dims.append(nonnegative_dim(dim, leaf, f"{label}: {call.name(n)}"))
+            self.dims.append(_nonnegative_dim(dim, leaf, f"{label}: {call.name(n)}"))
             sizes[n] = leaf.shape[dim]
         if not sizes:
             raise ValueError(f"{label}: in_dims names no tensor among the arguments of this call")
@@ -68,7 +68,7 @@ class Tiling:
         ]
 
 
-def nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
+def _nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
     if not isinstance(dim, int):
         raise TypeError(f"{where}: a dim is an int or None, not {dim!r}")
     if not -tensor.ndim <= dim < tensor.ndim:
@@ -76,7 +76,7 @@ def nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
     return dim % tensor.ndim
 
 
-def expand_dims(dims: Any, value: Any, where: str) -> Dims:
+def _expand_dims(dims: Any, value: Any, where: str) -> Dims:
     """The dims of a value's leaves: an int or None applies to all leaves, a list, tuple or dict has
     an entry for each part.
     """
@@ -88,7 +88,7 @@ def expand_dims(dims: Any, value: Any, where: str) -> Dims:
         raise ValueError(
             f"{where}: dims {dims!r} do not match the structure of a {type(value).__name__}"
         )
-    return [dim for key in parts for dim in expand_dims(entries[key], parts[key], where)]
+    return [dim for key in parts for dim in _expand_dims(entries[key], parts[key], where)]
 
 
 def members(value: Any) -> dict[Any, Any] | None:
@@ -145,10 +145,10 @@ class TiledArguments:
         dims = [
             dim
             for entry, value in zip(positional, args, strict=True)
-            for dim in expand_dims(entry, value, self.label)
+            for dim in _expand_dims(entry, value, self.label)
         ]
         for name, value in kwargs.items():
-            dims += expand_dims(named.get(name), value, f"{self.label}: {name}")
+            dims += _expand_dims(named.get(name), value, f"{self.label}: {name}")
         return Call(self.fn, args, kwargs), dims
 
     def entries(
@@ -223,7 +223,7 @@ class JoinedResults:
 
     def start(self, result: Any, leaves: list[Any], spec: Any) -> None:
         self.spec = spec
-        for leaf, dim in zip(leaves, expand_dims(self.out_dims, result, self.label), strict=True):
+        for leaf, dim in zip(leaves, _expand_dims(self.out_dims, result, self.label), strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self.dims.append(None)
                 self.leaves.append(leaf)
@@ -233,7 +233,7 @@ class JoinedResults:
                     f"{self.label}: a result {list(leaf.shape)} has None in out_dims: give the dim "
                     "along which the tiles' results are joined"
                 )
-            dim = nonnegative_dim(dim, leaf, f"{self.label}: a result")
+            dim = _nonnegative_dim(dim, leaf, f"{self.label}: a result")
             shape = [*leaf.shape[:dim], self.tiling.size, *leaf.shape[dim + 1 :]]
             self.dims.append(dim)
             self.leaves.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
@@ -272,7 +272,7 @@ class JoinedResults:
     def cat(self, parts: list[Any]) -> Any:
         """Join all results at once, by operations that torch.compile supports."""
         flat = [flatten(part)[0] for part in parts]
-        dims = expand_dims(self.out_dims, parts[0], self.label)
+        dims = _expand_dims(self.out_dims, parts[0], self.label)
         joined = [
             torch.cat(leaves, dim or 0) if isinstance(leaves[0], torch.Tensor) else leaves[0]
             for leaves, dim in zip(zip(*flat, strict=True), dims, strict=True)

@@ -1,18 +1,18 @@
 """The random streams of a process: Python's, numpy's, torch's on the CPU and on the rank's device.
 
 Each can be read, put back and seeded. `seeded` puts all of them under a seed for the time of a
-block, which is how a microbatch and a sample get random numbers that do not depend on the rank.
+block; a microbatch gets random numbers that do not depend on the rank by such seeds.
 """
 
 from __future__ import annotations
 
-import ctypes
+import base64
 import random
 import sys
 from array import array
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,7 @@ class Source(Protocol):
         ...
 
     def put(self, state: Any) -> None:
-        """Go on from a state that `get` or `decode` returned."""
+        """Go on from a state that `get` or `from_json` returned."""
         ...
 
 
@@ -50,13 +50,18 @@ class Stream(Source, Protocol):
         """Start anew from a 64-bit number."""
         ...
 
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        """A state as JSON values and raw bytes."""
+    def to_json(self, state: Any) -> Any:
+        """A state as JSON."""
         ...
 
-    def decode(self, values: Any, data: bytes) -> Any:
-        """The inverse of `encode`; raises some built-in exception for what is no state."""
+    def from_json(self, value: Any) -> Any:
+        """The inverse of `to_json`; raises some built-in exception for what is no state."""
         ...
+
+
+def _as_text(data: Any) -> str:
+    """Bytes in base64: as numbers they would fill a manifest with lines."""
+    return base64.b64encode(data).decode()
 
 
 class PythonStream:
@@ -78,13 +83,13 @@ class PythonStream:
     def seed(self, number: int) -> None:
         self.random.seed(number)
 
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+    def to_json(self, state: Any) -> Any:
         version, words, gauss = state
-        return [version, gauss], b"".join(word.to_bytes(4, "little") for word in words)
+        return [version, _as_text(words), gauss]
 
-    def decode(self, values: Any, data: bytes) -> Any:
-        version, gauss = values
-        state = (version, _words_of(data), None if gauss is None else float(gauss))
+    def from_json(self, value: Any) -> Any:
+        version, words, gauss = value
+        state = (version, tuple(array("I", base64.b64decode(words))), gauss)
         random.Random().setstate(state)  # noqa: S311 - raises for what is no state
         return state
 
@@ -106,17 +111,17 @@ class _NumpyStream:
     def seed(self, number: int) -> None:
         self.random.seed(number & 0xFFFFFFFF)  # 32 bits: an array takes five times as long
 
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+    def to_json(self, state: Any) -> Any:
         twister = state["state"]
-        values = [int(twister["pos"]), int(state["has_gauss"]), float(state["gauss"])]
-        return values, twister["key"].astype("<u4").tobytes()
+        return [_as_text(twister["key"]), twister["pos"], state["has_gauss"], state["gauss"]]
 
-    def decode(self, values: Any, data: bytes) -> Any:
-        position, has_gauss, gauss = values
-        words = _words_of(data)
-        if type(position) is not int or not 0 <= position <= MT_WORDS or len(words) != MT_WORDS:
+    def from_json(self, value: Any) -> Any:
+        words, position, has_gauss, gauss = value
+        if not 0 <= position <= MT_WORDS:
             raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
-        return ("MT19937", words, position, int(bool(has_gauss)), float(gauss))
+        state = ("MT19937", array("I", base64.b64decode(words)), position, has_gauss, gauss)
+        sys.modules["numpy"].random.RandomState().set_state(state)  # raises for what is no state
+        return state
 
 
 class _NumpyGenerator:
@@ -133,18 +138,18 @@ class _NumpyGenerator:
 
 
 class _StateOfTorch:
-    """How a state of one of torch's generators is saved: its bytes alone."""
+    """How a state of one of torch's generators is saved: its bytes, in base64."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
         # States of two names do not fit each other.
         self.algorithm = "mt19937" if device.type == "cpu" else f"{device.type} philox"
 
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        return [], bytes(state.tolist())
+    def to_json(self, state: Any) -> Any:
+        return _as_text(bytes(state.tolist()))
 
-    def decode(self, values: Any, data: bytes) -> Any:
-        state = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def from_json(self, value: Any) -> Any:
+        state = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
         torch.Generator(self.device).set_state(state)  # raises for what is no state
         return state
 
@@ -256,24 +261,3 @@ def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
     for stream in ambient(devices):
         # Not the same number for all: Python and numpy would draw alike from the same twister.
         stream.seed(derive(number, stream.name))
-
-
-def fingerprint() -> list[Any]:
-    """What is equal twice if no ambient stream of the CPU has moved between."""
-    return [_comparable(stream.get()) for stream in ambient()]
-
-
-def _comparable(state: Any) -> Any:
-    """A stream's state, with its arrays as bytes, which `==` compares as a whole."""
-    if isinstance(state, dict):
-        state = tuple(cast("dict[str, Any]", state).values())
-    if isinstance(state, tuple):
-        return tuple(map(_comparable, cast("tuple[Any, ...]", state)))
-    if isinstance(state, torch.Tensor):
-        return ctypes.string_at(state.data_ptr(), state.nbytes)
-    return state.tobytes() if hasattr(state, "tobytes") else state
-
-
-def _words_of(data: bytes) -> tuple[int, ...]:
-    """Little-endian 32-bit numbers."""
-    return tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))

@@ -190,7 +190,11 @@ def _select_streams(
     """The random streams; each state is saved by the first rank that has it."""
     digests = [summary.streams for summary in summaries]
     earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
-    to_save = {s.digest: s for s in states.values() if s.digest not in earlier}
+    to_save = {
+        digest: states[name]
+        for name, digest in digests[ranks.index].items()
+        if digest not in earlier
+    }
     unused = set(summaries[0].unused).intersection(*(summary.unused for summary in summaries))
     return SavedStreams([summary.rank for summary in summaries], digests, to_save, sorted(unused))
 

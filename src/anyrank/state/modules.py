@@ -93,7 +93,7 @@ def save_module(
             )
             + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
         )
-    named = [in_part(part, target) for target in written]
+    named = [_in_part(part, target) for target in written]
     for target in named:
         check_has_bytes(target.name, target.tensor)
     saved = Saved(None, [*named])
@@ -108,7 +108,7 @@ def save_module(
     return saved
 
 
-def in_part(part: str, target: ModelTensor) -> ModelTensor:
+def _in_part(part: str, target: ModelTensor) -> ModelTensor:
     """A tensor of a part of the state, by its name in a checkpoint."""
     return replace(target, name=f"{part}.{target.name}")
 
@@ -149,7 +149,7 @@ def match_module(
     parts = dict(frozen_parts(module))
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
-        in_part(part, target)
+        _in_part(part, target)
         for target in in_state_dict(targets)
         if target.frozen not in elsewhere and id(target.tensor) not in checked
     ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.files.manifest import IMPLEMENTATION
@@ -188,15 +188,13 @@ def match_optimizer(
         for key, tree in record["state"].items()
     }
     take = room.taker(None, part)
-    options = [_table(group["options"], take) for group in record["groups"]]
+    options = [dict(from_json(group["options"], take)) for group in record["groups"]]
     pairs = [
         (group, options[number])
         for group, number in zip(optimizer.param_groups, groups, strict=True)
         if number is not None
     ]
-    for number, (group, saved) in enumerate(pairs):
-        matched.problems += _check_options(f"{part}: group {number}", saved, group)
-    extra = _table(record["extra"], take)
+    extra = dict(from_json(record["extra"], take))
     matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
     if fresh:
         matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
@@ -251,13 +249,6 @@ def _put_state(
         # It may rebuild what hangs on the state, and cast the state itself.
         optimizer.load_state_dict(optimizer.state_dict())
         fill()
-
-
-def _table(tree: Any, take: Callable[[Any], torch.Tensor]) -> dict[Any, Any]:
-    value = from_json(tree, take)
-    if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{str(tree)[:80]} is not the state_dict() of an optimizer")
-    return cast("dict[Any, Any]", value)
 
 
 # How memory is laid out: plain, as the part that a given parameter is, or on a DTensor's mesh.
@@ -416,33 +407,6 @@ def _hold(
         like, local, placements=placements, shape=whole.shape, stride=whole.stride()
     )
     return as_sharded(key, tensor)
-
-
-def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Hyperparameters of a saved group that are of another kind than the optimizer's.
-
-    Raises:
-        CorruptCheckpoint: its learning rate is absent, or none.
-    """
-    lr = saved.get("lr", ...)
-    if "lr" in now and _kind_of(lr) not in ("number", "None"):
-        reason = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
-        raise CorruptCheckpoint(f"{where} has {reason} in the checkpoint, which is damaged")
-    return [
-        f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
-        "optimizer as it was"
-        for key in sorted(saved.keys() & now.keys() - {*IMPLEMENTATION})
-        if len({_kind_of(saved[key]), _kind_of(now[key])} - {"None"}) > 1
-    ]
-
-
-def _kind_of(value: Any) -> str:
-    """The kind of a hyperparameter, within which its type may change."""
-    if isinstance(value, int | float | torch.Tensor):
-        return "number"
-    if isinstance(value, list | tuple):
-        return "sequence"
-    return "None" if value is None else type(value).__name__
 
 
 def _fit_groups(

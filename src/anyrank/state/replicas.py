@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.state.digests import start_digests
+from anyrank.state.digests import digests_of
 from anyrank.state.part_types import SHOWN, Saved
 from anyrank.tensors.sharded_tensor import Coordinates, replicas
 from anyrank.wording import first_few
@@ -77,10 +77,10 @@ def compare_replicas(
 def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
     """Name of each tensor that differs -> the ranks that are alike. All ranks."""
 
-    def digest_own() -> tuple[list[int], dict[Members, str]]:
-        digests = start_digests(
-            [(replica.name, replica.values) for replica in own_replicas], ranks.check
-        )()
+    def digest_own() -> tuple[list[str], dict[Members, str]]:
+        digests = digests_of(
+            ((replica.name, replica.values) for replica in own_replicas), ranks.check
+        )
         return digests, _by_members(own_replicas, digests)
 
     digests, answers = ranks.run_and_gather("comparing the replicas", digest_own)
@@ -95,7 +95,7 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
         (replica.name, replica.members): digest
         for replica, digest in zip(own_replicas, digests, strict=True)
     }
-    ranks_by_digest: dict[tuple[str, Members], dict[int, list[int]]] = {}
+    ranks_by_digest: dict[tuple[str, Members], dict[str, list[int]]] = {}
     for rank, other in zip(ranks.ranks, ranks.gather(table), strict=True):
         for key, digest in other.items():
             ranks_by_digest.setdefault(key, {}).setdefault(digest, []).append(rank)
@@ -126,12 +126,12 @@ def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     return tensor.reshape(-1)[low:high]
 
 
-def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[int]) -> dict[Members, str]:
+def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[str]) -> dict[Members, str]:
     """One digest of everything that the same ranks hold."""
     tables: dict[Members, Any] = {}
     for replica, digest in zip(own_replicas, digests, strict=True):
         hashed = tables.setdefault(replica.members, hashlib.blake2b(digest_size=16))
-        hashed.update(digest.to_bytes(9, "little", signed=True))
+        hashed.update(digest.encode())
     return {members: hashed.hexdigest() for members, hashed in tables.items()}
 
 
@@ -172,7 +172,8 @@ def _in_words(
         reason = (
             "the replicas have diverged (a forward around the wrapper; an update on one rank "
             "alone, or from what each rank has by itself: a buffer, its data, its random "
-            "numbers): make them alike, or resume the last step"
+            "numbers): make them alike, or resume the last step; parts of a whole are to be held "
+            "as DTensors (DTensor.from_local)"
         )
         if others:
             names = ", ".join(others[:SHOWN])

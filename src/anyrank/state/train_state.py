@@ -8,19 +8,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model, check_names, check_type
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
-from anyrank.model.given_layouts import GivenLayout, check_layout
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.random_state.saved_streams import capture, digests_of
 from anyrank.state.base import Base, base_problems
-from anyrank.state.given_parts import GivenParts
 from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer
 from anyrank.state.part_types import Matched, Saved, Stored
@@ -58,7 +54,6 @@ class TrainState:
             that need no gradient, and belong to no optimizer and no adapter, are not written then;
             the source is, and a digest of their values, which a resume compares. Load the base
             before the first call of `Checkpoints`, and freeze it before this one.
-        layout: which plain tensors are parts, and of what, as for `anyrank.load`.
         others: further modules, optimizers, or anything with `state_dict()` and
             `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
 
@@ -71,8 +66,8 @@ class TrainState:
         parts: what it holds, and what becomes of it. For anyrank's own use: may change.
 
     Raises:
-        TypeError: a part that is neither module nor optimizer nor stateful; no layout; an argument
-            of another type.
+        TypeError: a part that is neither module nor optimizer nor stateful; an argument of another
+            type.
         ValueError: a part with a reserved name; a scheduler that steps once for each process; base
             without a model.
 
@@ -100,7 +95,6 @@ class TrainState:
         generators: Mapping[str, torch.Generator] | None = None,
         first_rank: Sequence[str] = (),
         base: Any = None,
-        layout: GivenLayout = None,
         **others: Any,
     ) -> None:
         if model is not None:
@@ -116,7 +110,7 @@ class TrainState:
         }
         parts = {name: part for name, part in (named_parts | others).items() if part is not None}
         own_generators = {} if generators is None else generators
-        self.parts = RunParts(parts, seed, own_generators, first_rank, base, layout)
+        self.parts = RunParts(parts, seed, own_generators, first_rank, base)
         self.data = data
         self.step = 0
         self.samples = 0
@@ -138,7 +132,6 @@ class RunParts:
         generators: the run's own, by name.
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
-        given_parts: the plain tensors that are parts of a whole.
         warned: optimizers of which it was said that attributes are not saved.
         unusable: why the values are those of no step, or None.
         saves: of the state in this process, whose replicas were compared.
@@ -152,7 +145,6 @@ class RunParts:
         generators: Mapping[str, torch.Generator],
         first_rank: Sequence[str],
         base: Any,
-        layout: GivenLayout,
     ) -> None:
         self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
         for name, part in self.parts.items():
@@ -176,17 +168,12 @@ class RunParts:
         self.base = None if base is None else Base(base)
         if base is not None and not isinstance(self.parts.get("model"), nn.Module):
             raise ValueError("base= is where a model's frozen parameters come from: give model=")
-        check_layout(layout)
-        self.given_parts = GivenParts(layout)
         self.seed = check_int("seed", seed)
         check_type("generators", generators, Mapping, "a dict of names to torch.Generators")
         for name, generator in generators.items():
             check_type("generators", name, str, "a dict of names to torch.Generators")
             check_type(f"generators[{name!r}]", generator, torch.Generator, "a torch.Generator")
         self.generators = dict(generators)
-        for name, part in self.parts.items():
-            if isinstance(part, Optimizer):
-                _warn_of_copies(name, part)
         self.warned: set[str] = set()
         self.unusable: str | None = None
         self.saves = 0
@@ -207,17 +194,11 @@ class RunParts:
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module that a run writes, by part."""
-        targets = self.tensors()
+        modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
+        targets = {part: targets_of(module) for part, module in modules.items()}
         if self.base is not None:
             targets["model"] = self.base.without(targets["model"], self._trained())
         return targets
-
-    def tensors(self) -> dict[str, list[ModelTensor]]:
-        """All tensors of each module, by part; plain parts as `agree` found them."""
-        modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
-        tensors = {part: targets_of(module) for part, module in modules.items()}
-        self.given_parts.apply(tensors)
-        return tensors
 
     def _trained(self) -> set[int]:
         """Ids of the parameters that the optimizers hold."""
@@ -225,12 +206,12 @@ class RunParts:
         return {id(parameter) for group in groups for parameter in group["params"]}
 
     def agree(self, ranks: Ranks) -> None:
-        """Settle, before the first save or resume, what the ranks hold parts of, and of the model's
-        base its digest. All ranks.
+        """Compare the arguments before the first save or resume, and measure the model's base. All
+        ranks.
 
         Raises:
-            CheckpointError: the state's own arguments differ between ranks; parts that make no
-                whole; the base is on meta, or differs between ranks.
+            CheckpointError: the state's own arguments differ between ranks; the base is on meta, or
+                differs between ranks.
         """
         arguments = {
             "seed": self.seed,
@@ -238,9 +219,8 @@ class RunParts:
             "first_rank": sorted(self.first_rank),
         }
         compare_arguments(ranks, "TrainState", arguments, CheckpointError)
-        self.given_parts.agree(self.tensors, self.parts.get("data"), ranks)
         if self.base is not None:
-            self.base.measure(self.tensors()["model"], self._trained(), ranks)
+            self.base.measure(targets_of(self.parts["model"]), self._trained(), ranks)
 
     def check_optimizers(self, rank: int) -> None:
         """Refuse optimizers that cannot be saved as they are now; warn of what would be lost.
@@ -349,28 +329,3 @@ def _kind(part: Any) -> str:
     if isinstance(part, nn.Module):
         return "module"
     return "optimizer" if isinstance(part, Optimizer) else "stateful"
-
-
-def _warn_of_copies(part: str, optimizer: Optimizer) -> None:
-    """Warn, on the first rank, of sharded parameters that an optimizer leaves as they are.
-
-    torch.view_as_real gives a replicated copy of a DTensor on several ranks.
-    """
-    if isinstance(optimizer, torch.optim.SGD):  # the only one of torch's that does without
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not (isinstance(parameter, DTensor) and parameter.is_complex()):
-                continue
-            is_sharded = any(isinstance(placement, Shard) for placement in parameter.placements)
-            if is_sharded and parameter.device_mesh.size() > 1 and dist.get_rank() == 0:
-                log.warning(
-                    "%s: group %d has complex parameters that are sharded, of shape %s, and "
-                    "torch's optimizers but SGD step a copy of these (torch.view_as_real), so the "
-                    "step is lost: make them real, and call torch.view_as_complex in the forward, "
-                    "or use DistributedDataParallel",
-                    part,
-                    number,
-                    list(parameter.shape),
-                )
-                return

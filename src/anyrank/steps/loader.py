@@ -50,16 +50,16 @@ class ElasticLoader(ElasticData):
     All data-parallel ranks iterate together.
 
     Args:
-        dataset: with a length and `dataset[i]`; its random numbers are seeded for each sample. Its
-            `__getitems__` is used if it has that method, and draws no random numbers there.
+        dataset: with a length and `dataset[i]`; its random numbers are seeded for each microbatch.
+            Its `__getitems__` is used if it has that method.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass.
         seed: of the order and of all random numbers.
         shuffle: False for the dataset's own order.
         num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
-        tail: the samples that do not fill an epoch's last step make a "short" step, are "drop"ped,
-            or the step is "pad"ded with the first samples of the epoch.
+        tail: the samples that do not fill an epoch's last step make a "short" step, or are
+            "drop"ped.
         key: name or version of the dataset; a resume with a different key is refused.
         process_group: the data-parallel ranks; default: all, or this process alone. With tensor
             parallelism, ranks with the same data are in different groups.
@@ -169,7 +169,7 @@ class ElasticLoader(ElasticData):
         Args:
             shards: arguments of `read`; names or numbers, the same throughout the run.
             read: shard -> its samples, in the same order each time. Its random numbers are seeded
-                for each sample.
+                for each microbatch.
             lengths: number of samples of each shard.
             options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
                 the shards' own order.

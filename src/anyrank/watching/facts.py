@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from anyrank.random_state.saved_streams import capture
-from anyrank.state.digests import start_digests
+from anyrank.random_state.saved_streams import capture, digest_of
+from anyrank.state.digests import digests_of
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.watching import data_facts, model_rules
@@ -99,8 +99,7 @@ def facts_of(
     """
     parts = model_rules.take_apart(model)
     tensors = model_rules.readable(parts, buffers=is_before)
-    values = [(tensor.name, tensor.local()) for tensor in tensors]
-    digests = [str(digest) for digest in start_digests(values, ranks.check)()]
+    digests = digests_of(((tensor.name, tensor.local()) for tensor in tensors), ranks.check)
     kinds = model_rules.kinds_of(parts)
     tables = {
         "kinds": kinds,
@@ -117,7 +116,7 @@ def facts_of(
         Facts(
             {name: _digest(table.items()) for name, table in tables.items()},
             parts.tensor_parallel(),
-            streams[drawn].digest,
+            digest_of(streams[drawn]),
             is_seeded or isinstance(loader, ElasticLoader),
             model_rules.active_dropout(parts),
             data_facts.look_at(loader),
