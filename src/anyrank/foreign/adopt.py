@@ -102,16 +102,13 @@ def _plan_module(
     ways = {kind: text.format(part=[part]) for kind, text in WAYS.items()}
     is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
-    module, listing, tensors = inner.parts[part], source.model(part), None
+    module, listing = inner.parts[part], source.model(part)
     headers = header_reader(module, path, ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
-    if inner.given_parts.is_used:
-        tensors = ranks.run("looking at the model", lambda: inner.tensors()[part])
+    find = (lambda: inner.tensors()[part]) if inner.given_parts.layout is not None else None
     try:
         sources = ranks.together("looking at the source", tell)
-        plan = plan_load(
-            module, path, ranks, options, sources, headers, known=listing, tensors=tensors
-        )
+        plan = plan_load(module, path, ranks, options, sources, headers, known=listing, find=find)
         ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
         if ends:
             ranks.run_on_one(

@@ -1,11 +1,11 @@
-"""`TrainState(layout=)`: plain tensors that are parts, agreed on when a run is opened."""
+"""`TrainState(layout=)`: plain tensors that are parts, found when a run is opened."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layouts
+from anyrank.model.given_layouts import GivenLayout, RankMesh, apply_layout, warn_of_unused
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.modules import in_part
 from anyrank.steps.loader import ElasticLoader
@@ -20,18 +20,14 @@ class GivenParts:
 
     Args:
         layout: as it was given; may be None on some ranks.
-
-    Attributes:
-        is_used: whether any rank gave one; the same on all.
     """
 
     def __init__(self, layout: GivenLayout) -> None:
         self.layout = layout
-        self.is_used = False
         self._known: dict[str, ModelTensor] = {}
 
-    def agree(self, find: Callable[[], Modules], data: object, ranks: Ranks) -> None:
-        """Compare the parts over the ranks. All ranks.
+    def read(self, find: Callable[[], Modules], data: object, ranks: Ranks) -> None:
+        """Find the parts; by this rank alone, as each save and resume compares what all ranks hold.
 
         Args:
             find: the tensors of each module.
@@ -39,24 +35,23 @@ class GivenParts:
             ranks: that save and resume together.
 
         Raises:
-            CheckpointError: parts that make no whole, or whose gradients would be averaged.
+            CheckpointError: parts that are not those of the layout, or whose gradients would be
+                averaged.
         """
         self._known = {}
-        self.is_used = ranks.any(self.layout is not None, "reading layout=")
-        if not self.is_used:
+        if self.layout is None:
             return
-
-        def look() -> list[ModelTensor]:
-            return [in_part(part, tensor) for part, members in find().items() for tensor in members]
-
         try:
-            tensors = ranks.run("looking at the state", look)
-            meshes = apply_layouts({"the model": tensors}, self.layout, ranks)
+            tensors = [
+                in_part(part, tensor) for part, members in find().items() for tensor in members
+            ]
+            meshes = apply_layout(tensors, self.layout, ranks)
         except LoadError as error:
-            raise CheckpointError(str(error), causes=error.causes) from error
-        parts = {index: (tensors[index], mesh) for index, mesh in meshes["the model"].items()}
-        ranks.together("comparing layout= with the data", lambda: _check_data(parts.values(), data))
-        self._known = {target.name: target for target, _ in parts.values()}
+            raise CheckpointError(str(error)) from error
+        warn_of_unused(self.layout, tensors)
+        parts = [(tensors[index], mesh) for index, mesh in meshes.items()]
+        _check_data(parts, data)
+        self._known = {target.name: target for target, _ in parts}
 
     def apply(self, modules: Modules) -> None:
         """Say of each part what it is a part of.
@@ -65,7 +60,7 @@ class GivenParts:
             modules: the tensors of each module; changed in place.
 
         Raises:
-            CheckpointError: a tensor has another shape than when the ranks agreed.
+            CheckpointError: a tensor has another shape than when `layout=` was read.
         """
         for part, tensors in modules.items():
             for tensor in tensors:

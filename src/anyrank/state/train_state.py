@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -213,7 +214,7 @@ class RunParts:
         return targets
 
     def tensors(self) -> dict[str, list[ModelTensor]]:
-        """All tensors of each module, by part; plain parts as `agree` found them."""
+        """All tensors of each module, by part; plain parts as `agree` read them."""
         modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
         tensors = {part: targets_of(module) for part, module in modules.items()}
         self.given_parts.apply(tensors)
@@ -229,16 +230,17 @@ class RunParts:
         base its digest. All ranks.
 
         Raises:
-            CheckpointError: the state's own arguments differ between ranks; parts that make no
-                whole; the base is on meta, or differs between ranks.
+            CheckpointError: the state's own arguments differ between ranks; parts that are not as
+                `layout=` says; the base is on meta, or differs between ranks.
         """
         arguments = {
             "seed": self.seed,
             "generators": sorted(self.generators),
             "first_rank": sorted(self.first_rank),
         }
-        compare_arguments(ranks, "TrainState", arguments, CheckpointError)
-        self.given_parts.agree(self.tensors, self.parts.get("data"), ranks)
+        data = self.parts.get("data")
+        read = partial(self.given_parts.read, self.tensors, data, ranks)
+        compare_arguments(ranks, "TrainState", arguments, CheckpointError, read)
         if self.base is not None:
             self.base.measure(self.tensors()["model"], self._trained(), ranks)
 
