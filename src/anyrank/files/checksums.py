@@ -80,14 +80,6 @@ def compared(listing: Listing) -> list[str]:
     return words
 
 
-def checked_bytes(listing: Listing) -> int:
-    """How many bytes `mismatches` reads."""
-    paths = dict(_published(listing))
-    nbytes = sum(info.size for info in listing.files if info.path in paths)
-    nbytes += sum(record.stop - record.start for record in listing.checksums)
-    return nbytes + sum(listing.files[number].size for number in listing.sums)
-
-
 def _blocks(path: str, start: int, stop: int, check: Callable[[], None]) -> Iterator[memoryview]:
     """The bytes [start, stop) of a file, a block at a time, in memory that is used again."""
     block = memoryview(bytearray(BLOCK_BYTES))
