@@ -35,6 +35,7 @@ from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
 from anyrank.tensors.writes import plan_writes
+from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -84,7 +85,7 @@ def convert_live(
         alike = [
             tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
         ]
-        compare_replicas(alike, ranks)
+        replicas = compare_replicas(alike, ranks)
         buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
         differ = [n for n in buffers if len({summary.buffers.get(n) for summary in summaries}) > 1]
 
@@ -108,7 +109,7 @@ def convert_live(
         report,
         source=type(model).__name__,
         skipped=[*report.skipped, *_skipped(model, differ)],
-        verified=report.verified.partition("; ")[0],
+        verified=f"{count(replicas, 'tensor')} among the ranks" if replicas else "",
         seconds=time.perf_counter() - start,
     )
 

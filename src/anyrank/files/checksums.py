@@ -44,7 +44,7 @@ def mismatches(
                 f"SHA-256 is {digest.hexdigest()}, its publisher's is {published}: "
                 "the file is corrupt; download it again",
             )
-    yield from record_mismatches(listing, number, count, check)
+    yield from _record_mismatches(listing, number, count, check)
     for index in listing.sums:
         info = listing.files[index]
         try:
@@ -53,7 +53,7 @@ def mismatches(
             yield info.path, str(error).removeprefix(f"{info.path}: ")
 
 
-def record_mismatches(
+def _record_mismatches(
     listing: Listing, number: int, count: int, check: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
     """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
