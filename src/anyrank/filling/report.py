@@ -82,7 +82,7 @@ class LoadReport(FillReport):
         missing: tensors of the model that the source does not hold.
         unexpected: keys of the source that fill no tensor of the model.
         initialised: tensors that a rule of the model gave their values, with the rule.
-        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
         duplicates: keys of tied tensors that the source holds more than once -> the key that was
@@ -161,7 +161,7 @@ class SyncReport(FillReport):
         unexpected: names in `src` that fill no tensor of `dst`.
         kept: missing tensors that kept the values they had.
         initialised: missing tensors that were on meta, with the rule that filled them.
-        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         renamed: tensor of `dst` -> its name in `src`, where the two differ.
         tied: tensor of `dst` -> its other names.
         duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
