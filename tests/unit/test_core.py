@@ -26,7 +26,7 @@ BUDGETS = {
     "foreign": 1960,
     "formats": 2180,
     "frozen": 535,
-    "inspection": 1310,
+    "inspection": 1285,
     "integrations": 3370,
     "memory": 2980,
     "model": 2882,
