@@ -4,9 +4,8 @@
     python benchmarks/convert.py --quick         # 64 MiB once, nothing is written
 
 Each way runs in a fresh process, in turn with the others; each ends with its output on the disk
-(fsync). anyrank reads its output again and compares it; cp does not. Files are in the page cache
-before. `anon` is RssAnon, the memory of the process itself, sampled every 2 ms, over what it is
-once torch and the tools are imported.
+(fsync). Files are in the page cache before. `anon` is RssAnon, the memory of the process itself,
+sampled every 2 ms, over what it is once torch and the tools are imported.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ INTERFACE = {
     "convert": {"SOURCES", "DESTINATION", "--to", "--dtype", "--rename", "--shard-bytes"}
     | {"--merge", "--overwrite", "--json", "-h", "--help"},
     "plan": {
-        *("PATH", "--ranks", "--mesh", "--nodes", "--dtype", "--strategy", "--json"),
+        *("PATH", "--ranks", "--mesh", "--dtype", "--json"),
         *("-h", "--help"),
     },
     "check": {"SCRIPT", "ARGUMENTS", "-m", "--ranks", "--json", "-h", "--help"},

@@ -23,31 +23,32 @@ def weights(tmp_path: Path) -> None:
     ("name", "flags"),
     [
         ("plan", "--ranks 8"),
-        ("plan_mesh", "--mesh 2x4 --nodes 2 --dtype bf16"),
-        ("plan_one", "--ranks 4 --strategy scatter"),
-        ("plan_json", "--ranks 2 --strategy own --json"),
+        ("plan_mesh", "--mesh 2x4 --dtype bf16"),
+        ("plan_json", "--ranks 2 --json"),
     ],
 )
-def test_a_plan_is_a_table_of_bytes(
+def test_a_plan_is_what_a_rank_holds(
     name: str, flags: str, snapshot: Callable[[str, str], Result]
 ) -> None:
     assert snapshot(name, f"plan w.safetensors {flags}").exit_code == 0
 
 
-def test_json_has_every_strategy_and_every_rank(anyrank: Callable[[str], Result]) -> None:
-    said = json.loads(anyrank("plan w.safetensors --mesh 2x4 --json").stdout)
-    assert [plan["strategy"] for plan in said["plans"]] == ["own", "stripe", "scatter"]
-    assert said["auto"]["strategy"] == "own"
-    shares = [plan["share_bytes"] for plan in said["plans"]]
-    assert [len(share) for share in shares] == [8, 8, 8]
-    assert all(sum(share) >= 2 * 128 * 128 * 4 for share in shares)
-
-
-def test_dtype_is_the_models_and_not_the_files(anyrank: Callable[[str], Result]) -> None:
-    said = json.loads(anyrank("plan w.safetensors --ranks 1 --dtype bf16 --json").stdout)
-    plan = said["plans"][0]
-    assert plan["model_bytes"] == 128 * 128 * 2 + 8
-    assert plan["source_bytes"] == 128 * 128 * 4 + 8
+@pytest.mark.parametrize(
+    ("flags", "held"),
+    [
+        ("--mesh 2x4", 128 * 128 * 4 // 4 + 8),
+        ("--ranks 3", 43 * 128 * 4 + 8),  # torch's chunks: 43, 43 and 42 rows
+        ("--mesh 8x1 --dtype bf16", 128 * 128 * 2 + 8),
+        ("--mesh 128x1024", 128 * 4 + 8),
+    ],
+)
+def test_a_share_is_that_of_the_rank_that_holds_most(
+    anyrank: Callable[[str], Result], flags: str, held: int
+) -> None:
+    said = json.loads(anyrank(f"plan w.safetensors {flags} --json").stdout)
+    assert said["source_bytes"] == 128 * 128 * 4 + 8
+    assert said["share_bytes"] == held
+    assert held < said["peak_bytes"] <= held + said["source_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,6 @@ def test_dtype_is_the_models_and_not_the_files(anyrank: Callable[[str], Result])
         ("plan_no_ranks", ""),
         ("plan_other_ranks", "--ranks 8 --mesh 2x3"),
         ("plan_not_a_mesh", "--mesh 2y4"),
-        ("plan_uneven_nodes", "--ranks 8 --nodes 3"),
-        ("plan_too_many", "--mesh 1024x2048"),
         ("plan_no_such_dtype", "--ranks 8 --dtype fp12"),
     ],
 )
@@ -69,9 +68,3 @@ def test_wrong_usage_is_exit_2_and_says_why(
 
 def test_a_bad_file_is_one_message_and_exit_1(snapshot: Callable[[str, str], Result]) -> None:
     assert snapshot("plan_missing", "plan nothing --ranks 8").exit_code == 1
-
-
-def test_thousands_of_ranks_are_planned(anyrank: Callable[[str], Result]) -> None:
-    result = anyrank("plan w.safetensors --mesh 128x128")
-    assert result.exit_code == 0
-    assert "16,384 ranks on 2,048 nodes" in result.stdout

@@ -39,12 +39,19 @@ def intervals(size: int) -> list[list[tuple[int, int]]]:
     return [[(start, n), (HIDDEN + start, n)] for start, n in chunks]
 
 
+def cut(mesh: Any, dim: int, size: int, length: int) -> tuple[Any, ...]:
+    """The layout of torch's chunks of a dim: those of unequal sizes say each rank's."""
+    if length % size == 0:
+        return mesh, [Shard(dim)]
+    return mesh, [Shard(dim)], [[chunk(rank, size, length)] for rank in range(size)]
+
+
 def layouts(mesh: Any, size: int) -> dict[str, Any]:
     return {
-        "embed": (mesh, [Shard(0)]),
+        "embed": cut(mesh, 0, size, VOCAB),
         "gate_up": (mesh, [Shard(0)], intervals(size)),
-        "bias": (mesh, [Shard(0)]),
-        "d*n": (mesh, [Shard(1)]),
+        "bias": cut(mesh, 0, size, HIDDEN),
+        "d*n": cut(mesh, 1, size, HIDDEN),
     }
 
 

@@ -34,7 +34,6 @@ def load(**options: Any) -> None:
 CALLS: list[Any] = [
     lambda source: anyrank.load(nn.Linear(3, 3), source),
     lambda source: anyrank.plan(nn.Linear(3, 3), source),
-    lambda source: anyrank.plan(nn.Linear(3, 3), source, world_size=2),
     anyrank.inspect,
 ]
 
@@ -73,22 +72,6 @@ def test_what_is_no_model_and_no_source() -> None:
             call({7: torch.ones(3)})
     with pytest.raises(TypeError, match=r"source= takes a path, .* not NoneType"):
         anyrank.inspect(None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "mesh", [{"mesh": (2, 3), "world_size": 8}, {"mesh": (2, 0)}, {"world_size": 0}]
-)
-def test_a_mesh_that_has_no_such_ranks(mesh: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"a mesh of 2x3 has 6 ranks|give at least 1"):
-        anyrank.plan(nn.Linear(3, 3), WEIGHTS, **mesh)
-
-
-@pytest.mark.parametrize("mesh", [3, (), {}, object(), float("nan"), True, lambda: 3])
-def test_what_is_no_mesh(mesh: Any) -> None:
-    with pytest.raises(TypeError, match=r"mesh=.*: give the sizes of its axes"):
-        anyrank.plan(nn.Linear(3, 3), WEIGHTS, mesh=mesh)
-    with pytest.raises(ValueError, match="world_size=0: give at least 1"):
-        anyrank.plan(nn.Linear(3, 3), WEIGHTS, world_size=0)
 
 
 RENAMES: list[tuple[Any, str]] = [

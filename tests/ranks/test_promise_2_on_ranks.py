@@ -220,33 +220,6 @@ def test_a_table_on_one_rank_reaches_all(world: int, layout: str) -> None:
         assert report.bytes_read[1:] == [0] * (world - 1)
 
 
-class Positions(nn.Module):
-    """A table of 16 MiB that no file holds, and no rule rebuilds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("table", torch.arange(4.0 * MIB), persistent=False)
-
-
-def job_buffer_of_one_rank() -> int:
-    first = torch.distributed.get_rank() == 0
-    with torch.device("cpu" if first else "meta"):
-        model = Positions()
-    weights = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
-    with PeakMemory() as memory:
-        report = anyrank.load(model, weights)
-    assert report.rebuilt == {"table": "rank 0"}
-    assert torch.equal(model.table, torch.arange(4.0 * MIB))
-    return memory.peak_bytes
-
-
-def test_a_buffer_of_one_rank_costs_the_others_no_more_on_more_ranks() -> None:
-    for world in (2, 4):
-        for peak in run_ranks(world, job_buffer_of_one_rank):
-            assert peak < 80 * MIB  # the message, its bytes, the values, the buffer
-
-
 def job_subgroup(path: str) -> Any:
     rank = torch.distributed.get_rank()
     group = torch.distributed.new_group([1, 2])

@@ -23,7 +23,7 @@ def load(path: str) -> nn.Module:
     """Weights, in every way."""
     with anyrank.meta():
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-    plan: anyrank.LoadPlan = anyrank.plan(model, path, world_size=8)
+    plan: anyrank.LoadPlan = anyrank.plan(model, path)
     print(plan.strategy, max(plan.peak_bytes))
     report: anyrank.LoadReport = anyrank.load(
         model, path, missing="init", unexpected="ignore", rename={"net": ""}, verify=True

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import anyrank
 from anyrank import faults
 from anyrank.conversion.content import all_finite
-from anyrank.conversion.writing import compare
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
 from anyrank.files.output import OutputTensor
 from anyrank.formats import torch_zip
@@ -312,19 +311,6 @@ def test_a_device_that_refuses_leaves_nothing(
 
     monkeypatch.setitem(faults.armed, point, refuse)
     with pytest.raises(CheckpointError, match="No space left"):
-        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_damaged_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(path: str, sums: Any) -> None:  # after the file's last byte
-        with open(path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\x01")
-        compare(path, sums)
-
-    monkeypatch.setattr("anyrank.conversion.writing.compare", damaged)
-    with pytest.raises(CheckpointError, match="are not those that were written"):
         anyrank.convert({"a": torch.ones(2)}, tmp_path / "out")
     assert os.listdir(tmp_path) == []
 

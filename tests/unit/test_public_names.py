@@ -80,9 +80,8 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "LoadPlan": (
         lambda: anyrank.plan(nn.Linear(2, 2), WEIGHTS),
-        "strategy reason world_size nodes model_bytes source_bytes share_bytes read_bytes"
-        " sent_bytes peak_bytes node_read_bytes node_peak_bytes seconds format missing unexpected"
-        " to_json",
+        "strategy reason world_size model_bytes source_bytes share_bytes read_bytes sent_bytes"
+        " peak_bytes format missing unexpected to_json",
     ),
     "Sync": (lambda: anyrank.Sync(nn.Linear(2, 2), nn.Linear(2, 2)), "version"),
     "SyncReport": (

@@ -11,6 +11,7 @@ from torch import nn
 
 import anyrank
 from anyrank.filling.ends import look
+from anyrank.world.ranks import one_process
 
 
 class Net(nn.Module):
@@ -82,19 +83,19 @@ ALIKE = (
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_other_ranks_must_know_of_is_seen(change: str) -> None:
     net = Net()
-    before = look(net)
+    before = look(net, one_process())
     CHANGES[change](net)
-    after = look(net)
+    after = look(net, one_process())
     assert (after.described == before.described) == (change in ALIKE)
     assert (after.digest == before.digest) == (change in ALIKE)
 
 
 def test_an_adapter_that_is_merged_and_taken_off_again_is_seen() -> None:
     net = with_lora(Net())
-    digests = [look(net).digest]
+    digests = [look(net, one_process()).digest]
     for change in (net.b.merge, net.b.unmerge):
         change()
-        digests.append(look(net).digest)
+        digests.append(look(net, one_process()).digest)
     assert digests[0] == digests[2] != digests[1]
 
 

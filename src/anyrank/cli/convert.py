@@ -63,7 +63,7 @@ def command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write the weights of SOURCES to DESTINATION, and read them again to verify them.
+    """Write the weights of SOURCES to DESTINATION.
 
     SOURCES is what `load` reads: a file, a folder, a run, a URL, or several files.
     """

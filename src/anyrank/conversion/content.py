@@ -8,13 +8,11 @@ from typing import Protocol
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files.checksums import record_mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.output import FileSpan
 from anyrank.files.reader import Reader, copy_into
 from anyrank.files.segments import Job, jobs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
-from anyrank.wording import count
 
 BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
 
@@ -51,26 +49,6 @@ class StoredContent:
             LoadError: one changed, or cannot be read.
         """
         self.reader.open(range(len(self.reader.listing.files)))
-
-    def compare(self) -> str:
-        """Compare the source with the CRC-32s of its records, before anything is written.
-
-        Blocks of runs are compared as they are read. The records of a DCP folder are not.
-
-        Returns:
-            What is compared, in words.
-
-        Raises:
-            LoadError: bytes are not those that were saved.
-        """
-        listing = self.reader.listing
-        if listing.format != "dcp" and listing.checksums:
-            for path, what in record_mismatches(listing, 0, 1, self.reader.check):
-                raise LoadError(f"{path}: {what}")
-            return f"CRC-32 of {count(len(listing.checksums), 'record')} of the source"
-        if listing.sums:
-            return f"xxh3-64 of {count(len(listing.sums), 'file')} of the source"
-        return "not the bytes of the source"
 
     def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
         jobs: list[Job] = []

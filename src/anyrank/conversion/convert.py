@@ -35,9 +35,9 @@ def convert(
 ) -> ConvertReport:
     """Write the weights of a source into a folder or file that other tools read.
 
-    The destination is written beside its place, made durable, read again and compared byte by
-    byte, and then renamed: it is whole, or it is not there. Tensors that are one tensor (tied) are
-    written once. Host memory: a few MiB, at any size.
+    The destination is written beside its place, made durable, and then renamed: it is whole, or it
+    is not there. Tensors that are one tensor (tied) are written once. Host memory: a few MiB, at
+    any size.
 
     A source on disk is converted by one process, which meets no other. A live model is given by
     every rank of its group, sharded or not: each saves its share into a folder beside the

@@ -27,7 +27,7 @@ from anyrank.formats import dcp
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.sources import list_memory
-from anyrank.model.given_layouts import apply_layouts
+from anyrank.model.given_layouts import apply_layout, warn_of_unused
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.verify import check_alike, compare_replicas
@@ -35,6 +35,7 @@ from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
 from anyrank.tensors.writes import plan_writes
+from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -77,15 +78,14 @@ def convert_live(
         assert isinstance(src, nn.Module)
         model = src
         target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
-        tensors = _tensors(model, options, ranks)
-        tied, summaries = ranks.run_and_gather(
-            "looking at the model", lambda: _look(model, tensors)
+        (tensors, tied), summaries = ranks.run_and_gather(
+            "looking at the model", lambda: _look(model, options, ranks)
         )
         _check_alike(summaries, ranks)
         alike = [
             tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
         ]
-        compare_replicas(alike, ranks)
+        replicas = compare_replicas(alike, ranks)
         buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
         differ = [n for n in buffers if len({summary.buffers.get(n) for summary in summaries}) > 1]
 
@@ -109,7 +109,7 @@ def convert_live(
         report,
         source=type(model).__name__,
         skipped=[*report.skipped, *_skipped(model, differ)],
-        verified=report.verified.partition("; ")[0],
+        verified=f"{count(replicas, 'tensor')} among the ranks" if replicas else "",
         seconds=time.perf_counter() - start,
     )
 
@@ -210,20 +210,18 @@ def _agreed(
     return answers[0]
 
 
-def _tensors(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
-    """This rank's tensors, with what plain ones are parts of. All ranks."""
-    tensors = ranks.run("looking at the model", lambda: in_state_dict(find_tensors(model)))
-    if options.layout is not None:
-        apply_layouts({"the model": tensors}, options.layout, ranks)
-    return tensors
-
-
-def _look(model: nn.Module, tensors: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
-    """The ties of the model, and what the others are to know of it.
+def _look(
+    model: nn.Module, options: ConvertOptions, ranks: Ranks
+) -> tuple[tuple[list[ModelTensor], dict[str, str]], _Summary]:
+    """The model's tensors, with what plain ones are parts of, and its ties; and what the others
+    are to know of them.
 
     Raises:
-        LoadError: a tensor that cannot be written as it is.
+        LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
     """
+    tensors = in_state_dict(find_tensors(model))
+    apply_layout(tensors, options.layout, ranks)
+    warn_of_unused(options.layout, tensors)
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
     on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
     if adapters:
@@ -253,7 +251,7 @@ def _look(model: nn.Module, tensors: Sequence[ModelTensor]) -> tuple[dict[str, s
         if tensor.kind == "buffer" and tensor.layout is None
     }
     described = [tensor.describe() for tensor in tensors]
-    return tied, _Summary(described, tied, coordinates_of(tensors), buffers)
+    return (tensors, tied), _Summary(described, tied, coordinates_of(tensors), buffers)
 
 
 def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:

@@ -29,7 +29,7 @@ class ConvertReport:
         copied: files that were copied from the source's folder.
         skipped: what of the source was not written, and what of `rename=` matches no key, with the
             reason.
-        verified: what was compared, in words: of the files after writing, and of the source.
+        verified: what was compared of the source, in words.
         seconds: in all.
     """
 
@@ -65,5 +65,6 @@ class ConvertReport:
             ("merged", self.merged),
             ("copied", self.copied),
             ("skipped", group_by_part(self.skipped)),
+            ("verified", [self.verified] if self.verified else []),
         ]
-        return "\n".join([*lines, *rows(groups, 9, SHOWN), f"  verified {self.verified}"])
+        return "\n".join([*lines, *rows(groups, 9, SHOWN)])

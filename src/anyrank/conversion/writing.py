@@ -1,4 +1,4 @@
-"""An output's files, filled, made durable, and read again: every block is compared."""
+"""An output's files, filled and made durable."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 
 import torch
 
 from anyrank.conversion.content import Content
-from anyrank.files.block_sums import BlockDigester, BlockSums, check_file
+from anyrank.files.block_sums import BlockDigester
 from anyrank.files.output import FileSpan, OutputFile
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import LocalStorage, join_path, storing
-from anyrank.files.threads import spread
 
 WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
 ALIGNMENT = 16  # bytes, a multiple of any element's
@@ -40,51 +38,35 @@ class _Window:
     spans: list[FileSpan] = field(default_factory=list[FileSpan])
 
 
-def write(folder: str, file: OutputFile, content: Content) -> BlockSums:
-    """Write one file, durably, and compare it with what was to be written.
+def write(
+    folder: str, file: OutputFile, content: Content, digester: BlockDigester | None = None
+) -> None:
+    """Write one file, durably.
 
     Args:
         folder: a local folder that is there.
         file: what goes where in it.
         content: what fills the spans.
-
-    Returns:
-        The checksums of what was written.
+        digester: gets all bytes.
 
     Raises:
         LoadError: the source cannot be read.
-        CheckpointError: the file cannot be written, or holds other bytes.
+        CheckpointError: the file cannot be written.
     """
     path = join_path(folder, file.name)
-    digester = BlockDigester()
     with storing(path):
         sink = LocalStorage().create(path)
     try:
         for data in _filled(file, content):
-            digester.update(data)
+            if digester is not None:
+                digester.update(data)
             with storing(path):
                 sink.write([data])
     except BaseException:
         sink.abandon()
         raise
-    sums = BlockSums(file.size, digester.finish())
-    with ThreadPoolExecutor(1) as pool:  # both the disk and a core are busy then
-        finished = pool.submit(sink.finish)
-        compare(path, sums)
-        with storing(path):
-            finished.result()
-    return sums
-
-
-def compare(path: str, sums: BlockSums) -> None:
-    """Read a file again, and compare it with what was to be written.
-
-    Raises:
-        CorruptCheckpoint: bytes differ.
-        LoadError: it cannot be read.
-    """
-    work = partial(check_file, path, sums, count=THREADS, check=lambda: None)
-    spread(range(THREADS), [work] * THREADS)
+    with storing(path):
+        sink.finish()
 
 
 def _filled(file: OutputFile, content: Content) -> Iterator[memoryview]:

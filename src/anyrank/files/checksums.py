@@ -44,7 +44,7 @@ def mismatches(
                 f"SHA-256 is {digest.hexdigest()}, its publisher's is {published}: "
                 "the file is corrupt; download it again",
             )
-    yield from record_mismatches(listing, number, count, check)
+    yield from _record_mismatches(listing, number, count, check)
     for index in listing.sums:
         info = listing.files[index]
         try:
@@ -53,7 +53,7 @@ def mismatches(
             yield info.path, str(error).removeprefix(f"{info.path}: ")
 
 
-def record_mismatches(
+def _record_mismatches(
     listing: Listing, number: int, count: int, check: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
     """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
@@ -78,14 +78,6 @@ def compared(listing: Listing) -> list[str]:
     words += [f"CRC-32 of {count(len(listing.checksums), 'record')}"] if listing.checksums else []
     words += [f"xxh3-64 of {count(len(listing.sums), 'file')}"] if listing.sums else []
     return words
-
-
-def checked_bytes(listing: Listing) -> int:
-    """How many bytes `mismatches` reads."""
-    paths = dict(_published(listing))
-    nbytes = sum(info.size for info in listing.files if info.path in paths)
-    nbytes += sum(record.stop - record.start for record in listing.checksums)
-    return nbytes + sum(listing.files[number].size for number in listing.sums)
 
 
 def _blocks(path: str, start: int, stop: int, check: Callable[[], None]) -> Iterator[memoryview]:

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import JoinedLayouts
+from anyrank.model.given_layouts import GivenLayout, apply_layout
 from anyrank.model.match import is_pinned
 from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
+from anyrank.world.ranks import Ranks
 
 Module = nn.Module | Mapping[str, Any] | None
 
@@ -125,56 +126,37 @@ class End:
         return self.described.digest
 
 
-class Look:
-    """One end as this rank has it, on its way to what other ranks need to know of it.
+def look(
+    model: Module,
+    ranks: Ranks,
+    *,
+    layout: GivenLayout = None,
+    merge: bool = False,
+    known: Described | None = None,
+) -> End:
+    """One end as this rank has it.
 
     Args:
-        given: the module, the dict, or None.
+        model: the module, the dict, or None.
+        ranks: of the call.
+        layout: what its plain tensors are parts of.
         merge: see the end as the model that it is with its adapters merged.
-
-    Attributes:
-        tensors: of the module; of plain ones that are parts, as if they were whole.
+        known: what it was before, which it still is if nothing has changed; its digest is known.
 
     Raises:
-        LoadError: tensors that cannot be read or written, named with their type.
+        LoadError: tensors that cannot be read or written, named with their type; parts that are
+            not those of the layout; adapters that cannot be merged.
+        TypeError, ValueError: as `apply_layout`.
     """
-
-    def __init__(self, model: Module, *, merge: bool = False) -> None:
-        self.module, self.merge = _as_module(model), merge
-        self.tensors = find_tensors(self.module)
-
-    def end(self) -> End:
-        """The end, once its tensors say what they are parts of.
-
-        Raises:
-            LoadError: adapters that cannot be merged.
-        """
-        rows = _rows(self.tensors)
-        rows = _as_merged(self.tensors, rows) if self.merge else rows
-        kind = plain_class(self.module)
-        title = f"{kind.__module__}.{kind.__qualname__}"
-        described = Described(tuple(rows), coordinates_of(self.tensors), title)
-        return End(self.module, self.tensors, described)
-
-
-def look(model: Module, *, merge: bool = False) -> End:
-    """One end as this rank has it, without `layout=`.
-
-    Raises:
-        LoadError: as `Look`.
-    """
-    return Look(model, merge=merge).end()
-
-
-def join_ends(looks: tuple[Look, Look], joined: JoinedLayouts) -> tuple[End, End]:
-    """Both ends, dst first, with what plain tensors are parts of.
-
-    Raises:
-        LoadError: adapters that cannot be merged.
-    """
-    dst, src = looks
-    joined.apply({"dst": dst.tensors, "src": src.tensors})
-    return dst.end(), src.end()
+    module = _as_module(model)
+    tensors = find_tensors(module)
+    apply_layout(tensors, layout, ranks)
+    rows = _rows(tensors)
+    rows = _as_merged(tensors, rows) if merge else rows
+    kind = plain_class(module)
+    title = f"{kind.__module__}.{kind.__qualname__}"
+    described = Described(tuple(rows), coordinates_of(tensors), title)
+    return End(module, tensors, known if known is not None and known == described else described)
 
 
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:

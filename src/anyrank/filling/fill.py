@@ -7,7 +7,7 @@ rank before is every rank's, and nothing that can fail comes after it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from anyrank.model.buffers import rebuilt_values
 from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
-from anyrank.model.tensors import ModelTensor
 from anyrank.world.ranks import Ranks
 
 
@@ -87,7 +86,7 @@ class Filled:
 
     Attributes:
         rules: tensors that were initialised -> the rule.
-        rebuilt: non-persistent buffers -> the rule or rank that filled them.
+        rebuilt: non-persistent buffers -> the rule that filled them.
         renewed: tensors whose objects could not be kept.
         own_code: what became of the modules' own code.
         measured: of every rank.
@@ -117,14 +116,7 @@ class Filled:
         }
 
 
-def fill(
-    share: ModelShare,
-    side: Side,
-    ranks: Ranks,
-    *,
-    rebuild: bool,
-    givers: Sequence[ModelTensor] = (),
-) -> Filled:
+def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Filled:
     """Fill a model. All ranks.
 
     Args:
@@ -132,7 +124,6 @@ def fill(
         side: where its values come from.
         ranks: of the call.
         rebuild: whether any rank has non-persistent buffers on meta.
-        givers: tensors of another model, whose buffers of the same names count as well.
 
     Raises:
         AnyrankError: of any rank, on all ranks.
@@ -155,7 +146,7 @@ def fill(
         replacements: list[Replacement] = []
         if rebuild:
             rebuilt, replacements = rebuilt_values(
-                share.match.tensors, ranks, share.initialiser, share.device, givers
+                share.match.tensors, ranks, share.initialiser, share.device
             )
         side.finish()
 

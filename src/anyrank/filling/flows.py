@@ -16,7 +16,7 @@ import torch
 
 from anyrank.files.listing import Listing
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import GAP_BYTES, Read, plan_reads, runs_of, shared_reads, with_gaps
+from anyrank.tensors.plan import GAP_BYTES, Read, shared_reads
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.transfers import HeldBox, Strip, Transfer, transfers_of
@@ -186,18 +186,3 @@ def gap_bytes(stored: StoredTensor, listing: Listing) -> int:
     """How long rows may be that are read whole for columns of them; in memory nothing is."""
     in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
     return 0 if in_memory else GAP_BYTES
-
-
-def own_numel(stored: StoredTensor, pieces: Sequence[Piece], listing: Listing) -> int:
-    """Elements that a rank reads for its own pieces, with those between them that it reads too."""
-    gap = gap_bytes(stored, listing)
-    boxes = {
-        (read.chunk.file, read.chunk.offset, box)
-        for read in plan_reads(stored, pieces)
-        for box in [
-            read.box
-            if listing.files[read.chunk.file].is_cached and runs_of(read)
-            else with_gaps(read, gap)
-        ]
-    }
-    return sum(box.numel for *_, box in boxes)

@@ -34,11 +34,11 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
     Raises:
         AnyrankError: of any rank, on all ranks.
     """
-    plan, dst, src = agreed.plan, agreed.dst, agreed.src
+    plan, dst = agreed.plan, agreed.dst
     share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
     side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
     side.gather_factors()
-    filled = fill(share, side, ranks, rebuild=plan.rebuild, givers=src.tensors)
+    filled = fill(share, side, ranks, rebuild=plan.rebuild)
     if isinstance(call.dst, dict):  # its tensors on meta may be new objects
         call.dst.update(dst.module.__dict__["_parameters"])
     return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -36,9 +36,8 @@ def load_live(
         for key, value in entries.items()
         if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
     }
-    if options.layout is not None:  # it is of the model; sharded tensors know theirs
-        options = replace(options, layout=(options.layout, None))
-    call = SyncCall(model, tensors, options, atomic=False)
+    layout = (options.layout, None)  # it is of the model; sharded tensors know theirs
+    call = SyncCall(model, tensors, options, layout, atomic=False)
     done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
     own_code = OwnCode(find_modules(model), Listing(LIVE, (), {}), renamer(options.rename))
     skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]

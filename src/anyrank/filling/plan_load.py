@@ -19,7 +19,7 @@ from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
 from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
-from anyrank.model.given_layouts import apply_layouts
+from anyrank.model.given_layouts import apply_layout, warn_of_unused
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
@@ -163,7 +163,6 @@ def plan_load(
     read_headers: Callable[[], Headers],
     *,
     known: Listing | None = None,
-    tensors: list[ModelTensor] | None = None,
 ) -> AgreedPlan:
     """Plan a load and agree on it. All ranks; nothing is changed.
 
@@ -172,7 +171,6 @@ def plan_load(
         sources: what each rank was given.
         read_headers: of `header_reader`.
         known: what the source holds, where all ranks know it already.
-        tensors: of the model, where all ranks know what they are parts of already.
 
     Raises:
         LoadError: of any rank, on all ranks.
@@ -185,11 +183,8 @@ def plan_load(
     assert listing is not None
     list_own = functools.cache(lambda: list_source(_require(source)))
 
-    if options.layout is not None:
-        tensors = ranks.run("looking at it", lambda: find_tensors(model))
-        apply_layouts({"the model": tensors}, options.layout, ranks)
-
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
+        tensors = _parts(model, options, ranks)
         # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
         own_listing = list_own() if isinstance(source, Mapping) and source else listing
         match = match_model(model, own_listing, options, tensors, parts)
@@ -224,6 +219,16 @@ def plan_load(
         rebuild=any(summary.has_meta_buffers for summary in summaries),
         in_place=any(summary.has_real_tensors for summary in summaries),
     )
+
+
+def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTensor] | None:
+    """The tensors of the model, if `layout=` says what they are parts of."""
+    if options.layout is None:
+        return None
+    tensors = find_tensors(model)
+    apply_layout(tensors, options.layout, ranks)
+    warn_of_unused(options.layout, tensors)
+    return tensors
 
 
 def _summary(

@@ -1,29 +1,31 @@
 """The plan of a sync: agreed by all ranks, and kept for the next call of the same object.
 
 Whether the plan of the call before still serves is told in the message that compares the arguments:
-each rank looks at its own ends, and gives the plan's token if nothing has changed. Where one rank
-has another token, or none, all plan anew: one rank of each layout describes it to the others.
+each rank looks at its own ends, and gives the plan's key if nothing has changed. The key is a
+digest of what all ranks said when the plan was made. Where one rank gives another key, or none, all
+plan anew: one rank of each layout describes it to the others.
 """
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from anyrank.checks import check_bool
-from anyrank.errors import LoadError
-from anyrank.filling.ends import Described, End, Look, check_values, join_ends
+from anyrank.errors import LoadError, WrongType
+from anyrank.filling.ends import Described, End, check_values, look
 from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
-from anyrank.model.given_layouts import JoinedLayouts, RankLayouts, join_layouts, read_layouts
+from anyrank.model.given_layouts import GivenLayout, check_layout, warn_of_unused
 from anyrank.model.options import LoadOptions
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
+Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for both ends, or one for each
 COMPARED = ("missing", "unexpected", "cast", "rename", "verify", "merge")
 
 
@@ -34,6 +36,7 @@ class SyncCall:
     dst: nn.Module | Mapping[str, torch.Tensor] | None
     src: nn.Module | Mapping[str, torch.Tensor] | None
     options: LoadOptions
+    layout: Layouts
     atomic: bool
 
     def check(self) -> None:
@@ -46,6 +49,17 @@ class SyncCall:
             _check_end(name, end)
         check_bool(atomic=self.atomic)
         self.options.check()
+        if isinstance(self.layout, tuple) and len(self.layout) != 2:
+            raise WrongType(
+                f"layout= is a tuple of {len(self.layout)}: give one for each of dst, src"
+            )
+        for layout in self.layouts:
+            check_layout(layout)
+
+    @property
+    def layouts(self) -> Sequence[GivenLayout]:
+        """Of dst and of src."""
+        return self.layout if isinstance(self.layout, tuple) else (self.layout, self.layout)
 
 
 @dataclass(frozen=True)
@@ -53,20 +67,16 @@ class KeptPlan:
     """A plan, and all that it was made for; it holds no tensors.
 
     Attributes:
-        token: that the ranks gave it.
+        key: of the plan; the same on all ranks.
         where: the ranks, and the machine of each.
         plan: this rank's part.
         described: dst and src, for other ranks.
-        layouts: what `layout=` said of the tensors of both.
-        joined: what these are parts of.
     """
 
-    token: str
+    key: str
     where: tuple[tuple[int, ...], tuple[int, ...]]
     plan: SyncPlan
     described: tuple[Described, Described]
-    layouts: RankLayouts
-    joined: JoinedLayouts
 
 
 @dataclass(frozen=True)
@@ -97,18 +107,14 @@ class _CallMessage:
     """What a rank tells the others with its arguments.
 
     Attributes:
-        token: of the plan that serves this rank; empty if there is none.
-        new: a token for the plan that is made if they differ; the first rank's counts.
-        has_layout: whether it was given one.
+        key: of the plan that serves this rank; empty if there is none.
         seed: its torch seed.
-        ends: as they are without `layout=`; None where something is wrong with them.
+        ends: both, as they are now.
     """
 
-    token: str
-    new: str
-    has_layout: bool
+    key: str
     seed: int
-    ends: EndsSummary | None
+    ends: EndsSummary
 
 
 def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
@@ -123,133 +129,62 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
-    own_ends = _OwnEnds(call, ranks, kept)
+    where = ranks.ranks, ranks.nodes
+    own_ends: list[End] = []  # dst and src
 
     def tell() -> _CallMessage:
-        has_layout = call.options.layout is not None
-        token = kept.token if own_ends.is_served() and kept is not None else ""
-        ends = None if has_layout else own_ends.introduce()
-        return _CallMessage(token, uuid.uuid4().hex, has_layout, torch.initial_seed(), ends)
-
-    arguments = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
-    messages: list[_CallMessage] = compare_arguments(
-        ranks, "sync", arguments, LoadError, call.check, tell
-    )
-    first = messages[0]
-    if kept is not None and first.token and all(m.token == first.token for m in messages):
-        return Agreement(kept, *own_ends.both(), False, first.seed)
-    ends = [message.ends for message in messages if message.ends is not None]
-    has_layout = any(message.has_layout for message in messages)
-    new_plan = own_ends.plan(first.new, ends, has_layout)
-    return Agreement(new_plan, *own_ends.both(), True, first.seed)
-
-
-class _OwnEnds:
-    """What this rank has of both ends in one call."""
-
-    def __init__(self, call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> None:
-        self.call, self.ranks, self.kept = call, ranks, kept
-        self.where = ranks.ranks, ranks.nodes
-        self.problem: Exception | None = None
-        self.looks: tuple[Look, Look]
-        self.layouts: RankLayouts
-        self.joined: JoinedLayouts
-        self.ends: tuple[End, End] | None = None
-
-    def is_served(self) -> bool:
-        """Look at both ends: whether the kept plan is for them as they are now.
-
-        What goes wrong is raised where all ranks look together.
-        """
-        try:
-            return self._look()
-        except Exception as error:
-            self.problem = error
-            return False
-
-    def introduce(self) -> EndsSummary | None:
-        """Both ends for the other ranks, without `layout=`; None if something is wrong."""
-        if self.problem is not None:
-            return None
-        try:
-            if self.ends is None:
-                self._join(JoinedLayouts(self.layouts.parts, {}))  # of no parts
-            return self._summary()
-        except Exception as error:
-            self.problem = error
-            return None
-
-    def _join(self, joined: JoinedLayouts) -> None:
-        self.joined = joined
-        self.ends = join_ends(self.looks, joined)
-
-    def both(self) -> tuple[End, End]:
-        """dst and src, once they are joined."""
-        assert self.ends is not None
-        return self.ends
-
-    def _summary(self) -> EndsSummary:
-        dst, src = self.both()
+        own_ends.extend(_look(call, ranks, kept))
+        dst, src = own_ends
         check_values(src)
-        return EndsSummary(
+        key = kept.key if kept and _serves(kept, where, (dst, src), call.options) else ""
+        summary = EndsSummary(
             src=src.digest,
             src_at=src.described.coordinates,
             dst=dst.digest,
             dst_at=dst.described.coordinates,
         )
+        return _CallMessage(key, torch.initial_seed(), summary)
 
-    def _look(self) -> bool:
-        call, kept = self.call, self.kept
-        options = call.options
-        self.looks = Look(call.dst), Look(call.src, merge=options.merge)
-        ends = {"dst": self.looks[0].tensors, "src": self.looks[1].tensors}
-        self.layouts = read_layouts(ends, options.layout, self.ranks.rank)
-        if kept is None or (self.where, self.layouts) != (kept.where, kept.layouts):
-            return False
-        ends = join_ends(self.looks, kept.joined)
-        if tuple(end.described for end in ends) != kept.described:
-            return False
-        if kept.plan.renamed != renamed_by(kept.plan.renamed, options):
-            return False  # a function answers differently now
-        dst, src = (
-            replace(end, described=old) for end, old in zip(ends, kept.described, strict=True)
-        )
-        self.joined, self.ends = kept.joined, (dst, src)  # the digests are known
-        return True
+    arguments = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
+    messages: list[_CallMessage] = compare_arguments(
+        ranks, "sync", arguments, LoadError, call.check, tell
+    )
+    dst, src = own_ends
+    first = messages[0]
+    if kept is not None and all(message.key == kept.key for message in messages):
+        return Agreement(kept, dst, src, False, first.seed)
+    ends = [message.ends for message in messages]
+    plan = Planner(ends, ranks, call.options).plan(dst, src)
+    if isinstance(call.layout, tuple):
+        for layout, end in zip(call.layout, own_ends, strict=True):
+            warn_of_unused(layout, end.tensors)
+    else:
+        warn_of_unused(call.layout, dst.tensors, src.tensors)
+    key = hashlib.blake2b(repr((where, ends)).encode(), digest_size=16).hexdigest()
+    new_plan = KeptPlan(key, where, plan, (dst.described, src.described))
+    return Agreement(new_plan, dst, src, True, first.seed)
 
-    def plan(self, token: str, ends: Sequence[EndsSummary], has_layout: bool) -> KeptPlan:
-        """A new plan. All ranks.
 
-        Args:
-            token: of it.
-            ends: of the ranks that have introduced theirs.
-            has_layout: whether any rank was given one.
+def _look(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
+    """Both ends as they are on this rank; digests that the kept plan knows are not made again.
 
-        Raises:
-            LoadError: as `agree_plan`.
-        """
-        ranks, what = self.ranks, "looking at both ends"
+    Raises:
+        LoadError, ValueError, TypeError: as `look`.
+    """
+    known = kept.described if kept is not None else (None, None)
+    dst_layout, src_layout = call.layouts
+    merge = call.options.merge
+    dst = look(call.dst, ranks, layout=dst_layout, known=known[0])
+    return dst, look(call.src, ranks, layout=src_layout, merge=merge, known=known[1])
 
-        def say() -> tuple[None, RankLayouts]:
-            if self.problem is not None:
-                raise self.problem
-            return None, self.layouts
 
-        if has_layout:  # ranks without it take part
-            _, by_rank = ranks.run_and_gather("reading layout=", say)
-            joined = join_layouts(self.layouts, by_rank, ranks)
-
-            def introduce() -> EndsSummary:
-                self._join(joined)
-                return self._summary()
-
-            ends = ranks.together(what, introduce)
-        elif len(ends) < ranks.size:
-            ranks.run(what, say)  # raises
-        plan = Planner(ends, ranks, self.call.options).plan(*self.both())
-        dst, src = self.both()
-        described = dst.described, src.described
-        return KeptPlan(token, self.where, plan, described, self.layouts, self.joined)
+def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadOptions) -> bool:
+    """Whether a kept plan is for the ends as they are on this rank now."""
+    return (
+        kept.where == where
+        and kept.described == tuple(end.described for end in ends)
+        and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
+    )
 
 
 def _check_end(name: str, end: Any) -> None:

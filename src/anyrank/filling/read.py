@@ -201,7 +201,7 @@ class FileSide(Side):
         self.to_compare.clear()
 
     def finish(self) -> None:
-        """Read extra state, and make adapters that the source does not hold alike. All ranks."""
+        """Read extra state. All ranks."""
         own_code = self.match.own_code
         if own_code.tensor_keys:
             own_code.extras |= self.ranks.run_on_one(
@@ -209,33 +209,6 @@ class FileSide(Side):
                 lambda: own_code.read_extras(self.match.listing),
                 self.plan.readers[0],
             )
-        self._make_adapters_alike()
-
-    def _make_adapters_alike(self) -> None:
-        """New adapters that each rank drew for itself take the first rank's values."""
-        if not self.match.keeps_adapters:
-            return
-        kept = [self.match.tensors[index] for index in self.match.keep]
-        adapters = {t.name: t for t in kept if t.adapter and t.layout is None}
-
-        def hashes() -> dict[str, str]:
-            return {name: content_hash(target.local()) for name, target in adapters.items()}
-
-        by_rank = self.ranks.together("comparing adapters", hashes)
-        differ = sorted(n for n in by_rank[0] if any(e.get(n) != by_rank[0][n] for e in by_rank))
-        if not differ:
-            return
-        first = self.ranks.ranks[0]
-        values = self.ranks.run_on_one(
-            "sending adapters", lambda: {n: adapters[n].local().cpu() for n in differ}
-        )
-
-        def take() -> None:
-            for name, value in values.items():
-                adapters[name].local().copy_(value)
-                self.share.rules[name] = f"rank {first}, as the ranks had drawn different values"
-
-        self.ranks.run("taking the first rank's adapters", take)
 
     def moved(self) -> Moved:
         """Bytes so far."""

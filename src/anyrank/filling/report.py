@@ -82,7 +82,7 @@ class LoadReport(FillReport):
         missing: tensors of the model that the source does not hold.
         unexpected: keys of the source that fill no tensor of the model.
         initialised: tensors that a rule of the model gave their values, with the rule.
-        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
         duplicates: keys of tied tensors that the source holds more than once -> the key that was
@@ -161,7 +161,7 @@ class SyncReport(FillReport):
         unexpected: names in `src` that fill no tensor of `dst`.
         kept: missing tensors that kept the values they had.
         initialised: missing tensors that were on meta, with the rule that filled them.
-        rebuilt: non-persistent buffers that were on meta -> the rule or rank that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         renamed: tensor of `dst` -> its name in `src`, where the two differ.
         tied: tensor of `dst` -> its other names.
         duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
@@ -214,40 +214,32 @@ class LoadPlan:
     Example::
 
         weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
-        plan = anyrank.plan(torch.nn.Linear(2, 2), weights, mesh=(2, 1))  # two whole copies
-        assert plan.read_bytes == [24, 24]
+        plan = anyrank.plan(torch.nn.Linear(2, 2), weights)
+        assert plan.read_bytes == [24]
         print(plan)
 
     Attributes:
         strategy, reason: who reads, and why.
-        world_size, nodes: ranks, and machines.
+        world_size: number of ranks.
         model_bytes: of the whole model, in its own dtypes.
         source_bytes: of the tensors wanted from the source.
         share_bytes: what each rank holds afterwards.
-        read_bytes: what each rank reads from storage.
+        read_bytes: what each rank reads from storage, without the holes that are read along.
         sent_bytes: what each rank sends to others.
         peak_bytes: most memory of each rank, share and staging together.
-        node_read_bytes: what each machine takes from storage, each byte at most once.
-        node_peak_bytes: sums over each machine's ranks.
-        seconds: predicted, from stated rates (2 GiB/s of storage a node, 1 GiB/s of network a
-            rank).
         format: of the source.
-        missing, unexpected: names, where a model was given.
+        missing, unexpected: names.
     """
 
     strategy: str
     reason: str
     world_size: int
-    nodes: int
     model_bytes: int
     source_bytes: int
     share_bytes: list[int]
     read_bytes: list[int]
     sent_bytes: list[int]
     peak_bytes: list[int]
-    node_read_bytes: list[int]
-    node_peak_bytes: list[int]
-    seconds: float
     format: str = ""
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
@@ -264,9 +256,8 @@ class LoadPlan:
             ("peak", self.peak_bytes),
         ]
         lines = [
-            f"{self.world_size} ranks on {self.nodes} nodes, {self.model_bytes / MIB:.1f} MiB "
-            "model, "
-            f"{self.source_bytes / MIB:.1f} MiB source ({self.format}), about {self.seconds:.1f} s",
+            f"{count(self.world_size, 'rank')}, {self.model_bytes / MIB:.1f} MiB model, "
+            f"{self.source_bytes / MIB:.1f} MiB source ({self.format})",
             f"  strategy {self.strategy}: {self.reason}",
         ]
         lines += [

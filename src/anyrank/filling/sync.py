@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from anyrank.filling.live import execute_sync
-from anyrank.filling.planning import KeptPlan, SyncCall, agree_plan
+from anyrank.filling.planning import KeptPlan, Layouts, SyncCall, agree_plan
 from anyrank.filling.report import SyncReport, log_report
-from anyrank.model.given_layouts import Layouts
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.names import Rename
@@ -147,11 +146,10 @@ class Sync:
             cast=cast,
             rename=rename,
             verify=verify,
-            layout=layout,
             merge=merge,
         )
         self.version = 0
-        self._call = SyncCall(dst, src, options, atomic)
+        self._call = SyncCall(dst, src, options, layout, atomic)
         self._group = process_group
         self._kept: KeptPlan | None = None
 

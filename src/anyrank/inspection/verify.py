@@ -261,11 +261,6 @@ def _report(
 
 
 def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
-    for name, stored in listing.tensors.items():
-        overlap = _overlap(stored)
-        if overlap:
-            path = listing.files[stored.chunks[0].file].path
-            outcome.findings.append(Finding(path, f"{name}: {overlap}"))
     try:
         for path, what in mismatches(listing, 0, 1, lambda: None):
             outcome.findings.append(Finding(path, what))
@@ -275,18 +270,6 @@ def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
     if finite:
         outcome.findings += _nonfinite(listing)
         outcome.checked.add("NaN and infinite values")
-
-
-def _overlap(stored: StoredTensor) -> str | None:
-    """Two pieces that hold the same elements; as many others are then held by none."""
-    boxes = sorted((chunk.box for chunk in stored.chunks), key=lambda box: box.offsets)
-    for number, box in enumerate(boxes):
-        for other in boxes[number + 1 :]:
-            if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break
-            if box.intersect(other) is not None:
-                return f"its pieces at {box.offsets} and {other.offsets} overlap"
-    return None
 
 
 def _nonfinite(listing: Listing) -> Iterator[Finding]:

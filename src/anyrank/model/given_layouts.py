@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -18,15 +19,16 @@ from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import placement_of
 from anyrank.world.ranks import Ranks
 
+log = logging.getLogger("anyrank.load")
+
 LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
 GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
 """What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
 
 The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
-the ranks hold of the sharded dim, if that is not torch's even chunks: for each place on the mesh
+the ranks hold of the sharded dim, if that is not chunks of equal size: for each place on the mesh
 axis its (start, length) pairs, in the order in which they lie in the part.
 """
-Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for all ends, or one for each
 Shape: TypeAlias = "tuple[int, ...]"
 
 
@@ -51,61 +53,12 @@ class RankMesh:
         return tuple(index // step % size for step, size in zip(steps, self.shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank holds of a tensor: its shape, and where that is."""
-
-    name: str
-    mesh: RankMesh
-    layout: Layout
-    coordinate: tuple[int, ...] | None
-    shape: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class RankLayouts:
-    """What one rank's `layout=` says of its tensors; equal where it says the same.
-
-    Attributes:
-        parts: of each end, by position of the tensor.
-        used: each end, with the names and patterns that a tensor of it has.
-        asked: the ends of which one is to have such a tensor, with each name and pattern.
-    """
-
-    parts: dict[str, dict[int, _Part]]
-    used: set[tuple[str, str]]
-    asked: set[tuple[tuple[str, ...], str]]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedLayouts:
-    """What this rank's parts are parts of: of each end, by position of the tensor."""
-
-    parts: dict[str, dict[int, _Part]]
-    shapes: dict[str, dict[int, Shape]]
-
-    def apply(self, ends: Mapping[str, Sequence[ModelTensor]]) -> dict[str, dict[int, RankMesh]]:
-        """Say so of the tensors, which are changed in place.
-
-        Returns:
-            Of each end, position of a tensor -> its mesh; of equal ones, the same object.
-        """
-        meshes: dict[str, dict[int, RankMesh]] = {}
-        for end, parts in self.parts.items():
-            for index, part in parts.items():
-                tensor = ends[end][index]
-                tensor.layout, tensor.coordinate = part.layout, part.coordinate
-                tensor.shape = self.shapes[end][index]
-            meshes[end] = {index: part.mesh for index, part in parts.items()}
-        return meshes
-
-
 def check_layout(layout: object) -> None:
     """Refuse what is not a layout.
 
     Raises:
         TypeError: neither a dict of (mesh, placements), nor a function, nor None.
-        ValueError: parts that overlap, or leave a hole.
+        ValueError: parts that overlap, or leave a hole; a mesh with a rank twice.
     """
     if layout is None or callable(layout):
         return
@@ -123,7 +76,7 @@ def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
 
     Raises:
         TypeError: it is none.
-        ValueError: its parts overlap, or leave a hole.
+        ValueError: its parts overlap, or leave a hole; a rank is twice in its mesh.
         LoadError: a placement that holds no values.
     """
     mesh: RankMesh | None = None
@@ -137,6 +90,8 @@ def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
         raise WrongType(
             f"layout= of {name}: {len(rules)} placements for a mesh of {len(mesh.shape)} axes"
         )
+    if len({*mesh.ranks}) < len(mesh.ranks):
+        raise WrongValue(f"layout= of {name}: a rank is twice in its mesh: {list(mesh.ranks)}")
     return mesh, rules if len(value) == 2 else _with_intervals(name, mesh, rules, value[2])
 
 
@@ -179,120 +134,65 @@ def _with_intervals(
     )
 
 
-def apply_layouts(
-    ends: Mapping[str, list[ModelTensor]], layouts: Layouts, ranks: Ranks
-) -> dict[str, dict[int, RankMesh]]:
-    """Make plain tensors parts of a whole, as `layout=` says. All ranks.
+def apply_layout(
+    tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ranks
+) -> dict[int, RankMesh]:
+    """Make plain tensors parts of a whole, as `layout=` says; by this rank alone.
 
-    The whole's shape is what its parts add up to, and every part has to be the one that the layout
-    gives its rank: no element is there twice on one axis, and none is missing.
+    Parts are equal in size along a dim that is sharded, or the third element of the layout says
+    what each of them is: so the part of one rank tells the shape of the whole.
 
     Args:
-        ends: the tensors of each model, which are changed in place, by what messages call it.
-        layouts: the layouts on this rank; DTensors keep their own.
+        tensors: of a model, which are changed in place; DTensors keep their own layout.
+        layout: as it was given to this rank.
         ranks: of the call.
 
     Returns:
-        Of each model, position of a tensor -> its mesh.
+        Position of each such tensor -> its mesh.
 
     Raises:
-        LoadError: parts that do not make a whole; a name or pattern that no tensor has on any rank
-            that gives it.
-    """
-
-    def read() -> tuple[RankLayouts, RankLayouts]:
-        own_layouts = read_layouts(ends, layouts, ranks.rank)
-        return own_layouts, own_layouts
-
-    own_layouts, answers = ranks.run_and_gather("reading layout=", read)
-    return join_layouts(own_layouts, answers, ranks).apply(ends)
-
-
-def join_layouts(
-    own_layouts: RankLayouts, answers: Sequence[RankLayouts], ranks: Ranks
-) -> JoinedLayouts:
-    """The wholes, from what each rank says of its parts. All ranks.
-
-    Raises:
-        LoadError: as `apply_layouts`.
-    """
-    by_rank = dict(zip(ranks.ranks, answers, strict=True))
-    what = "joining the parts of layout="
-    return JoinedLayouts(own_layouts.parts, ranks.run(what, lambda: _join(own_layouts, by_rank)))
-
-
-def read_layouts(ends: Mapping[str, list[ModelTensor]], layouts: Layouts, rank: int) -> RankLayouts:
-    """What this rank's `layout=` says of its tensors.
-
-    Raises:
-        LoadError: of a tensor that has no such dim, or is outside of its mesh; a function failed.
+        LoadError: of a tensor that has no such dim, is not of the size that its layout says, or
+            whose mesh has not this rank, or others that do not take part; a function failed.
         TypeError, ValueError: a function gave no layout.
     """
-    alike = not isinstance(layouts, tuple)
-    if not alike and len(layouts) != len(ends):
-        raise WrongType(
-            f"layout= is a tuple of {len(layouts)}: give one for each of {', '.join(ends)}"
-        )
-    by_end = dict(zip(ends, (layouts,) * len(ends) if alike else layouts, strict=True))
-    answer = RankLayouts({}, set(), set())
-    for end, tensors in ends.items():
-        layout = by_end[end]
-        chosen, used = _chosen(tensors, layout)
-        parts: dict[int, _Part] = {}
-        for index, mesh, rules in chosen:
-            name, local = tensors[index].name, tensors[index].tensor
-            cut = [rule.dim for rule in rules.placements if rule.kind == "shard"]
-            wrong = [dim for dim in cut if not 0 <= dim < local.dim()]
-            if wrong:
-                raise LoadError(
-                    f"{name}: layout= shards dim {wrong[0]} of a tensor of {local.dim()} dims: "
-                    "count dims from 0"
-                )
-            coordinate = mesh.coordinate(rank)
-            if coordinate is None and local.numel():
-                raise LoadError(
-                    f"{name}: rank {rank} holds {list(local.shape)}, and is not in the mesh of its "
-                    f"layout=, whose ranks are {list(mesh.ranks)}"
-                )
-            parts[index] = _Part(name, mesh, rules, coordinate, tuple(local.shape))
-        answer.parts[end] = parts
-        answer.used.update((end, key) for key in used)
-        asked = layout if isinstance(layout, Mapping) else ()
-        answer.asked.update((tuple(ends) if alike else (end,), key) for key in asked)
-    return answer
+    meshes: dict[int, RankMesh] = {}
+    for index, mesh, rules in _chosen(tensors, layout):
+        tensor = tensors[index]
+        tensor.shape = _whole(tensor.name, tuple(tensor.tensor.shape), mesh, rules, ranks)
+        tensor.layout, tensor.coordinate = rules, mesh.coordinate(ranks.rank)
+        meshes[index] = mesh
+    return meshes
 
 
-def _join(
-    own_layouts: RankLayouts, by_rank: Mapping[int, RankLayouts]
-) -> dict[str, dict[int, Shape]]:
-    """Of each end, position of a tensor of this rank -> the shape of the whole it is a part of.
+def warn_of_unused(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
+    """Warn of names and patterns that no tensor has, where this rank has tensors of each end.
 
-    Raises:
-        LoadError: as `apply_layouts`.
+    It is no error, as a layout may be given to ranks that have other parts of a model.
     """
-    used: set[tuple[str, str]] = set().union(*(answer.used for answer in by_rank.values()))
-    asked = {asked for answer in by_rank.values() for asked in answer.asked}
-    unused = sorted(
-        (ends, key) for ends, key in asked if not used.intersection((end, key) for end in ends)
-    )
-    if unused:
-        ends = unused[0][0]
-        keys = ", ".join([key for among, key in unused if among == ends][:10])
-        raise LoadError(
-            f"layout= names {keys}, which no tensor of {' or '.join(ends)} has on any rank that "
-            "gives it"
-        )
-    shapes: dict[str, dict[int, Shape]] = {}
-    for end, parts in own_layouts.parts.items():
-        named = {r: {part.name: part for part in s.parts[end].values()} for r, s in by_rank.items()}
-        shapes[end] = {}
-        for index, part in parts.items():
-            inside = {*part.mesh.ranks}
-            holders = {
-                r: named[r][part.name] for r in named if r in inside and part.name in named[r]
-            }
-            shapes[end][index] = _whole(part.name, part.layout, holders, inside)
-    return shapes
+    if not isinstance(layout, Mapping) or not all(ends):
+        return
+    find = _finder(layout)
+    used = {key for tensors in ends for tensor in tensors for key in find(_names(tensor))}
+    if unused := [str(key) for key in layout if key not in used]:
+        log.warning("layout= names %s, which no tensor of this rank has", ", ".join(unused[:10]))
+
+
+def _names(tensor: ModelTensor) -> list[str]:
+    """All names of a tensor, also without the `module.` of a wrapper that is not torch's own."""
+    return list(dict.fromkeys(name for raw in tensor.flat_names() for name in candidates(raw)))
+
+
+def _finder(table: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list[str]]:
+    """A function from a tensor's names to the keys that are for it: names first, then patterns."""
+    patterns = [
+        (key, re.compile(fnmatch.translate(key)).match) for key in table if {*key} & {*"*?["}
+    ]
+
+    def find(names: Sequence[str]) -> list[str]:
+        exact = [name for name in names if name in table]
+        return exact + [key for key, fits in patterns if any(map(fits, names))]
+
+    return find
 
 
 def _answer(function: Callable[[str], Any], name: str) -> Any:
@@ -305,67 +205,62 @@ def _answer(function: Callable[[str], Any], name: str) -> Any:
 
 def _chosen(
     tensors: Sequence[ModelTensor], layout: GivenLayout
-) -> tuple[list[tuple[int, RankMesh, Layout]], set[str]]:
-    """Position, mesh and layout of each plain tensor that has one; the keys that tensors have."""
-    chosen: list[tuple[int, RankMesh, Layout]] = []
-    used: set[str] = set()
+) -> Iterator[tuple[int, RankMesh, Layout]]:
+    """Position, mesh and layout of each plain tensor that has one."""
     if layout is None:
-        return chosen, used
+        return
+    table = layout if isinstance(layout, Mapping) else {}
+    find = _finder(table)
     meshes: dict[RankMesh, RankMesh] = {}
     known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
-    table: Mapping[str, LayoutEntry] = layout if isinstance(layout, Mapping) else {}
-    patterns = [
-        (key, re.compile(fnmatch.translate(key)).match) for key in table if {*key} & {*"*?["}
-    ]
     for index, tensor in enumerate(tensors):
-        # Also those without the `module.` of a wrapper that is not torch's own, as AveragedModel.
-        spellings = (name for raw in tensor.flat_names() for name in candidates(raw))
-        names = list(dict.fromkeys(spellings))
+        names = _names(tensor)
         if callable(layout):
             answers = (_answer(layout, name) for name in names)
             value: Any = next((answer for answer in answers if answer is not None), None)
         else:
-            keys = [name for name in names if name in table]
-            keys += [key for key, fits in patterns if any(map(fits, names))]
-            used.update(keys)
-            value = table[keys[0]] if keys else None
+            value = next((table[key] for key in find(names)), None)
         if value is None or tensor.layout is not None:
             continue
         if id(value) not in known:
             mesh, rules = _checked(tensor.name, value)
             known[id(value)] = value, meshes.setdefault(mesh, mesh), Layout(mesh.shape, rules)
-        chosen.append((index, *known[id(value)][1:]))
-    return chosen, used
+        yield index, *known[id(value)][1:]
 
 
-def _whole(
-    name: str, layout: Layout, parts: Mapping[int, _Part], inside: set[int]
-) -> tuple[int, ...]:
-    """The shape of the tensor whose parts the ranks hold.
+def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks) -> Shape:
+    """The shape of the tensor that this rank holds a part of.
 
     Raises:
-        LoadError: a part is missing, or is not the one that the layout gives its rank.
+        LoadError: as `apply_layout`.
     """
-    absent = sorted(inside.difference(parts))
-    if absent:
-        raise LoadError(f"{name}: its layout= has rank {absent[0]} in its mesh, which has no part")
-    if any(part.layout != layout for part in parts.values()):
-        raise LoadError(f"{name}: ranks were given different layout= for it: give all the same")
-    first = next(iter(parts.values()))
-    shape = list(first.shape)
-    for dim in range(len(shape)):
-        axes = [a for a, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim]
-        sizes = {
-            tuple(part.coordinate[axis] for axis in axes): part.shape[dim]
-            for part in parts.values()
-            if part.coordinate is not None and len(part.shape) > dim
-        }
-        shape[dim] = sum(sizes.values()) if axes else shape[dim]
-    for rank, part in parts.items():
-        expected = local_shape(shape, layout, part.coordinate)
-        if part.shape != expected:
+    coordinate = mesh.coordinate(ranks.rank)
+    if coordinate is None:
+        raise LoadError(
+            f"{name}: rank {ranks.rank} holds {list(part)}, and is not in the mesh of its layout=, "
+            f"whose ranks are {list(mesh.ranks)}"
+        )
+    if absent := sorted({*mesh.ranks}.difference(ranks.ranks)):
+        raise LoadError(
+            f"{name}: its layout= has rank {absent[0]} in its mesh, which takes no part in the call"
+        )
+    shape = list(part)
+    for size, rule in zip(layout.mesh_shape, layout.placements, strict=True):
+        if rule.kind != "shard":
+            continue
+        if not 0 <= rule.dim < len(part):
             raise LoadError(
-                f"{name}: rank {rank} holds {list(part.shape)}, and its part of {shape} by layout= "
-                f"is {list(expected)}: there is a hole or an overlap"
+                f"{name}: layout= shards dim {rule.dim} of a tensor of {len(part)} dims: count "
+                "dims from 0"
             )
+        if isinstance(rule, IntervalShard):
+            shape[rule.dim] = sum(size for parts in rule.intervals for _, size in parts)
+        else:
+            shape[rule.dim] *= size
+    expected = local_shape(shape, layout, coordinate)
+    if part != expected:
+        raise LoadError(
+            f"{name}: rank {ranks.rank} holds {list(part)}, and its part of {shape} by layout= is "
+            f"{list(expected)}: there is a hole or an overlap"
+        )
     return tuple(shape)

@@ -97,11 +97,6 @@ class ModelMatch:
         chunks = {key: stored.chunks for key, stored in self.listing.tensors.items()}
         return {key: k for key, k in self.duplicates.items() if chunks[key] != chunks[k]}
 
-    @property
-    def keeps_adapters(self) -> bool:
-        """Whether adapters of the model are real and not in the source; equal on all ranks."""
-        return any(self.tensors[index].adapter for index in self.keep)
-
 
 def match_model(
     model: nn.Module,

@@ -65,8 +65,7 @@ class LoadOptions:
         if self.buffer_bytes is not None:
             check_int("buffer_bytes", self.buffer_bytes, 1, BUFFER_BYTES.most)
         check_bool(verify=self.verify, merge=self.merge)
-        for layout in self.layout if isinstance(self.layout, tuple) else (self.layout,):
-            check_layout(layout)
+        check_layout(self.layout)
         if self.progress is not None and not isinstance(self.progress, bool):
             check_function("progress", self.progress, "True, False, None or a function")
 

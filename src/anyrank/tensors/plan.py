@@ -187,7 +187,7 @@ def shared_reads(
     chunks = BoxIndex([chunk.box for chunk in stored.chunks])
     for pieces, ranks in groups.items():
         for read in plan_reads(stored, pieces, chunks):
-            box = with_gaps(read, gap_bytes)
+            box = _with_gaps(read, gap_bytes)
             whole = Read(stored, read.chunk, box, (0,) * len(box.sizes))
             key = (read.chunk.file, read.chunk.offset, box)
             shared.setdefault(key, (whole, set()))[1].update(ranks)
@@ -200,7 +200,7 @@ def in_one_chunk(stored: StoredTensor) -> StoredTensor:
     return replace(stored, chunks=(Chunk(Box.whole(stored.shape), 0, 0, strides),))
 
 
-def with_gaps(read: Read, gap_bytes: int) -> Box:
+def _with_gaps(read: Read, gap_bytes: int) -> Box:
     """The read's box, and what lies between its runs in the file where these are close together.
 
     That depends on the chunk alone: all who want columns of it come to the same rows.
