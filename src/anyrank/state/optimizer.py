@@ -419,15 +419,7 @@ def _hold(
 
 
 def _check_options(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Hyperparameters of a saved group that are of another kind than the optimizer's.
-
-    Raises:
-        CorruptCheckpoint: its learning rate is absent, or none.
-    """
-    lr = saved.get("lr", ...)
-    if "lr" in now and _kind_of(lr) not in ("number", "None"):
-        reason = "no learning rate" if lr is ... else f"the learning rate {lr!r}"
-        raise CorruptCheckpoint(f"{where} has {reason} in the checkpoint, which is damaged")
+    """Hyperparameters of a saved group that are of another kind than the optimizer's."""
     return [
         f"{where} has {key} {saved[key]!r} in the checkpoint, and {now[key]!r} here: make the "
         "optimizer as it was"
