@@ -193,7 +193,7 @@ def test_an_optimizer_that_is_sharded_is_told_to_say_so(tmp_path: Path) -> None:
 
 
 def digests_of(*tensors: torch.Tensor) -> list[int]:
-    return start_digests([("", tensor) for tensor in tensors], lambda: None)()
+    return start_digests([("", tensor) for tensor in tensors])()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])

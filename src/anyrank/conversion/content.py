@@ -65,7 +65,7 @@ class StoredContent:
         """
         listing = self.reader.listing
         if listing.format != "dcp" and listing.checksums:
-            for path, what in record_mismatches(listing, 0, 1, self.reader.check):
+            for path, what in record_mismatches(listing, 0, 1):
                 raise LoadError(f"{path}: {what}")
             return f"CRC-32 of {count(len(listing.checksums), 'record')} of the source"
         if listing.sums:

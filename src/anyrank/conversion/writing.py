@@ -83,7 +83,7 @@ def compare(path: str, sums: BlockSums) -> None:
         CorruptCheckpoint: bytes differ.
         LoadError: it cannot be read.
     """
-    work = partial(check_file, path, sums, count=THREADS, check=lambda: None)
+    work = partial(check_file, path, sums, count=THREADS)
     spread(range(THREADS), [work] * THREADS)
 
 

@@ -267,7 +267,7 @@ def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
             path = listing.files[stored.chunks[0].file].path
             outcome.findings.append(Finding(path, f"{name}: {overlap}"))
     try:
-        for path, what in mismatches(listing, 0, 1, lambda: None):
+        for path, what in mismatches(listing, 0, 1):
             outcome.findings.append(Finding(path, what))
     except AnyrankError as error:
         outcome.findings.append(_finding(error, listing.format))

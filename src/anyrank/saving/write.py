@@ -82,7 +82,7 @@ def write(
 
     def write_files() -> tuple[RankShare, dict[str, int]]:
         faults.point("save.write")
-        digests = _tensor_digests(snapshot, ranks)
+        digests = _tensor_digests(snapshot)
         try:
             return write_own_share(snapshot, folder.store, temporary, ranks), digests
         except CheckpointError as error:
@@ -129,7 +129,7 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
         CheckpointError: a write failed.
     """
     name = f"__{ranks.index}_0.distcp"
-    boxes, files = write_share(store, folder, name, snapshot.items, ranks.check)
+    boxes, files = write_share(store, folder, name, snapshot.items)
     return RankShare(boxes, files, snapshot.streams.states)
 
 
@@ -151,12 +151,11 @@ def describe_step(
     return index_of((box for share in shares for box in share.boxes), snapshot.aliases), manifest
 
 
-def _tensor_digests(snapshot: Snapshot, ranks: Ranks) -> dict[str, int]:
+def _tensor_digests(snapshot: Snapshot) -> dict[str, int]:
     """The digests of this rank's boxes for the receipt; none for a run without receipts."""
     digests = Digests()
     if snapshot.loader_state is not None:
         for item in snapshot.items:
-            ranks.check()
             if item.name not in snapshot.receipt_skips:
                 digests.add(item.name, item.shape, item.dtype, item.box, item.source)
     return digests.tensors

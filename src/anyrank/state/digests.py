@@ -14,9 +14,7 @@ from anyrank.tensors.hashing import SPREAD, mix64
 PART_BYTES = 8 << 20  # of a tensor at a time: on a device, a few times as much is taken
 
 
-def start_digests(
-    tensors: Sequence[tuple[str, torch.Tensor]], check: Callable[[], None]
-) -> Callable[[], list[int]]:
+def start_digests(tensors: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], list[int]]:
     """64 bits of the values that each tensor has now, in row-major order, whatever its strides.
 
     Digests compare with others of the same kind of device only: xxh3 on the CPU, elsewhere a sum
@@ -24,7 +22,6 @@ def start_digests(
 
     Args:
         tensors: with their names, on any device.
-        check: called between tensors; raises to stop early.
 
     Returns:
         What waits for the devices, and returns the digests.
@@ -35,7 +32,6 @@ def start_digests(
     digests = [0] * len(tensors)
     waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, (name, tensor) in enumerate(tensors):
-        check()
         check_memory(name, tensor)
         if tensor.is_cpu:
             digests[number] = on_cpu(tensor.detach())

@@ -113,9 +113,7 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
     """Name of each tensor that differs -> the ranks that are alike. All ranks."""
 
     def digest_own() -> tuple[list[int], dict[Members, str]]:
-        digests = start_digests(
-            [(replica.name, replica.values) for replica in own_replicas], ranks.check
-        )()
+        digests = start_digests([(replica.name, replica.values) for replica in own_replicas])()
         return digests, _by_members(own_replicas, digests)
 
     digests, answers = ranks.run_and_gather("comparing the replicas", digest_own)

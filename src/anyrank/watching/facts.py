@@ -100,7 +100,7 @@ def facts_of(
     parts = model_rules.take_apart(model)
     tensors = model_rules.readable(parts, buffers=is_before)
     values = [(tensor.name, tensor.local()) for tensor in tensors]
-    digests = [str(digest) for digest in start_digests(values, ranks.check)()]
+    digests = [str(digest) for digest in start_digests(values)()]
     kinds = model_rules.kinds_of(parts)
     tables = {
         "kinds": kinds,
