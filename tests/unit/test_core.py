@@ -24,7 +24,7 @@ BUDGETS = {
     "files": 2500,
     "filling": 4370,
     "foreign": 1970,
-    "formats": 2140,
+    "formats": 2125,
     "frozen": 535,
     "inspection": 1310,
     "integrations": 3370,
