@@ -23,7 +23,7 @@ BUDGETS = {
     "exact": 1670,
     "files": 2500,
     "filling": 4370,
-    "foreign": 1970,
+    "foreign": 1960,
     "formats": 2125,
     "frozen": 535,
     "inspection": 1310,
