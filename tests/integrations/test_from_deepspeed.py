@@ -228,7 +228,7 @@ def test_the_last_ranks_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["elastic", "fragments", "universal"])
-def test_layouts_that_are_not_read_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_layouts_that_are_not_read_are_refused(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "a"
     if kind == "elastic":
         write_stage_2(folder, *reference(), world=2)
@@ -244,5 +244,7 @@ def test_layouts_that_are_not_read_are_refused_by_name(tmp_path: Path, kind: str
         saved = torch.load(path)
         saved["frozen_param_shapes"] = {"frozen.weight": (2,)} if kind == "fragments" else None
     torch.save(saved, path)
-    with pytest.raises(anyrank.LoadError, match=f"{kind}.* run the zero_to_fp32.py"):
+    with pytest.raises(
+        anyrank.LoadError, match=r"not a layout that is read .* run the zero_to_fp32\.py"
+    ):
         anyrank.load(tools.seeded(1), folder)

@@ -193,8 +193,7 @@ def job_one_rank_fails(folder: str) -> list[str]:
 def test_one_rank_s_error_is_every_rank_s(tmp_path: Path) -> None:
     first, second = run_ranks(2, job_one_rank_fails, str(tmp_path), timeout=60)
     assert first == second
-    assert "Linear holds no PeftModel" in first[0]
-    assert "on rank 1" in first[0]
+    assert "[rank 1] Linear holds no PeftModel" in first[0]
     assert "not enough memory" in first[1]
     assert "Linear holds no PeftModel" in first[2]
     assert "none: is no folder of an adapter" in first[3]

@@ -131,16 +131,16 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
     for said in results:
         assert said[0].startswith("LoadError: ")
         assert "dst" in said[0]
-        assert said[1].startswith("ValueError: ")
+        assert said[1].startswith("WrongValue: ")
         assert "is there already" in said[2]
-        assert said[3].startswith("ValueError: ")
+        assert said[3].startswith("WrongValue: ")
         assert "dtype='int8'" in said[3]
-        assert said[4].startswith("TypeError: ")
-        assert said[5].startswith("ValueError: ")
+        assert said[4].startswith("WrongType: ")
+        assert said[5].startswith("WrongValue: ")
         assert "merge=" in said[5]
-        assert said[6].startswith("ValueError: ")
+        assert said[6].startswith("WrongValue: ")
         assert "process_group= is for a model" in said[6]
-        assert said[7].startswith("TypeError: ")
+        assert said[7].startswith("WrongType: ")
         del said[3:8]
         assert said[3].startswith("CheckpointError: ")
         assert "No space left" in said[3]

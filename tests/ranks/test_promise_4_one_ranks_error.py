@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
-from anyrank.testing import Died, Fault, FaultNotReached, run_ranks
+from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.ranks import open_ranks
 
 SECONDS = 60.0  # on a busy machine; without a name it takes half an hour
@@ -184,25 +184,6 @@ def test_a_rank_that_dies_is_named(path: str, strategy: str, victim: int) -> Non
             assert f"rank {victim}" in text.split("(")[0], text
             assert list(causes) == [victim]
             assert seconds < SECONDS + 3
-
-
-def job_slow(path: str) -> Any:
-    """Rank 1 fails at its first block; the others' blocks take a second each."""
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(100)))
-    return outcome(lambda: anyrank.load(model, path, buffer_bytes=256))
-
-
-def test_ranks_that_are_busy_reading_stop_soon(tmp_path: Any) -> None:
-    tensors = {f"{n}.weight": torch.zeros(8, 8, dtype=torch.bfloat16) for n in range(100)}
-    save_file(tensors, tmp_path / "w.safetensors")
-    path, point = str(tmp_path / "w.safetensors"), "load.read"
-    late = [Fault(rank=rank, point=point, how="slow", nth=1) for rank in (0, 2)]
-    never = [Fault(rank=rank, point=point, how="stop", nth=2) for rank in (0, 2)]
-    fail = Fault(rank=1, point=point, how="raise")
-    with pytest.raises(FaultNotReached) as caught:
-        run_ranks(3, job_slow, path, faults=[*late, *never, fail])
-    _, text, causes = agreed(caught.value.results)
-    assert list(causes) == [1], text
 
 
 def test_a_missing_permission_is_told_by_the_rank_that_lacks_it(tmp_path: Any) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 import anyrank
 from anyrank import faults
 from anyrank.data.order import Order
+from anyrank.errors import WrongValue
 from anyrank.testing import Fault, run_ranks
 from anyrank.world import waits
 from anyrank.world.arguments import compare_arguments
@@ -197,7 +198,7 @@ def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all() -> None:
     results = run_ranks(3, job_differs, "missing", ("error", "bogus", "error"))
     assert len(set(results)) == 1
     kind, text = results[0]
-    assert kind in ("LoadError", "ValueError")
+    assert kind == "WrongValue"
     assert "bogus" in text
     assert "rank 1" in text
     assert "rank 2" not in text
@@ -218,8 +219,10 @@ def job_check() -> tuple[str, str]:
 
 
 def test_a_value_error_of_one_rank_is_a_value_error_on_all() -> None:
-    text = "every is 0: give a positive number (on rank 1)"
-    assert run_ranks(3, job_check) == [("ValueError", text)] * 3
+    text = "save() failed on 1 of 3 ranks, so on all:\n"
+    text += "[rank 1] every is 0: give a positive number"
+    assert run_ranks(3, job_check) == [("WrongValue", text)] * 3
+    assert issubclass(WrongValue, ValueError)
 
 
 def job_different_calls() -> tuple[str, str]:

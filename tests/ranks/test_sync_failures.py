@@ -82,7 +82,11 @@ def test_a_wrong_type_is_told_to_all() -> None:
     texts = run_ranks(2, job_type)
     assert (
         texts
-        == ["dst= takes a torch.nn.Module, a dict of tensors or None, not str (on rank 1)"] * 2
+        == [
+            "sync() failed on 1 of 2 ranks, so on all:\n"
+            "[rank 1] dst= takes a torch.nn.Module, a dict of tensors or None, not str"
+        ]
+        * 2
     )
 
 

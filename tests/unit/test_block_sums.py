@@ -73,7 +73,7 @@ def test_parts_of_a_file_are_all_of_it(data: Any, size: int, count: int) -> None
         path = Path(folder) / "x"
         path.write_bytes(content)
         for number in range(count):
-            check_file(str(path), sums, number, count, lambda: None)
+            check_file(str(path), sums, number, count)
         if size:
             changed = bytearray(content)
             changed[data.draw(st.integers(0, size - 1))] ^= 1
@@ -81,7 +81,7 @@ def test_parts_of_a_file_are_all_of_it(data: Any, size: int, count: int) -> None
             found: list[int] = []
             for number in range(count):
                 try:
-                    check_file(str(path), sums, number, count, lambda: None)
+                    check_file(str(path), sums, number, count)
                 except CorruptCheckpoint:
                     found.append(number)
             assert len(found) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 from anyrank.errors import AnyrankError
@@ -17,9 +17,7 @@ from anyrank.wording import count
 BLOCK_BYTES = 1 << 20
 
 
-def mismatches(
-    listing: Listing, number: int, count: int, check: Callable[[], None]
-) -> Iterator[tuple[str, str]]:
+def mismatches(listing: Listing, number: int, count: int) -> Iterator[tuple[str, str]]:
     """What differs in one of `count` equal parts of the files: the path, and what it is.
 
     A file with checksums of its blocks is left at its first difference.
@@ -28,7 +26,6 @@ def mismatches(
         listing: the source.
         number: of the part.
         count: of the parts.
-        check: called between blocks; raises to stop early.
 
     Raises:
         LoadError: a file cannot be read.
@@ -36,7 +33,7 @@ def mismatches(
     sizes = {info.path: info.size for info in listing.files}
     for path, published in _published(listing)[number::count]:
         digest = hashlib.sha256()
-        for block in _blocks(path, 0, sizes[path], check):
+        for block in _blocks(path, 0, sizes[path]):
             digest.update(block)
         if digest.hexdigest() != published:
             yield (
@@ -44,23 +41,21 @@ def mismatches(
                 f"SHA-256 is {digest.hexdigest()}, its publisher's is {published}: "
                 "the file is corrupt; download it again",
             )
-    yield from _record_mismatches(listing, number, count, check)
+    yield from _record_mismatches(listing, number, count)
     for index in listing.sums:
         info = listing.files[index]
         try:
-            check_file(info.path, read_sums(listing, index), number, count, check)
+            check_file(info.path, read_sums(listing, index), number, count)
         except AnyrankError as error:
             yield info.path, str(error).removeprefix(f"{info.path}: ")
 
 
-def _record_mismatches(
-    listing: Listing, number: int, count: int, check: Callable[[], None]
-) -> Iterator[tuple[str, str]]:
+def _record_mismatches(listing: Listing, number: int, count: int) -> Iterator[tuple[str, str]]:
     """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
         crc = 0
-        for block in _blocks(path, record.start, record.stop, check):
+        for block in _blocks(path, record.start, record.stop):
             crc = zlib.crc32(block, crc)
         if f"{crc:08x}" != record.digest:
             names = listing.names_at(record.file, record.start, record.stop)
@@ -80,12 +75,11 @@ def compared(listing: Listing) -> list[str]:
     return words
 
 
-def _blocks(path: str, start: int, stop: int, check: Callable[[], None]) -> Iterator[memoryview]:
+def _blocks(path: str, start: int, stop: int) -> Iterator[memoryview]:
     """The bytes [start, stop) of a file, a block at a time, in memory that is used again."""
     block = memoryview(bytearray(BLOCK_BYTES))
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, BLOCK_BYTES):
-            check()
             part = block[: min(BLOCK_BYTES, stop - low)]
             read_exactly(file, [part], low)
             yield part

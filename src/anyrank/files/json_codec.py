@@ -7,10 +7,11 @@ become a table of one entry whose key starts with "~". Anything else is refused 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,27 @@ FACTORIES: dict[str | None, Any] = {
 }
 
 
-WRONG = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StopIteration)
+@contextlib.contextmanager
+def reading_record(where: str) -> Generator[None]:
+    """Read JSON that a save wrote: an error on it means that it holds something else.
+
+    Raises:
+        CorruptCheckpoint: names where it was.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(
+            f"{where}: is not what a save writes ({reason[:200]}): the file is damaged"
+        ) from error
 
 
 def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
@@ -134,13 +155,8 @@ def from_json(value: Any, take: Take) -> Any:
     Raises:
         CorruptCheckpoint: JSON that `to_json` does not make, or that stands for no tensor.
     """
-    try:
+    with reading_record("a saved value"):
         return _from_json(value, take)
-    except WRONG as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpoint(
-            f"{str(value)[:80]} is not a saved value ({reason[:200]})"
-        ) from error
 
 
 def _from_json(value: Any, take: Take) -> Any:

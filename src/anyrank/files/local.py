@@ -7,7 +7,6 @@ each.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import platform
 import shutil
@@ -20,22 +19,13 @@ from anyrank.files.listing import FileInfo
 WRITEBACK_BYTES = 32 << 20  # which the kernel is asked to write at a time
 
 
-class NotAFile(OSError):
-    """A pipe, socket or device in a file's place: to read it could block for ever."""
-
-
 class LocalFile:
     """A file that is read with preadv: no mapping, so nothing ever aliases it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Not to wait for a pipe's writer; for a regular file the flag means nothing.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(self.descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(self.descriptor)
-            raise NotAFile(errno.EINVAL, "is not a regular file", path)
-        self.info = _info_of(path, status)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.info = _info_of(path, os.fstat(self.descriptor))
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.local import NotAFile
+from anyrank.files.json_codec import reading_record
 from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, read_whole
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
 VERSION = 1  # of the format, apart from the package's
 MAX_BYTES = 1 << 30
-MOST = 1 << 63  # above every count
+SELF = ',\n "self": '  # begins the last line but one
 STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... are no steps
 
 
@@ -59,15 +59,15 @@ class Manifest:
     )
 
     def to_bytes(self) -> bytes:
-        """The file's bytes; the last field is the xxh3-128 of the others."""
+        """The file's bytes; the last field is the xxh3-128 of all bytes before it."""
         table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         table |= {field.name: getattr(self, field.name) for field in fields(self)}
         table["files"] = {
             name: {key: value for key, value in asdict(record).items() if value != ""}
             for name, record in self.files.items()
         }
-        table["self"] = _digest(table)
-        return _text(table)
+        text = json.dumps(table, indent=1).removesuffix("\n}").encode()
+        return text + _end(text)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -95,72 +95,42 @@ def step_name(step: int) -> str:
 
 def parse(data: bytes, path: str) -> Manifest:
     """As `read_manifest`, from bytes."""
-    try:
-        table = json.loads(data)
-        digest = table.pop("self", None)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: is not a manifest ({error}): the file is damaged") from (
-            error
-        )
-    if digest != _digest(table):
+    text = data.rpartition(SELF.encode())[0]
+    if data != text + _end(text):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
-    if table.get("format") != FORMAT:
-        raise CorruptCheckpoint(f"{path}: its format is {table.get('format')!r}, not {FORMAT!r}")
-    if table.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: has format version {table.get('version')!r}, this anyrank reads {VERSION}: "
-            "resume with the anyrank that wrote it, or a newer one"
-        )
-    if data != _text(table | {"self": digest}):  # 1E5 for 1e5: another byte, and the same value
-        raise CorruptCheckpoint(f"{path}: has other bytes than were written: the file is damaged")
-    try:
+    with reading_record(path):
+        table = json.loads(data)
+        if table["format"] != FORMAT:
+            raise CorruptCheckpoint(f"{path}: its format is {table['format']!r}, not {FORMAT!r}")
+        if table["version"] != VERSION:
+            raise CheckpointError(
+                f"{path}: has format version {table['version']!r}, this anyrank reads {VERSION}: "
+                "resume with the anyrank that wrote it, or a newer one"
+            )
         return _manifest(table)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path}: {error}: the file is damaged") from error
 
 
 def _manifest(table: dict[str, Any]) -> Manifest:
-    """The manifest that a save wrote as this table; for any other, one of several errors."""
-    files = {name: FileRecord(**record) for name, record in table["files"].items()}
-    counts = {name: table[name] for name in ("step", "epoch", "samples")}
-    counts |= {f"files.{name}": record.size for name, record in files.items()}
-    saved_on = {"ranks": table["saved_on"]["ranks"], "layout": str(table["saved_on"]["layout"])}
-    counts["saved_on.ranks"] = saved_on["ranks"]
-    for name, value in counts.items():
-        if type(value) is not int or not 0 <= value < MOST:
-            raise ValueError(f"{name}: {value!r:.40} is not a count")
-    if not saved_on["ranks"]:
-        raise ValueError("saved_on.ranks: 0 ranks saved nothing")
-    for name in ("parts", "streams", "versions"):
-        if type(table[name]) is not dict:
-            raise ValueError(f"{name}: {table[name]!r:.40} is not a table")
+    """The manifest that a save wrote as this table; an error where a value is of another kind, or
+    would lead out of the folder.
+    """
+    values: dict[str, Any] = {
+        field.name: table[field.name] for field in fields(Manifest) if field.name in table
+    }
+    values |= {name: int(table[name]) for name in ("step", "epoch", "samples")}
+    values |= {name: dict(table[name]) for name in ("parts", "streams", "versions")}
+    values["lineage"] = [dict(entry) for entry in table["lineage"]]
+    values["differed"] = [str(name) for name in table["differed"]]
+    saved_on = table["saved_on"]
+    values["saved_on"] = {"ranks": int(saved_on["ranks"]), "layout": str(saved_on["layout"])}
     if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
         raise ValueError(f"run: {table['run'][:40]!r} is not an id of a run")
-    _check_files(files)
-    known = {field.name for field in fields(Manifest)} & table.keys()
-    values: dict[str, Any] = {name: table[name] for name in known} | {"files": files}
-    values |= {"saved_on": saved_on, "lineage": [dict(entry) for entry in table["lineage"]]}
-    values["differed"] = [str(name) for name in table["differed"]]
+    files = {name: FileRecord(**record) for name, record in table["files"].items()}
+    for name in (*files, *(record.blocks for record in files.values())):
+        if name == ".." or "/" in name or "\\" in name:
+            raise ValueError(f"files: {name[:40]!r} lies outside of the step's folder")
+    values["files"] = files
     return Manifest(**values)
-
-
-def _check_files(files: Mapping[str, FileRecord]) -> None:
-    """Every file is in the step's folder, and has a checksum: its own, or those of its blocks in
-    another file.
-
-    Raises:
-        ValueError: names the first that is wrong.
-    """
-    for name, record in files.items():
-        if name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise ValueError(
-                f"the manifest.files: {name[:40]!r} is not a file of the step's folder"
-            )
-        other = files.get(record.blocks)
-        if bool(record.xxh3_64) == bool(record.blocks) or (
-            record.blocks and not (other and other.xxh3_64)
-        ):
-            raise ValueError(f"the manifest.files.{name}: has not one checksum")
 
 
 def read_small(
@@ -175,10 +145,8 @@ def read_small(
     path = join_path(folder, name)
     try:
         data = read_whole(storage, path, MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotAFile) as error:
-        raise CorruptCheckpoint(
-            f"{path}: is missing, or no regular file: the step is damaged"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CorruptCheckpoint(f"{path}: is missing, or no file: the step is damaged") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it names the path and the byte
@@ -194,12 +162,8 @@ def read_small(
     return data
 
 
-def _text(table: Mapping[str, Any]) -> bytes:
-    return (json.dumps(table, indent=1) + "\n").encode()
-
-
-def _digest(table: Mapping[str, Any]) -> str:
+def _end(text: bytes) -> bytes:
+    """What follows the text of a manifest: its digest, and the closing brace."""
     import xxhash  # only runs need it
 
-    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_128(text.encode()).hexdigest()
+    return f'{SELF}"{xxhash.xxh3_128_hexdigest(text)}"\n}}\n'.encode()

@@ -42,7 +42,6 @@ class Reader:
         listing: what the sources hold.
         buffer_bytes: most bytes of staging memory, over all threads.
         threads: how many threads read.
-        check: called between blocks; raises to stop early.
         progress: called with the bytes of each batch.
         verify: whether to compare what is read with the checksums of its blocks.
     """
@@ -53,14 +52,12 @@ class Reader:
         *,
         buffer_bytes: int,
         threads: int = 1,
-        check: Callable[[], None] = lambda: None,
         progress: Callable[[int], None] = lambda n: None,
         verify: bool = False,
     ) -> None:
         self.listing = listing
         self.buffer_bytes = buffer_bytes
         self.threads = threads
-        self.check = check
         self.progress = progress
         self.verify = verify
         self.bytes_read = 0
@@ -252,7 +249,6 @@ class _Worker:
     def take(self, item: tuple[int, list[Segment]]) -> None:
         """Read one batch of a file, and put its staged blocks where they belong."""
         number, batch = item
-        self.reader.check()
         faults.point("load.read")
         if batch[0].runs is not None:
             self._take_runs(number, batch[0], batch[0].runs)

@@ -153,7 +153,7 @@ def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
             return []
         compare_duplicates(listing, plan.match.stored_twice)
         number, count = readers.index(ranks.rank), len(readers)
-        return check_files(listing, number, count, ranks.check)
+        return check_files(listing, number, count)
 
     checked = next((words for words in ranks.together("checking the files", check) if words), [])
     return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]

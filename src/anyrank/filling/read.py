@@ -42,7 +42,6 @@ def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
     Ranks start at different files, so that they do not all wait for the same file.
 
     Raises:
-        Interrupted: another rank failed.
         LoadError: this rank failed to read.
     """
     use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
@@ -71,7 +70,6 @@ class FileMemory(LocalMemory):
         """Read the blocks that this rank gives in a round.
 
         Raises:
-            Interrupted: another rank failed.
             LoadError: this rank failed to read.
         """
         faults.point("load.exchange")
@@ -132,7 +130,6 @@ class FileSide(Side):
                 self.match.listing,
                 buffer_bytes=plan.buffer_bytes,
                 threads=read_threads(ranks.ranks_on_node),
-                check=ranks.check,
                 progress=count,
             )
         )

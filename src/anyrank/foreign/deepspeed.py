@@ -57,14 +57,13 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         folder = _latest(storage, folder, names)
         names = storage.names(folder)
     files = Collector(storage, folder)
-    _check_parallelism(folder, names)
+    if _is_parallel(names) or UNIVERSAL in names:
+        raise _not_read(folder)
     models = _ranked(MODEL, folder, names)
     model: Any = files.tree(files.named(models[0]))
     if not isinstance(model, dict):
         raise LoadError(f"{files.named(models[0])}: does not hold a dict of a model's states")
     optimizers = _ranked(OPTIMIZER, folder, names)
-    if UNIVERSAL in names:
-        raise _not_read(folder, "is universal, as ds_to_universal wrote it")
     try:
         if optimizers:
             weights, optimizer = _zero(files, model, optimizers)
@@ -72,7 +71,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
             weights, saved = flat(model["module"]), model.get("optimizer")
             optimizer = optimizer_of(saved, files.named(models[0])) if saved else None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise LoadError(f"{folder}: not in a layout of DeepSpeed's ({error!r})") from error
+        raise _not_read(folder) from error
     except ValueError as error:
         raise LoadError(f"{folder}: {error}: a file belongs to another save") from error
     scheduler = model.get("lr_scheduler")
@@ -100,15 +99,12 @@ def _latest(storage: Storage, folder: str, names: list[str]) -> str:
     return inside(folder, tag)
 
 
-def _check_parallelism(folder: str, names: list[str]) -> None:
+def _is_parallel(names: list[str]) -> bool:
+    """Whether files are of tensor, pipeline or expert parallelism."""
     matches = [match for name in names if (match := MODEL.match(name) or OPTIMIZER.match(name))]
-    other = next((match[0] for match in matches if int(match[2])), None)
-    other = other or next((n for n in names if PIPELINE.match(n) or EXPERTS.match(n)), None)
-    if other is not None:
-        raise LoadError(
-            f"{folder}: {other} is of tensor, pipeline or expert parallelism, which is not read: "
-            "save the weights with DeepSpeed's own tools, and load them"
-        )
+    return any(int(match[2]) for match in matches) or any(
+        PIPELINE.match(name) or EXPERTS.match(name) for name in names
+    )
 
 
 def _ranked(pattern: re.Pattern[str], folder: str, names: list[str]) -> list[str]:
@@ -166,10 +162,9 @@ def _zero(
         )
     shapes = _shapes(model)
     is_stage_3 = "fp32_flat_groups" in states[0]
-    if isinstance(states[0].get("base_optimizer_state"), list):
-        raise _not_read(files.folder, "is elastic (elastic_checkpoint)")
-    if is_stage_3 and model.get("frozen_param_shapes"):
-        raise _not_read(files.folder, "keeps frozen parameters in fragments (ZeRO 3)")
+    is_elastic = isinstance(states[0].get("base_optimizer_state"), list)
+    if is_elastic or (is_stage_3 and model.get("frozen_param_shapes")):
+        raise _not_read(files.folder)
     if is_stage_3:
         keys, parts_of = ("fp32_flat_groups", "optimizer_state_dict"), _parts_of_stage_3
     else:
@@ -228,10 +223,11 @@ def _assembled(parts: Parts, shapes: Shapes) -> dict[str, StoredTensor]:
     }
 
 
-def _not_read(folder: str, what: str) -> LoadError:
+def _not_read(folder: str) -> LoadError:
     return LoadError(
-        f"{folder}: {what}, which is not read: run the zero_to_fp32.py that DeepSpeed put beside "
-        "it, and load the weights that it writes"
+        f"{folder}: not a layout that is read (ZeRO 1 to 3 without tensor, pipeline or expert "
+        "parallelism, not universal, not elastic, no frozen parameters under ZeRO 3): run the "
+        "zero_to_fp32.py beside it, and load what it writes"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.json_codec import reading_record
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import (
     FORMAT,
@@ -26,7 +27,7 @@ from anyrank.files.manifest import (
     read_small,
     step_name,
 )
-from anyrank.files.storage import Storage, inside, join_path, storage_for
+from anyrank.files.storage import FileRecord, Storage, join_path, storage_for
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
 from anyrank.wording import join_first
@@ -207,24 +208,17 @@ def list_step(
     Raises:
         CorruptCheckpoint: the index is damaged, or a file is gone or has another size.
     """
-    path = join_path(folder, INDEX)
-    if INDEX not in manifest.files:
-        raise CorruptCheckpoint(f"{folder}: its manifest does not list {INDEX}")
-    if small is None:
-        small = {INDEX: read_small(storage, folder, INDEX, manifest.files)}
-    files: list[FileInfo] = []
-    sums: dict[int, str] = {}
-    try:
+    with reading_record(join_path(folder, INDEX)):
+        if small is None:
+            small = {INDEX: read_small(storage, folder, INDEX, manifest.files)}
         table = json.loads(small[INDEX])
-        for number, name in enumerate(table["files"]):
-            files.append(_find_listed(storage, inside(folder, name), manifest, name))
-            sums[number] = inside(folder, manifest.files[name].blocks)
-        tensors = {key: _tensor(key, entry, files) for key, entry in table["tensors"].items()}
+        records = [manifest.files[name] for name in table["files"]]
+        tensors = {key: _tensor(key, entry, records) for key, entry in table["tensors"].items()}
         for alias, key in table["aliases"].items():
             tensors[alias] = tensors[key].renamed(alias)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: is not an index of tensors ({error})") from error
-    return Listing(FORMAT, tuple(files), tensors, sums=sums)
+    files = tuple(_find_listed(storage, folder, name, manifest) for name in table["files"])
+    sums = {number: join_path(folder, record.blocks) for number, record in enumerate(records)}
+    return Listing(FORMAT, files, tensors, sums=sums)
 
 
 def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, bytes]:
@@ -236,15 +230,14 @@ def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, 
     contents: dict[str, bytes] = {}
     for name in manifest.files:
         if name.endswith(".distcp"):
-            _find_listed(storage, inside(folder, name), manifest, name)
+            _find_listed(storage, folder, name, manifest)
         else:
             contents[name] = read_small(storage, folder, name, manifest.files)
     return contents
 
 
-def _find_listed(storage: Storage, path: str, manifest: Manifest, name: str) -> FileInfo:
-    if name not in manifest.files:
-        raise CorruptCheckpoint(f"{path}: is in {INDEX}, and not in {MANIFEST}")
+def _find_listed(storage: Storage, folder: str, name: str, manifest: Manifest) -> FileInfo:
+    path = join_path(folder, name)
     info = storage.find(path)
     if info is None:
         raise CorruptCheckpoint(f"{path}: is missing, but {MANIFEST} lists it")
@@ -256,33 +249,16 @@ def _find_listed(storage: Storage, path: str, manifest: Manifest, name: str) -> 
     return info
 
 
-def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileInfo]) -> StoredTensor:
-    """One tensor of the index.
-
-    Raises:
-        ValueError: pieces that are not of the tensor, or not in their file.
-    """
-    shape = _counts(key, table["shape"])
-    dtype = getattr(torch, table["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key}: {table['dtype']} is not a dtype")
+def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileRecord]) -> StoredTensor:
+    """One tensor of the index: no larger than the bytes of its pieces, which are in their files."""
+    shape, dtype = _counts(key, table["shape"]), getattr(torch, table["dtype"])
     chunks: list[Chunk] = []
-    for piece in table["chunks"]:
-        offsets, sizes = (_counts(key, part) for part in piece[:2])
-        file, offset = _counts(key, piece[2:])
-        if file >= len(files):
-            raise ValueError(f"{key}: a piece is in none of the {len(files)} files")
-        inside_it = len(offsets) == len(sizes) == len(shape) and all(
-            start + size <= most for start, size, most in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside_it:
-            raise ValueError(
-                f"{key}: a piece at {list(offsets)} of {list(sizes)} is not in {list(shape)}"
-            )
-        box = Box(offsets, sizes)
-        if offset + box.numel * dtype.itemsize > files[file].size:
-            raise ValueError(f"{key}: a piece ends after its file, {files[file].path}")
-        chunks.append(Chunk(box, file, offset, row_major(box.sizes)))
+    for *box, file, offset in table["chunks"]:
+        offsets, sizes = (_counts(key, part) for part in box)
+        _counts(key, (file, offset))
+        if offset + math.prod(sizes) * dtype.itemsize > files[file].size:
+            raise ValueError(f"{key}: a piece ends after its file")
+        chunks.append(Chunk(Box(offsets, sizes), file, offset, row_major(sizes)))
     if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
         raise ValueError(f"{key}: its pieces do not make up its shape {list(shape)}")
     return StoredTensor(key, shape, dtype, tuple(chunks))

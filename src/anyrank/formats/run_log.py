@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -103,19 +102,9 @@ def read_log(folder: str) -> Iterator[LogLine]:
 
 
 def _line(text: str) -> LogLine | None:
-    try:
-        fields: Any = json.loads(text)
-        numbers = {k: float(fields[k]) for k in ("time", *SECONDS)}
-        step, ranks, lost = (int(fields.get(k, 0)) for k in ("step", "ranks", "lost"))
-        loss = None if fields.get("loss") is None else float(fields["loss"])
-        event = str(fields.get("event", ""))
-    except (ValueError, TypeError, LookupError, OverflowError, AttributeError, RecursionError):
-        return None
-    is_right = all(map(math.isfinite, numbers.values())) and min(step, lost, ranks - 1) >= 0
-    line = LogLine(
-        step=step, ranks=ranks, loss=loss, event=event, lost=lost, **cast("Any", numbers)
-    )
-    return line if is_right else None
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        return LogLine(**json.loads(text))
+    return None
 
 
 def sum_up(lines: Iterable[LogLine]) -> RunTime | None:

@@ -58,90 +58,75 @@ def list_file(storage: Storage, path: str) -> Listing:
     """The tensors of one file, from its header.
 
     Raises:
-        UnsafeFile: the header is not what the format allows: too long, not JSON, an unknown dtype,
-            or offsets that overlap, leave holes, run backwards or pass the end of the file.
+        UnsafeFile: the file has not the size that its header describes, or the header is not what
+            the format allows: not JSON, an unknown dtype, or offsets that overlap or leave holes.
     """
     with closing(storage.open(path)) as file:
         info = file.info
-        if info.size < 8:
-            raise UnsafeFile(f"{path}: {info.size} bytes are too few for a safetensors file")
-        length = int.from_bytes(read_range(file, 0, 8), "little")
-        if length > min(MAX_HEADER_BYTES, info.size - 8):
+        length = int.from_bytes(read_range(file, 0, 8), "little") if info.size >= 8 else 0
+        if not 0 < length <= min(MAX_HEADER_BYTES, info.size - 8):
             raise UnsafeFile(
                 f"{path}: its header claims {length} bytes; the file has {info.size} and the "
                 f"format allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
             )
-        header = _parse(read_range(file, 8, length), path)
-    metadata = header.pop(RESERVED, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UnsafeFile(f"{path}: its __metadata__ is not a JSON object of strings")
-    texts: dict[str, str] = metadata
-    tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
-    spans = [(*entry["data_offsets"], key) for key, entry in header.items()]
-    _check_cover(spans, 8 + length, info.size, path)
+        text = read_range(file, 8, length)
+    try:
+        header = json.loads(text, object_pairs_hook=_table)
+        texts: Any = header.pop(RESERVED, {})
+        if not all(isinstance(value, str) for value in texts.values()):
+            raise ValueError(f"{RESERVED} holds more than text")
+        tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
+        end = _end_of(header)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise UnsafeFile(
+            f"{path}: its header is not what the safetensors format allows "
+            f"({type(error).__name__}: {str(error)[:300]}): copy it again"
+        ) from error
+    if 8 + length + end != info.size:
+        raise UnsafeFile(
+            f"{path}: has {info.size} bytes where its header describes {8 + length + end}: "
+            "the file is truncated or something was appended; copy it again"
+        )
     # A tie is stored once, and the name of the other place leads to it, as `save_model` writes it.
     ties = {name: kept for name, kept in texts.items() if kept in tensors and name not in tensors}
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     return Listing("safetensors", (info,), tensors, texts)
 
 
-def _parse(text: bytes, path: str) -> dict[str, Any]:
-    def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise UnsafeFile(f"{path}: a key stands twice in the header")
-        return table
-
-    try:
-        header = json.loads(text, object_pairs_hook=refuse_twice)
-    except (ValueError, RecursionError) as error:
-        raise UnsafeFile(f"{path}: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise UnsafeFile(f"{path}: its header is not a JSON object")
-    return header
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key stands twice")
+    return table
 
 
-def _tensor(key: str, entry: Any, base: int, path: str) -> StoredTensor:
-    try:
-        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = {int}.issuperset(map(type, (*shape, start, stop))) and min(*shape, start, stop) >= 0
-    except (TypeError, KeyError, ValueError):
-        whole, code, shape, start, stop = False, None, (), 0, 0
-    if not whole:
-        raise UnsafeFile(f"{path}: {key}: its header entry is malformed: {str(entry)[:200]}")
-    dtype = DTYPES.get(code) if isinstance(code, str) else None
-    if dtype is None:
-        raise UnsafeFile(f"{path}: {key}: dtype {code!r} is unknown; known are {', '.join(DTYPES)}")
-    if code == "F4":
-        if not shape or shape[-1] % 2:
-            raise UnsafeFile(
-                f"{path}: {key}: F4 needs an even last size, found shape {list(shape)}"
-            )
-        shape = (*shape[:-1], shape[-1] // 2)
-    expected = math.prod(shape) * dtype.itemsize
-    if stop - start != expected:
+def _tensor(key: str, entry: dict[str, Any], base: int, path: str) -> StoredTensor:
+    """One tensor of the header, whose bytes are counted from `base`; an error for what is none."""
+    shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
         raise UnsafeFile(
-            f"{path}: {key}: {code} of shape {list(shape)} takes {expected} bytes, "
-            f"its offsets [{start}, {stop}] span {stop - start}"
+            f"{path}: {key}: dtype {entry['dtype']!r} is unknown; known are {', '.join(DTYPES)}"
         )
+    dtype = DTYPES[entry["dtype"]]
+    if not {int}.issuperset(map(type, (*shape, start, stop))) or min(*shape, start, stop) < 0:
+        raise ValueError(f"{key}: {shape} and {start}, {stop} are not counts")
+    if entry["dtype"] == "F4":
+        if shape[-1] % 2:
+            raise ValueError(f"{key}: F4 needs an even last size, found {shape}")
+        shape = (*shape[:-1], shape[-1] // 2)
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{key}: {entry} has more bytes, or fewer, than its shape")
     return StoredTensor.contiguous(key, shape, dtype, 0, base + start)
 
 
-def _check_cover(spans: list[tuple[int, int, str]], base: int, size: int, path: str) -> None:
-    position = 0
-    for start, stop, key in sorted(spans):
-        if start != position:
-            word = "overlap" if start < position else "leave a hole"
-            raise UnsafeFile(
-                f"{path}: {key}: offsets {word}: starts at byte {base + start}, "
-                f"the tensor before it ends at {base + position}"
-            )
-        position = stop
-    if base + position != size:
-        raise UnsafeFile(
-            f"{path}: has {size} bytes where its header describes {base + position}: "
-            "the file is truncated or something was appended; copy it again"
-        )
+def _end_of(header: Mapping[str, Any]) -> int:
+    """Where the last tensor ends; ValueError where they do not follow one another."""
+    end = 0
+    for start, stop, key in sorted((*entry["data_offsets"], key) for key, entry in header.items()):
+        if start != end:
+            raise ValueError(f"{key}: starts at {start}, and the tensor before it ends at {end}")
+        end = stop
+    return end
 
 
 def plan_file(

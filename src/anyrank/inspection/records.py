@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any, cast
 
-from anyrank.errors import CorruptCheckpoint
+from anyrank.files.json_codec import reading_record
 from anyrank.files.manifest import IMPLEMENTATION, Manifest
 
 PROGRESS = ("step", "epoch", "samples")
@@ -57,14 +57,9 @@ def record_differences(
     for part in a.parts.keys() & b.parts.keys():
         if part == "data" and None not in positions:
             continue
-        try:
+        with reading_record(f"{part} in the manifest of one of the two steps"):
             x, y = (_compared(step.parts[part], same_ranks) for step in (a, b))
             numbers |= _first_difference(part, x, y, ignore)
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpoint(
-                f"the manifest.parts.{part}: is not as a save writes it ({error}): the file of one "
-                "of the two steps is damaged"
-            ) from error
     return dict(sorted(numbers.items())), data
 
 

@@ -262,7 +262,7 @@ def _report(
 
 def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
     try:
-        for path, what in mismatches(listing, 0, 1, lambda: None):
+        for path, what in mismatches(listing, 0, 1):
             outcome.findings.append(Finding(path, what))
     except AnyrankError as error:
         outcome.findings.append(_finding(error, listing.format))

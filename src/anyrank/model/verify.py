@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from anyrank.errors import LoadError
@@ -16,14 +16,13 @@ from anyrank.tensors.sharded_tensor import Described
 from anyrank.world.ranks import Ranks
 
 
-def check_files(listing: Listing, number: int, count: int, check: Callable[[], None]) -> list[str]:
+def check_files(listing: Listing, number: int, count: int) -> list[str]:
     """Compare this rank's part of the files with the checksums that came with them.
 
     Args:
         listing: the source.
         number: which of `count` equal parts of the work to do.
         count: how many ranks share the work.
-        check: called between blocks; raises to stop early.
 
     Returns:
         What was compared, in words.
@@ -31,7 +30,7 @@ def check_files(listing: Listing, number: int, count: int, check: Callable[[], N
     Raises:
         LoadError: a checksum differs; names the file, and the record where the format knows it.
     """
-    for path, what in mismatches(listing, number, count, check):
+    for path, what in mismatches(listing, number, count):
         raise LoadError(f"{path}: {what}")
     return compared(listing)
 

@@ -137,7 +137,6 @@ class _Restorer:
                 self.source.bring(listing, files),
                 buffer_bytes=buffer,
                 threads=read_threads(self.ranks.ranks_on_node),
-                check=self.ranks.check,
                 verify=self.source.verify,
             ) as reader:
                 self._read_from(reader, own_fills, files)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.json_codec import reading_record
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_folder import ASIDE, list_step
@@ -54,8 +55,13 @@ class StepOfRun(ResumeSource):
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         stored = Stored(self.listing, self.saved_on.ranks, same_ranks, tuple(arguments.fresh))
-        with _reading_records(self.path, CheckpointError):  # a part's own code may raise
+        try:
             matched = inner.match(records, stored, ranks.index)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # No proof of damage: the state_dict() of a part may have raised it.
+            raise CheckpointError(
+                f"{self.path} does not fit the state: {type(error).__name__}: {error}"
+            ) from error
         for name in sorted({*saved, *inner.parts} - {*records, *arguments.skip}):
             has, lacks = ("checkpoint", "state") if name in saved else ("state", "checkpoint")
             problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
@@ -204,7 +210,7 @@ class StepSearch:
         assert listing is not None
         memory = None if candidate.snapshot is None else self.memory
         path = (self.folder if memory is None else memory.folder).user_path(candidate.name)
-        with _reading_records(path, CorruptCheckpoint):
+        with reading_record(path):
             streams = from_json(manifest.streams)
         return StepOfRun(
             path=path,
@@ -261,23 +267,6 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
-
-
-@contextlib.contextmanager
-def _reading_records(path: str, kind: type[CheckpointError]) -> Generator[None]:
-    """Turn errors on records of a manifest into one error: as the records have a checksum, such a
-    manifest was not written by a save.
-
-    Raises:
-        CheckpointError: of the given kind.
-    """
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise kind(
-            f"{path} does not fit the state: its manifest is not what a save writes: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def unreadable_error(path: str, error: Exception) -> CheckpointError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -103,7 +103,6 @@ class Staging:
         copies: list[Item] = []
         position = 0
         for item in items:
-            ranks.check()
             copy_bytes = self._memory[position : position + item.nbytes]
             copy = copy_bytes.view(item.dtype).view(item.box.sizes)
             check_memory(item.name, item.source)
@@ -139,9 +138,7 @@ class WrittenShare(NamedTuple):
     files: dict[str, FileRecord]
 
 
-def write_share(
-    store: Storage, folder: str, name: str, items: Sequence[Item], check: Callable[[], None]
-) -> WrittenShare:
+def write_share(store: Storage, folder: str, name: str, items: Sequence[Item]) -> WrittenShare:
     """Write the items into one data file, durably, and its checksums into another.
 
     Raises:
@@ -153,7 +150,6 @@ def write_share(
         output = _Output(store.create(path))
         try:
             for item in items:
-                check()
                 start = output.size
                 length, offset = output.put(item)
                 tensor = (item.name, item.shape, item.dtype, item.box)

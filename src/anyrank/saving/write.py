@@ -122,7 +122,7 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
         CheckpointError: a write failed.
     """
     name = f"__{ranks.index}_0.distcp"
-    boxes, files = write_share(store, folder, name, snapshot.items, ranks.check)
+    boxes, files = write_share(store, folder, name, snapshot.items)
     return RankShare(boxes, files, snapshot.streams.states)
 
 

@@ -78,9 +78,7 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
     """Name of each tensor that differs -> the ranks that are alike. All ranks."""
 
     def digest_own() -> tuple[list[str], dict[Members, str]]:
-        digests = digests_of(
-            ((replica.name, replica.values) for replica in own_replicas), ranks.check
-        )
+        digests = digests_of((replica.name, replica.values) for replica in own_replicas)
         return digests, _by_members(own_replicas, digests)
 
     digests, answers = ranks.run_and_gather("comparing the replicas", digest_own)

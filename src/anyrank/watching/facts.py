@@ -99,7 +99,7 @@ def facts_of(
     """
     parts = model_rules.take_apart(model)
     tensors = model_rules.readable(parts, buffers=is_before)
-    digests = digests_of(((tensor.name, tensor.local()) for tensor in tensors), ranks.check)
+    digests = digests_of((tensor.name, tensor.local()) for tensor in tensors)
     kinds = model_rules.kinds_of(parts)
     tables = {
         "kinds": kinds,

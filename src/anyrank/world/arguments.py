@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anyrank.errors import AnyrankError, RankError
-from anyrank.world.failures import argument_text, common_error, describe_values
+from anyrank.errors import AnyrankError, WrongType, WrongValue
+from anyrank.world.failures import argument_text, describe_values
 from anyrank.world.ranks import Ranks
 
 
@@ -38,31 +38,24 @@ def compare_arguments(
         RankError: other ranks called something else; or `check` or `tell` raised an error of
             another class on a rank.
     """
-    problem: Exception | None = None
-    value: object = None
-    try:
-        if check is not None:
-            check()
-        if tell is not None:
-            value = tell()
-    except Exception as raised:
-        if ranks.size == 1:
-            raise
-        problem = raised
-    texts = {name: argument_text(value) for name, value in arguments.items()}
-    failure: tuple[type[Exception], str] | None = None
-    if isinstance(problem, (AnyrankError, TypeError, ValueError)):
-        failure = type(problem), str(problem)
-    elif problem is not None:
-        failure = RankError, f"{type(problem).__name__}: {problem}"
-    answers = ranks.gather((texts, failure, value), f"{call}()")
-    failures = {r: error for r, (_, error, _) in zip(ranks.ranks, answers, strict=True) if error}
-    if failures:
-        raise common_error(call, failures, ranks.size, ranks.name_ranks) from problem
-    for name in texts:
-        values = {r: answer[0][name] for r, answer in zip(ranks.ranks, answers, strict=True)}
+
+    def look() -> tuple[dict[str, str], object]:
+        try:
+            if check is not None:
+                check()
+            value = tell() if tell is not None else None
+        except (TypeError, ValueError) as wrong:
+            if ranks.size == 1 or isinstance(wrong, AnyrankError):
+                raise
+            kind = WrongType if isinstance(wrong, TypeError) else WrongValue
+            raise kind(str(wrong)) from wrong
+        return {name: argument_text(value) for name, value in arguments.items()}, value
+
+    answers = ranks.together(f"{call}()", look)
+    for name in answers[0][0]:
+        values = {r: texts[name] for r, (texts, _) in zip(ranks.ranks, answers, strict=True)}
         if len(set(values.values())) > 1:
             title = f"{call}(): {name}= differs between ranks"
             text = describe_values(title, values, ranks.name_ranks)
             raise error(f"{text}: give all ranks the same")
-    return [value for *_, value in answers]
+    return [value for _, value in answers]

@@ -34,13 +34,12 @@ class Connections:
         group: gloo's group; its ranks are positions in `state.ranks`.
 
     Attributes:
-        rounds: agreements so far.
     """
 
     def __init__(self, state: GroupState, group: Any) -> None:
         self.state = state
         self.index, self.size = state.ranks.index(state.rank), len(state.ranks)
-        self.calls = self.rounds = self.waits = 0
+        self.calls = self.waits = 0
         self.what = ""  # what the messages are for, in errors
         self.helper_thread: HelperThread | None = None  # waits for messages
         self._group = group

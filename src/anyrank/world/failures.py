@@ -56,24 +56,6 @@ def describe_values(
     return f"{title}: {', '.join(parts)}"
 
 
-def common_error(
-    call: str,
-    failed: Mapping[int, tuple[type[Exception], str]],
-    size: int,
-    name_ranks: Callable[[Sequence[int]], str],
-) -> Exception:
-    """One error for what checks raised on some ranks, equal on all ranks."""
-    kind, text = next(iter(failed.values()))
-    if issubclass(kind, AnyrankError):
-        failures = {
-            r: _Failure(k, t) for r, (k, t) in failed.items() if issubclass(k, AnyrankError)
-        }
-        return join_failures(f"{call}()", failures, size)
-    if len(failed) < size:
-        text = f"{text} (on {name_ranks(list(failed))})"
-    return kind(text)
-
-
 def as_failure(error: Exception) -> _Failure:
     if isinstance(error, Interrupted):
         return _Failure(None, "stopped, because another rank failed")

@@ -1,9 +1,8 @@
 """The processes of a call: the same code without a process group, on one rank and on many.
 
 All messages go over connections that `torch.distributed` does not know: they neither mix with the
-user's groups nor need an accelerator. A flag in the store tells a busy rank that another failed. A
-function whose docstring says "All ranks" exchanges values here: each rank calls it, in the same
-order.
+user's groups nor need an accelerator. A function whose docstring says "All ranks" exchanges values
+here: each rank calls it, in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import itertools
 import pickle
 import socket
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -22,7 +20,6 @@ from anyrank.world.connections import Connections
 from anyrank.world.failures import Answer, Interrupted, as_failure, describe_values, join_failures
 from anyrank.world.group import Group, find_members, name_ranks
 from anyrank.world.rendezvous import get_connections, use_channel, used_channels
-from anyrank.world.store import StoreLost
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
@@ -32,7 +29,6 @@ T = TypeVar("T")
 HEAD_BYTES = 1024  # of the first message of a gather: most values fit into it
 PADDED_BYTES = 64 << 10  # up to this size gathered values are padded to the longest
 NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
-CHECK_SEC = 0.5  # how often a busy rank checks whether another has failed
 
 
 class Ranks:
@@ -60,10 +56,9 @@ class Ranks:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.call, self.channel = call or "", channel
-        self.last_check = time.monotonic()
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
-        self._flag = ""  # a key of the store, set if the agreement under way fails; else ""
+        self._depth = 0  # agreements that are under way, one in the work of another
         if call is not None and len(ranks) > 1:
             self._connect()
 
@@ -148,49 +143,23 @@ class Ranks:
             result, value = work()
             return result, [value]
         connections = self._ready()
-        connections.rounds += 1
         result, packed, cause = None, b"", None
-        outer, self._flag = self._flag, f"failed/{connections.rounds}"
+        self._depth += 1
         try:
-            try:
-                result, value = work()
-                packed = pickle.dumps(value)
-            except Exception as error:
-                if connections.has_failed:  # the other ranks raise its error as well
-                    raise connections.state.as_error() from error
-                cause = error
-                self._set_flag(connections)
-            answers = self.gather(Answer(packed, cause and as_failure(cause)), what)
+            result, value = work()
+            packed = pickle.dumps(value)
+        except Exception as error:
+            if connections.has_failed:  # the other ranks raise its error as well
+                raise connections.state.as_error() from error
+            cause = error
         finally:
-            if cause is not None:
-                self._delete_flag(connections)
-            self._flag = outer
+            self._depth -= 1
+        answers = self._gather(connections, Answer(packed, cause and as_failure(cause)), what)()
         failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
         if failures:
             raise join_failures(what, failures, self.size) from cause
         values = [pickle.loads(answer.value) for answer in answers]  # noqa: S301 - from our own ranks
         return cast("S", result), values
-
-    def check(self) -> None:
-        """Stop early when another rank has failed; cheap enough for inner loops.
-
-        Raises:
-            Interrupted: the caller lets it pass; `together` handles it.
-        """
-        if not self._flag or time.monotonic() - self.last_check < CHECK_SEC:
-            return
-        self.last_check = time.monotonic()
-        assert self.connections is not None
-        if self.connections.state.store.has([self._flag]):
-            raise Interrupted
-
-    def _set_flag(self, connections: Connections) -> None:
-        with contextlib.suppress(StoreLost):  # the gather that follows reports what is wrong
-            connections.state.store.set(self._flag, "")
-
-    def _delete_flag(self, connections: Connections) -> None:
-        with contextlib.suppress(StoreLost):
-            connections.state.store.delete(self._flag)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -229,7 +198,7 @@ class Ranks:
         """The connections; new ones if the ranks have failed on them and all of them live."""
         connections = self.connections
         assert connections is not None
-        if connections.has_failed and not self._flag and not connections.state.has_dead_rank:
+        if connections.has_failed and not self._depth and not connections.state.has_dead_rank:
             return self._connect()
         return connections
 
