@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import anyrank
+from anyrank.watching import system
 from anyrank.watching.looks import Look, Operation, works
 from anyrank.watching.options import read_options
 from anyrank.watching.stacks import (
@@ -63,7 +65,7 @@ def test_a_dump_is_read_by_threads() -> None:
 
 @pytest.mark.parametrize("text", ["", "\x00\xff", "Thread 0x (most", '  File "x", line ??? in f'])
 def test_a_broken_dump_is_no_error(text: str) -> None:
-    read_faulthandler(text)
+    assert read_faulthandler(text) == {}
 
 
 def test_py_spys_answer_is_read() -> None:
@@ -458,4 +460,14 @@ def test_ends_of_processes_are_told_in_words() -> None:
     assert ended(3 << 8) == "exit code 3"
     assert state_of(2**22 + 1) == ""
     assert Workers().find_dead() == []
-    assert oom_kills() >= 0
+
+
+def test_kills_for_memory_are_those_of_the_own_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/self/cgroup": "4:cpu:/x\n0::/job\n",
+        "/sys/fs/cgroup/job/memory.events": "low 0\noom_kill 3\n",
+    }
+    monkeypatch.setattr(system, "open", lambda path, **_: io.StringIO(files[path]), raising=False)
+    assert oom_kills() == 3
+    files.clear()
+    assert oom_kills() == 0

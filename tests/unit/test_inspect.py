@@ -190,12 +190,6 @@ def test_what_is_not_there_is_a_load_error(tmp_path: Path) -> None:
         anyrank.inspect(tmp_path / "nothing")
 
 
-def test_no_process_group_is_made(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
-    anyrank.inspect(tmp_path / "a.safetensors")
-    assert not torch.distributed.is_initialized()
-
-
 # -- groups ---------------------------------------------------------------------------------------
 
 

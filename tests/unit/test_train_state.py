@@ -120,7 +120,6 @@ def test_every_kind_of_part_is_saved_and_resumed(tmp_path: Path) -> None:
 
     torch.manual_seed(77)
     model, optimizer = build()
-    ema = AveragedModel(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)))
     ema = AveragedModel(model, use_buffers=True)
     noise = torch.Generator()
     other = torch.optim.SGD(ema.module.parameters(), lr=0.1)
