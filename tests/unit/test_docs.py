@@ -610,47 +610,6 @@ def test_versions_are_those_of_the_constraints() -> None:
     assert cells[1:-1] == [pins[package] for package in packages]
 
 
-def measured_loads() -> tuple[dict[str, Any], dict[tuple[str, str], float]]:
-    """The results of loading, and peak memory over the model's bytes by group and contender."""
-    results = json.loads((ROOT / "benchmarks/results/load.json").read_text(encoding="utf-8"))
-    measured = [row for row in results["rows"] if "peak_x" in row]  # others were too large
-    peaks = {(row["group"], row["contender"]): row["peak_x"]["most"] for row in measured}
-    return results, peaks
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_memory_in_the_tables_is_what_was_measured(page: str) -> None:
-    _, peaks = measured_loads()
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    line = next(line for line in lines if line.startswith("| memory of 4 ranks"))
-    ways = ("load_file", "dcp", "transformers", "accelerate", "anyrank")
-    assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [
-        " / ".join(f"{peaks[f'fsdp {dtype} 4', way]:.1f}" for dtype in ("bf16", "fp32"))
-        for way in ways
-    ]
-
-
-def test_the_figures_at_the_head_of_the_readme_are_what_was_measured() -> None:
-    results, peaks = measured_loads()
-    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[3].split())
-    ways = ("anyrank", "load_file", "accelerate", "rank0")
-    size = results["model"]["bf16_bytes"] / 2**30
-    ratio = next(
-        goal["value"]
-        for goal in results["goals"]
-        if goal["group"] == "fsdp bf16 4" and "rank 0 + broadcast" in goal["what"]
-    )
-    assert re.findall(r"\d\.\d+", words) == [
-        f"{size:.1f}",
-        *(f"{peaks['fsdp bf16 4', way]:.2f}" for way in ways),
-    ]
-    assert "nine times" in words
-    assert round(1 / ratio) == 9
-    assert f"(`{results['command']}`" in words
-    assert results["machine"].startswith("2 cores of AMD EPYC")
-    assert "2 cores of AMD EPYC" in words
-
-
 # -- pictures and the reference -------------------------------------------------------------------
 
 
