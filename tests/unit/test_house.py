@@ -294,11 +294,6 @@ def test_public_names_load_torch_and_no_other_package() -> None:
     assert loaded_by(code, [*HEAVY, "torch"]) == {"torch"}
 
 
-def test_the_command_line_starts_without_torch() -> None:
-    code = "from anyrank.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
-    assert loaded_by(code, ["torch", "numpy", "safetensors", "fsspec"]) == set()
-
-
 def test_a_run_is_saved_and_resumed_without_numpy(tmp_path: Path) -> None:
     """torch works without it, and pip does not install it with torch."""
     code = f"""
@@ -433,12 +428,6 @@ def test_modules_are_short_and_have_plain_names() -> None:
 @pytest.mark.parametrize(("name", "limit"), [("README.md", 100), ("CONTRIBUTING.md", 180)])
 def test_front_pages_are_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
-
-
-@pytest.mark.parametrize("knob", settings.KNOBS, ids=lambda knob: knob.name)
-def test_knob_is_named_with_its_unit_and_documented(knob: settings.Knob) -> None:
-    assert re.fullmatch(r"ANYRANK_[A-Z_]+_(BYTES|SEC|THREADS)", knob.name)
-    assert f"`{knob.name}`" in (ROOT / "docs/settings.md").read_text(encoding="utf-8")
 
 
 def test_no_other_knob_is_read_or_documented() -> None:

@@ -17,12 +17,15 @@ class OffloadStats:
 
     Attributes:
         pool_bytes: the limit.
-        held_bytes: host memory held now, used or idle; `used_bytes`: used now; `peak_bytes`: the
-            largest `used_bytes` so far.
-        copied_bytes: copied to the host; `loaded_bytes`: copied back.
+        held_bytes: host memory held now, used or idle.
+        used_bytes: of it, what is used now.
+        peak_bytes: the largest `used_bytes` so far.
+        copied_bytes: copied to the host.
+        loaded_bytes: copied back.
         shared: tensors that needed no copy, because their storage had been copied already.
         kept: tensors that stayed on the device because the pool was full.
-        allocated: buffers allocated; `reused`: times that a buffer was used again.
+        allocated: buffers allocated.
+        reused: times that a buffer was used again.
 
     Example::
 
