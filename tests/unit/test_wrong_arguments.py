@@ -54,6 +54,10 @@ def share(**given: Any) -> Any:
     return anyrank.ElasticSampler(8, **LOADER).share(**given)
 
 
+def watch(**given: Any) -> Any:
+    anyrank.watch(**given).close()
+
+
 # A call with right arguments, and wrong values of each argument.
 SOURCES = [3, b"w.pt", "", [], [3], [""], {3: torch.ones(1)}]
 FILLS: dict[str, list[Any]] = {
@@ -258,6 +262,22 @@ CALLS: dict[str, Case] = {
         DATA | {"dataset_or_length": [0, -8, 8.0, None, True]},
     ),
     "share": (share, (), {}, {"number": ["0", 0.0, None, True]}),
+    "watch": (
+        watch,
+        (),
+        {},
+        {
+            "after": ["", "0s", "-1s", "soon", "60 days", -3, 0, None, True],
+            "exit": [1],
+            "report": [3, ".", "none/report"],
+        },
+    ),
+    "check": (
+        anyrank.check,
+        (),
+        {"model": MODEL},
+        {"model": ["model"], "optimizer": ["adam"], "accumulation": [0]},
+    ),
     "recompute": (
         anyrank.recompute,
         (identity, torch.ones(2)),
