@@ -389,19 +389,6 @@ def test_close_frees_what_nobody_needs() -> None:
         model(x)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pool_bytes": 0}, "pool_bytes=0: give at least 1"),
-        ({"pool_bytes": 1, "keep_last": -1}, "keep_last=-1"),
-        ({"pool_bytes": 1, "on_full": "spill"}, "on_full='spill'"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        anyrank.Offload(**options)
-
-
 # -- copies that are slow -------------------------------------------------------------------------
 
 

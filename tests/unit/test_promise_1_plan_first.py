@@ -113,12 +113,6 @@ def test_a_plan_with_replicas_on_several_nodes(tmp_path: Path) -> None:
     assert sum(wide.share_bytes) == 128 << 20
 
 
-def test_a_mesh_that_does_not_multiply_to_the_world(tmp_path: Path) -> None:
-    save_file(WEIGHTS, tmp_path / "w.safetensors")
-    with pytest.raises(ValueError, match="a mesh of 2x3 has 6 ranks, not 8"):
-        anyrank.plan(net(), tmp_path / "w.safetensors", world_size=8, mesh=(2, 3))
-
-
 def test_the_arguments_of_a_load_fit_a_plan(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "w.pt")
     same: dict[str, Any] = {"missing": "error", "strategy": "own", "progress": False}

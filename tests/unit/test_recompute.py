@@ -399,23 +399,6 @@ def test_what_backward_cannot_ask_for_is_not_kept() -> None:
 # -- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"offload": True}, {"context_fn": [1]}])
-def test_wrong_options_are_refused_before_a_module_is_patched(options: dict[str, Any]) -> None:
-    model = nn.Sequential(Mlp())
-    (name,) = options
-    with pytest.raises(TypeError, match=f"{name}=.*: give a"):
-        anyrank.recompute_(model, "*", **options)
-    with pytest.raises(TypeError, match=f"{name}=.*: give a"):
-        anyrank.recompute(torch.sin, torch.ones(2), **options)
-    assert "forward" not in vars(model[0])
-
-
-@pytest.mark.parametrize("name", ["use_reentrant", "preserve_rng_state", "determinism_check"])
-def test_options_of_torchs_checkpoint_are_not_passed_on(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is an option of torch's checkpoint: leave it out"):
-        anyrank.recompute(Mlp(), torch.ones(2, WIDTH), **{name: False})
-
-
 def test_a_function_that_changes_its_argument_is_refused() -> None:
     (x,) = leaves((4, WIDTH))
     with pytest.raises(anyrank.RecomputeError, match=r"changes kwargs\['x'\]\[1\] in place"):

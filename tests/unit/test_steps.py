@@ -119,26 +119,11 @@ def test_no_step_at_all_saves_nothing(tmp_path: Path) -> None:
     assert numbers(ckpts) == []
 
 
-@pytest.mark.parametrize(
-    ("limit", "kind", "match"),
-    [
-        ({}, ValueError, "give until= .* or epochs="),
-        ({"until": 3, "epochs": 1}, ValueError, "give until= .* or epochs="),
-        ({"until": -1}, ValueError, "until=-1: give at least 0"),
-        ({"epochs": -2}, ValueError, "epochs=-2: give at least 0"),
-        ({"until": True}, TypeError, "until=True: give an int"),
-        ({"epochs": False}, TypeError, "epochs=False: give an int"),
-        ({"until": 3.0}, TypeError, r"until=3\.0: give an int"),
-        ({"epochs": "3"}, TypeError, "epochs='3': give an int"),
-    ],
-    ids=str,
-)
-def test_wrong_limits_are_an_error_at_the_call(
-    tmp_path: Path, limit: dict[str, Any], kind: type[Exception], match: str
-) -> None:
+@pytest.mark.parametrize("limit", [{}, {"until": 3, "epochs": 1}], ids=str)
+def test_no_limit_or_two_are_an_error_at_the_call(tmp_path: Path, limit: dict[str, int]) -> None:
     with (
         anyrank.Checkpoints(tmp_path, Run().state) as ckpts,
-        pytest.raises(kind, match=match),
+        pytest.raises(ValueError, match=r"give until= .* or epochs="),
     ):
         ckpts.steps(**limit)
 

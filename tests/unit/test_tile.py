@@ -513,8 +513,6 @@ def test_check_cannot_compare_random_results() -> None:
 
 X = torch.ones(2, ROWS, WIDTH)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
-    "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least 1 row"),
-    "in_dims": ({"in_dims": "1"}, lambda t: t(X), TypeError, "in_dims='1'"),
     "a dim that is not an int": (
         {"in_dims": (1.5,)},
         lambda t: t(X),
@@ -559,25 +557,6 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
     options, call, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         call(anyrank.tile(Mlp(), **{"chunk_size": 4, **options}))
-
-
-BAD_OPTIONS: dict[str, dict[str, Any]] = {
-    "give at least 1 row": {"chunk_size": -3},
-    "chunk_size=2.5: give an int": {"chunk_size": 2.5},
-    "an int or None, not 'a'": {"out_dims": {"x": "a"}},
-    "='a': a dim is an int or None": {"dim": "a"},
-    r"in_dims names \['rows'\], and the arguments are x": {"in_dims": {"rows": 0}},
-    "grad_dtype=torch.int32: give a floating": {"grad_dtype": torch.int32},
-    "grad_dtype='float32': give a floating": {"grad_dtype": "float32"},
-}
-
-
-@pytest.mark.parametrize("message", BAD_OPTIONS)
-def test_wrong_options_are_refused_before_a_module_is_patched(message: str) -> None:
-    model = nn.Sequential(Mlp())
-    with pytest.raises((TypeError, ValueError), match=message):
-        anyrank.tile_(model, "*", **BAD_OPTIONS[message])
-    assert "forward" not in vars(model[0])
 
 
 @dataclasses.dataclass

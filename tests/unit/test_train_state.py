@@ -416,32 +416,9 @@ def test_nan_is_the_users_business(tmp_path: Path) -> None:
 STATE = anyrank.TrainState()
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: anyrank.Checkpoints("x", STATE, keep=1), "at least 2"),
-        (lambda: anyrank.Checkpoints("x", STATE, every="soon"), "number of steps"),
-        (lambda: anyrank.Checkpoints("x", STATE, every=0), "number of steps"),
-        (lambda: anyrank.Checkpoints("x", STATE, keep_every=0), "keep_every=0: give at least 1"),
-        (lambda: anyrank.TrainState(nn.Linear(1, 1), streams=Tracker()), "cannot be the name"),
-        (lambda: anyrank.Checkpoints("x", STATE).resume(-1), "'must', a step or a path"),
-        (lambda: anyrank.Checkpoints("x", STATE).resume("must", rename={}), "give its path"),
-    ],
-)
-def test_wrong_arguments_are_told(call: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        call()
-
-
-@pytest.mark.parametrize("state", [None, {}, nn.Linear(1, 1)], ids=["None", "dict", "module"])
-def test_checkpoints_without_a_state_are_an_error(state: Any) -> None:
-    with pytest.raises(TypeError, match=r"state=.*: give an anyrank.TrainState"):
-        anyrank.Checkpoints("x", state)
-
-
-def test_a_part_without_state_is_told() -> None:
-    with pytest.raises(TypeError, match="metrics is a list"):
-        anyrank.TrainState(nn.Linear(1, 1), metrics=[])
+def test_a_rename_without_a_path_is_told() -> None:
+    with pytest.raises(ValueError, match="give its path"):
+        anyrank.Checkpoints("x", anyrank.TrainState()).resume("must", rename={})
 
 
 # -- when and where -------------------------------------------------------------------------------

@@ -228,6 +228,7 @@ CALLS: dict[str, Case] = {
             "base": [3, "", [], [3]],
             "layout": [3],
             "metrics": [3, []],
+            "streams": [MODEL],  # the name of another part
         },
     ),
     "ElasticLoader": (
@@ -282,7 +283,12 @@ CALLS: dict[str, Case] = {
         anyrank.recompute,
         (identity, torch.ones(2)),
         {},
-        REGIONS | {"use_reentrant": [False]},
+        REGIONS
+        | {
+            "use_reentrant": [False],
+            "preserve_rng_state": [False],
+            "determinism_check": [False],
+        },
     ),
     "recompute_": (
         anyrank.recompute_,
@@ -318,8 +324,8 @@ CALLS: dict[str, Case] = {
             "model": [3, None],
             "pattern": [3, "x", None],
             "dim": ["x", True, None, 1.0],
-            "in_dims": ["x", [0]],
-            "out_dims": ["x"],
+            "in_dims": ["x", [0], {"rows": 0}],
+            "out_dims": ["x", {"x": "a"}],
         },
     ),
     "tiled_loss": (
@@ -372,6 +378,7 @@ def test_a_wrong_argument_is_named_at_the_call(
     monkeypatch.chdir(tmp_path)
     function, args, right, _ = CALLS[call]
     given = {key: made(each) for key, each in {**right, name: value}.items()}
+    blocks = given.get("model")
     with pytest.raises((TypeError, ValueError)) as caught:
         function(*args, **given)
     words = OTHER_WORDS.get(name, re.escape(name))
@@ -379,6 +386,8 @@ def test_a_wrong_argument_is_named_at_the_call(
     frames = [entry.path for entry in caught.traceback]
     assert "anyrank" in str(frames[-1]), frames[-1]  # not an operation's own error
     assert list(tmp_path.iterdir()) == []
+    if isinstance(blocks, nn.Sequential):
+        assert "forward" not in vars(blocks[0])  # no block is changed
 
 
 @pytest.mark.parametrize("call", CALLS)
