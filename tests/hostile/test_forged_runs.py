@@ -170,8 +170,11 @@ def test_a_piece_outside_of_its_tensor_is_damage(step: Path) -> None:
 def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -> None:
     table = json.loads((step / "anyrank.json").read_text())
     write(step, table | {field: value})
-    with pytest.raises(anyrank.CheckpointError, match=said):
+    with pytest.raises(anyrank.CheckpointError, match=said) as caught:
         resume(step.parent, build())
+    if field == "version":  # a newer anyrank reads it
+        assert not isinstance(caught.value, anyrank.CorruptCheckpoint)
+        assert step.is_dir()
 
 
 def train(path: Path) -> anyrank.TrainState:
