@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
@@ -140,41 +138,6 @@ def test_a_broken_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, what
     with pytest.raises(error, match=match):
         begin(tmp_path / "run", tmp_path / "a", state)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-    assert state.step == 0
-
-
-HOSTILE = {  # what a folder is recognised by -> the file in it that names code
-    "Trainer": ("trainer_state.json", "optimizer.pt"),
-    "Accelerate": ("random_states_0.pkl", "scheduler.bin"),
-    "DCP": ("", ".metadata"),
-    "Lightning": (".metadata", "meta.pt"),
-    "Megatron": (".metadata", "common.pt"),
-    "torch_checkpointing": ("", "model_0.pt"),
-    "verl": ("", "model_world_size_1_rank_0.pt"),
-    "DeepSpeed": ("", "mp_rank_00_model_states.pt"),
-    "FSDP's weights": ("random_states_0.pkl", "pytorch_model_fsdp.bin"),
-}
-
-
-@pytest.mark.parametrize("tool", HOSTILE)
-@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
-def test_no_tools_folder_runs_code(tmp_path: Path, tool: str) -> None:
-    source, (sign, hostile) = tmp_path / "a", HOSTILE[tool]
-    if sign == ".metadata":
-        dcp.save({"model": net_of().state_dict()}, checkpoint_id=source, no_dist=True)
-    elif hostile in ("optimizer.pt", "scheduler.bin"):
-        accelerate_folder(source)
-    else:
-        source.mkdir()
-    if sign and not (source / sign).exists():
-        (source / sign).write_text("{}")
-    if hostile == ".metadata":
-        (source / hostile).write_bytes(pickle.dumps(Payload()))
-    else:
-        torch.save({"extra": Payload()}, source / hostile)
-    state = state_of()
-    with pytest.raises(anyrank.UnsafeFile, match=r"eval.*nothing was run"):
-        begin(tmp_path / "run", source, state)
     assert state.step == 0
 
 

@@ -269,6 +269,31 @@ def test_a_private_use_is_found(line: str) -> None:
     assert len(find_private_uses(sources)) == 1
 
 
+# -- nothing runs what a file holds ---------------------------------------------------------------
+
+# Modules that may unpickle: the reader that knows what it allows, and what our own ranks sent.
+UNPICKLE = {"anyrank.formats.pickles", "anyrank.world.ranks"}
+
+
+def find_unpickling(sources: dict[str, str]) -> list[str]:
+    """Modules with a call of pickle, or of a loader upon it, by the names of the standard ones."""
+    return [
+        module
+        for module, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("pickle", "_pickle", "marshal", "shelve", "torch", "dcp")
+        and node.attr in ("load", "loads", "open", "Unpickler")
+    ]
+
+
+def test_files_are_unpickled_in_one_place() -> None:
+    """Its reader is attacked in tests/hostile, for every format and tool."""
+    found = find_unpickling(read_sources(SRC))
+    assert {module for module in found if not module.startswith("anyrank.testing.")} == UNPICKLE
+    assert find_unpickling({"a": "torch.load('x')", "b": "pickle.dumps(1)"}) == ["a"]
+
+
 # -- what an import loads -------------------------------------------------------------------------
 
 # Third-party modules that a user of one function must not pay for, by their import names.

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import pickle
-import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -499,26 +498,3 @@ def test_a_patched_model_is_not_pickled(patch: Any) -> None:
         pickle.dumps(model)
     handle.remove()
     assert isinstance(pickle.loads(pickle.dumps(model)), Model)
-
-
-def test_without_an_offload_nobody_walks_the_model_for_its_buffers() -> None:
-    class Large(Mlp):
-        def modules(self) -> Any:
-            raise AssertionError("walked")
-
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    anyrank.recompute(Large(), x).sum().backward()
-    assert x.grad is not None
-
-
-def test_generators_of_python_are_left_alone_unless_they_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: list[int] = []
-    state = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: (read.append(1), state())[1])
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    anyrank.recompute(Mlp(), x).sum().backward()
-    assert read == []
-    anyrank.recompute(Mlp(), x, generators=[random]).sum().backward()
-    assert read

@@ -280,17 +280,6 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     assert reached == [signal.SIGTERM]
 
 
-def test_a_signal_is_pending_until_its_save_has_followed(
-    wishes: tuple[PendingSignals, list[int]],
-) -> None:
-    for number in WATCHED:
-        signal.raise_signal(number)
-        assert [wishes[0].find_pending(), wishes[0].find_pending()] == [number, number]
-        wishes[0].mark_done({None, number})
-        assert wishes[0].find_pending() is None
-    assert wishes[1] == []
-
-
 def test_a_sigterm_during_the_save_that_sigusr1_asked_for_is_still_pending(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:
@@ -308,16 +297,6 @@ def test_another_ranks_sigterm_is_this_ones_too(wishes: tuple[PendingSignals, li
     made.restore()
     made.resend()
     assert reached == []
-
-
-def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [signal.getsignal(number) for number in WATCHED]
-    made = PendingSignals()
-    with monkeypatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None)
-        made.watch()
-    made.restore()
-    assert [signal.getsignal(number) for number in WATCHED] == before
 
 
 def test_each_open_run_notes_a_signal_in_whatever_order_they_end(
@@ -338,15 +317,6 @@ def test_each_open_run_notes_a_signal_in_whatever_order_they_end(
     second.restore()
     signal.raise_signal(signal.SIGUSR1)
     assert reached == [signal.SIGUSR1]
-
-
-def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
-    wishes: tuple[PendingSignals, list[int]],
-) -> None:
-    made, reached = wishes
-    PendingSignals.open_runs.discard(made)  # as of a run that was dropped without being closed
-    signal.raise_signal(signal.SIGTERM)
-    assert reached == [signal.SIGTERM]
 
 
 # -- the lock -------------------------------------------------------------------------------------

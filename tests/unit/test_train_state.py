@@ -835,22 +835,6 @@ def test_how_an_optimizer_steps_stays_as_it_is_made(tmp_path: Path) -> None:
     step(model, fused)
 
 
-def test_an_average_that_moves_under_a_background_copy_is_saved_as_it_was(tmp_path: Path) -> None:
-    model, optimizer = build()
-    ema = AveragedModel(model)
-    step(model, optimizer)
-    ema.update_parameters(model)
-    before = copy.deepcopy(ema.state_dict())
-    state = anyrank.TrainState(model, optimizer, ema=ema)
-    with anyrank.Checkpoints(tmp_path, state, background=True) as ckpts:
-        ckpts.save()
-        for parameter in ema.parameters():
-            parameter.data.mul_(2)
-        ckpts.wait()
-        ckpts.resume()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in ema.state_dict().items())
-
-
 def test_a_background_save_outlives_an_interrupted_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
