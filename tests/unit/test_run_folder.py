@@ -319,6 +319,15 @@ def test_each_open_run_notes_a_signal_in_whatever_order_they_end(
     assert reached == [signal.SIGUSR1]
 
 
+def test_with_no_run_left_a_signal_goes_where_it_would_have_gone(
+    wishes: tuple[PendingSignals, list[int]],
+) -> None:
+    made, reached = wishes
+    PendingSignals.open_runs.discard(made)  # as of a run that was dropped without being closed
+    signal.raise_signal(signal.SIGTERM)
+    assert reached == [signal.SIGTERM]
+
+
 # -- the lock -------------------------------------------------------------------------------------
 
 
