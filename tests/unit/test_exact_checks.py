@@ -101,6 +101,19 @@ def test_a_large_buffer_is_sampled_in_later_steps() -> None:
     assert loader.step == 1
 
 
+def test_several_gradients_of_a_parameter_in_a_microbatch_are_refused() -> None:
+    model = nn.Linear(4, 1)
+    for step in loader_of():
+        batches = iter(step.microbatches(model))
+        for number in range(2):
+            batch = next(batches)
+            for _ in range(1 + number):
+                step.backward(model(batch).square().mean())
+        with pytest.raises(ValueError, match=r"\['bias', 'weight'\] got gradients more than once"):
+            next(batches)
+        break
+
+
 def test_spectral_norm_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
@@ -155,6 +168,19 @@ def test_another_number_of_threads_is_refused() -> None:
     assert again.notes == []
     train(nn.Linear(4, 1), again, 1)
     assert again.notes == []
+
+
+@pytest.mark.usefixtures("threads")
+def test_another_number_of_threads_in_mid_run_is_refused() -> None:
+    model, steps = nn.Linear(4, 1), iter(loader_of())
+    before = torch.get_num_threads()
+    step = next(steps)
+    for batch in step.microbatches(model):
+        step.backward(model(batch).square().mean())
+    torch.set_num_threads(before + 1)
+    batches = iter(next(steps).microbatches(model))
+    with pytest.raises(ValueError, match=rf"set_num_threads\({before}\)"):
+        next(batches)
 
 
 def test_gradients_have_the_dtype_that_their_parameter_asks_for() -> None:
