@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -558,7 +558,6 @@ def test_a_dataset_that_raises_says_so_and_nothing_counts() -> None:
 # -- rank arithmetic ------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 200), size=st.integers(1, 64))
 def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) -> None:
     every = [slots_of_rank(count, rank, size) for rank in range(size)]

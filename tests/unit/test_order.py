@@ -16,7 +16,6 @@ from anyrank.tensors.hashing import derive, mix64, signed
 SEEDS = st.integers(-(2**70), 2**70)
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 700), seed=SEEDS, epoch=st.integers(0, 2**40), shuffle=st.booleans())
 def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int, shuffle: bool) -> None:
     ids = Order(n, seed, shuffle).ids(epoch, 0, n).tolist()
@@ -24,7 +23,6 @@ def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int, shuffle: bo
     assert shuffle or ids == list(range(n))
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 2**50),
     seed=SEEDS,
