@@ -162,7 +162,27 @@ def measure(options: argparse.Namespace) -> Run:
             for figure in ("built_bytes", "step_bytes"):
                 row[f"frozen_{figure}"] = row[figure] - rows[0][figure]
             tell(kind, row)
-    return {"ranks": options.ranks, "mib": options.mib, "rows": rows}
+    result: Run = {"ranks": options.ranks, "mib": options.mib, "rows": rows}
+    return result | {"goals": goals_of(result)}
+
+
+def goals_of(result: Run) -> list[Run]:
+    """What a part is to cost after `freeze`, and what it does."""
+    rows = {row["kind"]: row for row in result["rows"]}
+    ours, plain = rows["freeze"], rows["default"]
+    return [
+        bench.goal("freeze, bytes at construction", ours["frozen_built_bytes"], 0),
+        bench.goal(
+            "freeze, bytes a step / plain DDP's",
+            ours["frozen_step_bytes"] / plain["frozen_step_bytes"],
+            0,
+        ),
+        bench.goal(
+            "freeze, a rank that differs is not raised on all",
+            float(ours["a_rank_that_differs"] != "raises on all ranks"),
+            0,
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -277,19 +277,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for event, cell in every.cells(name, options.events):
                 cells[event][name] = cell
                 tell(f"{name}, {event}", {one["at"]: one["verdict"] for one in cell["instants"]})
-    silent = [
-        f"{way} ({event})"
-        for event, row in cells.items()
-        for way, cell in row.items()
-        if way.startswith("anyrank") and cell["verdict"].startswith("SILENT")
-    ]
-    print(f"anyrank silent: {', '.join(silent) or 'nowhere'}")
     rows = [{"event": event, "title": EVENTS[event], "cells": row} for event, row in cells.items()]
     versions = describe_machine()["versions"]
     if "torch_checkpointing" in ways:
         versions["torch_checkpointing"] = version("torch-checkpointing")
     titles = {way: CONTENDERS[way].title for way in ways}
-    return {"versions": versions, "ranks": RANKS, "ways": titles, "rows": rows}
+    result = {"versions": versions, "ranks": RANKS, "ways": titles, "rows": rows}
+    return result | {"goals": goals_of(result)}
+
+
+def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What anyrank is to reach, and what it did: a whole version, and damage is told."""
+    rows = {row["event"]: row["cells"] for row in result["rows"]}
+    goals = [bench.goal("events that were left out", len(EVENTS.keys() - rows.keys()), 0)]
+    for way in result["ways"].keys() & {"anyrank", "anyrank_background"}:
+        wrong = [
+            event
+            for event, cells in rows.items()
+            if cells[way]["verdict"] not in (("v1, told",) if event in DAMAGES else ("v1", "v2"))
+        ]
+        goals.append(bench.goal(f"{way}, other outcomes: {wrong}", len(wrong), 0))
+    return goals
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def times(what: str, steps: dict[str, Callable[[], Any]], repeats: int) -> list[
     return rows
 
 
-def goals(result: Run) -> list[Run]:
+def goals_of(result: Run) -> list[Run]:
     """What was to be reached, and whether it was."""
     mlp = {(row["way"], row["tiles"]): row for row in result["mlp"]}
     loss = {(row["way"], row["tokens"]): row["live_mib"] for row in result["loss"]}
@@ -230,7 +230,7 @@ def measure(options: argparse.Namespace) -> Run:
     sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)
     losses = {way: loss_case(way, *sizes) for way in LOSSES}
     result["loss_time"] = times("loss, time", losses, options.repeats)
-    return result | {"goals": goals(result)}
+    return result | {"goals": goals_of(result)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md and the plot docs/load-memory.svg from the results.
+"""Write what pages say of the results, and the plot docs/load-memory.svg.
 
 python benchmarks/plot.py
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from bench import read
-from tables import DTYPES, PAGE, filled
+from tables import DTYPES, PAGES, ROOT, filled
 
-PLOT = PAGE.with_name("load-memory.svg")
+PLOT = ROOT / "docs/load-memory.svg"
 COLOURS = {"2": "#a6c8e0", "4": "#4a90c2", "8": "#1b4f72"}
 OURS = {"2": "#f5c08a", "4": "#e8862e", "8": "#a85310"}
 
@@ -79,10 +79,11 @@ def time_of(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write both."""
+    """Write all of them."""
     draw(read("load"))
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"written to {PLOT} and {PAGE}")
+    for page in PAGES:
+        (ROOT / page).write_text(filled(page), encoding="utf-8")
+    print(f"written to {PLOT}, {', '.join(PAGES)}")
 
 
 if __name__ == "__main__":

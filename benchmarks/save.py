@@ -123,7 +123,20 @@ def measure(options: argparse.Namespace) -> Run:
     titles |= {f"load {kind}": title for kind, title in LOADS.items()}
     shape: Run = {"ranks": size, "layers": layers, "mib": state_bytes(layers) // MIB}
     shape |= {"titles": titles, "n": options.repeats}
-    return shape | {"rows": rows_of(runs), "ratios": ratios_of(runs, size, options.loads)}
+    shape |= {"rows": rows_of(runs), "ratios": ratios_of(runs, size, options.loads)}
+    return shape | {"goals": goals_of(shape)}
+
+
+def goals_of(result: Run) -> list[Run]:
+    """The memory that saves may take, and what they did; ratios have their goals beside them."""
+    beyond = {
+        kind: result["rows"][kind]["beyond_mib"] for kind in ("anyrank", "anyrank_background")
+    }
+    share = result["mib"] / result["ranks"]
+    return [
+        bench.goal("MiB a rank beyond the share", beyond["anyrank"], 64),
+        bench.goal("the same in the background", beyond["anyrank_background"], share + 64),
+    ]
 
 
 def rows_of(runs: Runs) -> dict[str, Run]:

@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> Run:
             print(f"  {named(row)}: {outcome}: {row['detail']}")
     if options.only:
         return {}
-    return {
+    result: Run = {
         "cases": len(pairs),
         "of": len(every),
         "seed": options.seed,
@@ -70,6 +70,17 @@ def measure(options: argparse.Namespace) -> Run:
         "equal": [named(row) for row in rows["equal"]],
         "others": {o: by_reason(same) for o, same in rows.items() if same and o != "equal"},
     }
+    return result | {"goals": goals_of(result)}
+
+
+def goals_of(result: Run) -> list[Run]:
+    """What anyrank is to reach, and what it did."""
+    outcomes, cases = result["outcomes"], result["cases"]
+    return [
+        bench.goal("models that differ", outcomes["differs"] + outcomes["died"], 0),
+        bench.goal("models that nothing is said of", cases - sum(outcomes.values()), 0),
+        bench.goal("models that are not loaded / all", 1 - outcomes["equal"] / cases, 0.3),
+    ]
 
 
 def named(row: Run) -> str:

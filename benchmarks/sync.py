@@ -225,7 +225,27 @@ def measure(options: argparse.Namespace) -> Run:
         row = {"case": f"1,000 tensors, {kind}", "first_call_ms": round(first, 1)}
         rows.append(row | {"call_ms": round(statistics.median(later), 1)})
         tell("sync", rows[-1])
-    return {"repeats": options.repeats, "rows": rows}
+    result: Run = {"repeats": options.repeats, "rows": rows}
+    return result | {"goals": goals_of(result)}
+
+
+LEAST_SENT = {"2 to 2 others": 1, "the same 4": 3 / 8}  # of the weights, by case
+
+
+def goals_of(result: Run) -> list[Run]:
+    """What anyrank is to reach, and what it did: each byte is sent once."""
+    goals: list[Run] = []
+    for row in result["rows"]:
+        if row.get("way") != "anyrank.sync":
+            continue
+        where = f"{row['mib']} MiB, {row['case']}"
+        sent = sum(row["sent_mib"]) / (row["mib"] * LEAST_SENT[row["case"]])
+        goals += [
+            bench.goal(f"{where}: sent / the least", sent, 1.01),
+            bench.goal(f"{where}: time / gather and broadcast", row["of_baseline"], 0.6),
+            bench.goal(f"{where}: MiB beside the shares", max(row["memory_mib"]), 16),
+        ]
+    return goals
 
 
 if __name__ == "__main__":

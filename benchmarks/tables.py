@@ -1,14 +1,15 @@
-"""The tables of docs/benchmarks.md, from the result files, and where they stand. Pure text."""
+"""What pages say of results: tables and a paragraph, from the result files. Pure text."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import HERE, MIB, read
+from bench import GIB, HERE, MIB, read
 
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+ROOT = HERE.parent
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
 
 
@@ -96,6 +97,32 @@ def time_cell(row: dict[str, Any] | None) -> str:
     return with_range(ratio) if ratio["n"] > 1 else f"{ratio['median']:.2f}"
 
 
+def head(result: dict[str, Any]) -> str:
+    """The first figures of the README."""
+    group = "fsdp bf16 4"
+    rows = {row["contender"]: row for row in result["rows"] if row["group"] == group}
+    peak = {name: f"{row['peak_x']['most']:.2f}" for name, row in rows.items() if "peak_x" in row}
+    slower = 1 / rows["anyrank"]["time_x_rank0"]["median"]
+    machine = result["machine"].split(",")[0]
+    return (
+        f"A {result['model']['bf16_bytes'] / GIB:.1f} GiB Llama goes into FSDP2 on 4 ranks in "
+        f"{peak['anyrank']} times its own bytes of host memory. `load_file` on every rank\n"
+        f"takes {peak['load_file']} times, accelerate {peak['accelerate']}, "
+        f"rank 0 with a broadcast {peak['rank0']} and {slower:.0f} times as long\n"
+        f"(`{result['command']}`, {machine}, no GPU)."
+    )
+
+
+def memory_row(result: dict[str, Any]) -> str:
+    """The cells of memory in the table of all ways."""
+    rows = {(row["group"], row["contender"]): row for row in result["rows"]}
+    cells = [
+        " / ".join(f"{rows[f'fsdp {kind} 4', way]['peak_x']['most']:.1f}" for kind in DTYPES)
+        for way in ("load_file", "dcp", "transformers", "accelerate", "anyrank")
+    ]
+    return " | ".join(cells)
+
+
 # -- traps and frozen parts -----------------------------------------------------------------------
 
 
@@ -134,6 +161,49 @@ def frozen_table(result: dict[str, Any]) -> str:
 def amount(nbytes: int) -> str:
     """Bytes, in MiB when there are many."""
     return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes} B"
+
+
+# -- tiles ----------------------------------------------------------------------------------------
+
+MLPS = {
+    "plain": "plain",
+    "torch checkpoint per tile": "torch's checkpoint of each tile, then `cat`",
+    "DeepSpeed TiledMLP": "DeepSpeed's `TiledMLP`",
+    "Liger tiled_mlp": "Liger's `tiled_mlp`",
+    "anyrank.tile": "`tile`",
+    "anyrank.tile, grad_dtype": "`tile` with `grad_dtype=torch.float32`",
+}
+LOSSES = {
+    "all logits": "all logits",
+    "torch checkpoint per tile": "torch's checkpoint of each tile",
+    "torch linear_cross_entropy": "torch's `linear_cross_entropy`",
+    "anyrank.tiled_loss": "`tiled_loss`, fused",
+    "anyrank.tiled_loss, recompute": '`tiled_loss`, `impl="recompute"`',
+}
+
+
+def mlp_table(result: dict[str, Any]) -> str:
+    """Bytes by number of tiles, calls and time of a tiled MLP."""
+    mib = {
+        (row["way"], row["tiles"]): row.get("allocated_mib", row["live_mib"])
+        for row in result["mlp"]
+    }
+    times = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
+    calls, tiles = result["nested_calls"], (16, 32, 64)
+    body = [
+        [title, *(str(mib[way, n]) for n in tiles), f"{calls[way]:.1f}", f"{times[way]:.2f}"]
+        for way, title in MLPS.items()
+    ]
+    runs = "runs of the MLP in a recomputed block"
+    return table(["", *(f"{n} tiles" for n in tiles), runs, "time"], body)
+
+
+def loss_table(result: dict[str, Any]) -> str:
+    """Bytes of a tiled loss by number of tokens."""
+    mib = {(row["way"], row["tokens"]): str(row["live_mib"]) for row in result["loss"]}
+    tokens = (4096, 65536)
+    body = [[title, *(mib[way, n] for n in tokens)] for way, title in LOSSES.items()]
+    return table(["", *(f"{n} tokens" for n in tokens)], body)
 
 
 # -- integrations ---------------------------------------------------------------------------------
@@ -299,31 +369,52 @@ def beside_goal(figure: float, goal: float) -> str:
     return f"{figure:.2f} (goal {goal:.2f}, {verdict})"
 
 
-# -- the page -------------------------------------------------------------------------------------
+# -- the pages ------------------------------------------------------------------------------------
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "load": load_tables,
-    "traps": trap_table,
-    "frozen": frozen_table,
-    "integrations": integrations_table,
-    "save": save_table,
-    "kills": kill_table,
-    "sync": sync_table,
-    "peers": peers_table,
-    "exact": exact_table,
+
+def between(section: str) -> str:
+    """Where the text of a section stands: between its two marker comments."""
+    return (
+        rf"(<!-- {section}: made by benchmarks/plot.py -->\n\n).*?(\n\n<!-- end of {section} -->)"
+    )
+
+
+MEMORY_ROW = (r"(\n\| memory of 4 ranks [^|]*\| )[^\n]*( \|\n)", "load", memory_row)
+Section = tuple[str, str, Callable[[dict[str, Any]], str]]  # where, from which result, and how
+PAGES: dict[str, list[Section]] = {
+    "README.md": [
+        (r"(\n\n)A [^\n]* GiB Llama goes into .*?no GPU\)\.(\n\n)", "load", head),
+        MEMORY_ROW,
+    ],
+    "docs/memory.md": [
+        (between("mlp"), "memory", mlp_table),
+        (between("loss"), "memory", loss_table),
+    ],
+    "docs/benchmarks.md": [
+        MEMORY_ROW,
+        (between("load"), "load", load_tables),
+        (between("traps"), "traps", trap_table),
+        (between("frozen"), "frozen", frozen_table),
+        (between("integrations"), "integrations", integrations_table),
+        (between("save"), "save", save_table),
+        (between("kills"), "kills", kill_table),
+        (between("sync"), "sync", sync_table),
+        (between("peers"), "peers", peers_table),
+        (between("exact"), "exact", exact_table),
+    ],
 }
 
 
-def filled(page: str) -> str:
-    """The page with every section between its two marker comments written anew.
+def filled(name: str) -> str:
+    """A page with what is made from results written anew.
 
     Raises:
-        ValueError: a section has no markers.
+        ValueError: the page has no place for it, or several.
     """
-    for name, make in SECTIONS.items():
-        start, stop = f"<!-- {name}: made by benchmarks/plot.py -->", f"<!-- end of {name} -->"
-        if page.count(start) != 1 or page.count(stop) != 1:
-            raise ValueError(f"{PAGE}: needs one {start} and one {stop}")
-        before, rest = page.split(start)
-        page = f"{before}{start}\n\n{make(read(name))}\n\n{stop}{rest.split(stop)[1]}"
+    page = (ROOT / name).read_text(encoding="utf-8")
+    for place, result, make in PAGES[name]:
+        before, *rest = re.split(place, page, flags=re.DOTALL)
+        if len(rest) != 3:
+            raise ValueError(f"{name}: needs one place that matches {place}")
+        page = "".join((before, rest[0], make(read(result)), rest[1], rest[2]))
     return page

@@ -320,7 +320,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     launcher = Launcher("traps")
     rows: list[dict[str, Any]] = []
-    silent: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.rows:
             row, cells = ROWS[name], dict[str, Any]()
@@ -331,10 +330,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 cells[way] = json.loads(text.replace(folder, "FOLDER"))
             rows.append({"row": name, "title": row.title, "cells": cells})
             tell(name, {way: cell["verdict"] for way, cell in cells.items()})
-            ours = cells.get("anyrank", {"verdict": ""})["verdict"]
-            silent += [name] if ours.startswith(("SILENT", "broken")) else []
-    print(f"anyrank silent: {silent or 'nowhere'}")
-    return {"ways": {way: WAYS[way] for way in options.ways}, "rows": rows}
+    result = {"ways": {way: WAYS[way] for way in options.ways}, "rows": rows}
+    return result | {"goals": goals_of(result)}
+
+
+def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What anyrank is to reach, and what it did."""
+    cells = [row["cells"] for row in result["rows"]]
+    ours = [row["anyrank"]["verdict"] for row in cells if "anyrank" in row]
+    silent = [said for said in ours if said.startswith(("SILENT", "broken", "-"))]
+    broken = sum(cell["verdict"] == "broken" for row in cells for cell in row.values())
+    return [
+        bench.goal("traps that anyrank is silent in", len(silent), 0),
+        bench.goal("traps that were left out", len(ROWS) - len(ours), 0),
+        bench.goal("cells that are broken", broken, 0),
+    ]
 
 
 if __name__ == "__main__":

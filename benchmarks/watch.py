@@ -302,13 +302,27 @@ def measure(options: argparse.Namespace) -> Run:
             tell(part, made)
         found |= {**describe_machine(), "load": load_average(), part: made}
         found["command"] = "python benchmarks/watch.py"
+        if {"watched", "uneven", "cost"} <= found.keys():
+            found["goals"] = goals_of(found)
         if not options.quick:
             keep("watch", found)
-    if "watched" in found:
-        rows = [*found["watched"].values()]
-        late = max(row.get("late_sec", 999) for row in rows)
-        print(f"{sum(row['is_right'] for row in rows)} of {len(rows)} right; at most {late} s late")
     return {}
+
+
+def goals_of(result: Run) -> list[Run]:
+    """What a watch is to reach, and what it did."""
+    rows = result["watched"]
+    late = max(row.get("late_sec", 999) for row in rows.values())
+    return [
+        bench.goal("hangs that were left out", len(HANGS.keys() - rows.keys()), 0),
+        bench.goal(
+            "hangs that are not named", sum(not row["is_right"] for row in rows.values()), 1
+        ),
+        bench.goal("seconds after the limit", late, 10),
+        bench.goal("alarms of an uneven job", result["uneven"]["alarms"], 0),
+        bench.goal("uneven jobs that were ended", float(not result["uneven"]["has_ended"]), 0),
+        bench.goal("share of a core", result["cost"]["cpu_share"]["most"], 0.005),
+    ]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -62,6 +63,12 @@ def returned_classes(things: Iterable[Any]) -> dict[str, type]:
                 found[path] = kind
                 todo.append(kind)
     return found
+
+
+def described(thing: Any) -> set[str]:
+    """The names that a docstring, which is on the page of the API, says something of."""
+    heads = re.findall(r"^ *(\w+(?:, \w+)*): ", inspect.getdoc(thing) or "", flags=re.M)
+    return {name for head in heads for name in head.split(", ")}
 
 
 def _hints(thing: Any) -> Iterator[Any]:

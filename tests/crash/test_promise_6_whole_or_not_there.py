@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runs import resume
+from tests.runs import resume, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank import faults
+from anyrank.files.manifest import parse
 from anyrank.testing import Died, Fault, run_ranks
 
 EVENTS = ["file.folder", "file.open", "file.write", "file.fsync", "file.rename", "file.remove"]
@@ -302,31 +303,54 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert report.step == 2
 
 
-@pytest.mark.parametrize("harm", ["truncate", "remove data", "remove index", "not JSON", "empty"])
-def test_damage_is_set_aside_and_the_step_before_is_taken(tmp_path: Path, harm: str) -> None:
+HARMS: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda step: os.truncate(step / "__0_0.distcp", 100),
+    "longer": lambda step: os.truncate(step / "__0_0.distcp", 1 << 20),
+    "no data": lambda step: (step / "__0_0.distcp").unlink(),
+    "no checksums": lambda step: (step / "__0_0.xxh3").unlink(),
+    "no index": lambda step: (step / "tensors.json").unlink(),
+    "no manifest": lambda step: (step / "anyrank.json").unlink(),
+    "nothing": lambda step: [file.unlink() for file in step.iterdir()],
+    "manifest is no JSON": lambda step: (step / "anyrank.json").write_text("{"),
+    "manifest is another value": lambda step: (step / "anyrank.json").write_text("[]"),
+    "manifest is empty": lambda step: (step / "anyrank.json").write_text(""),
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("harm", HARMS)
+def test_damage_is_set_aside_and_the_step_before_is_taken(
+    tmp_path: Path, harm: str, verify: bool
+) -> None:
     saved_run(tmp_path)
-    newest = tmp_path / "step-00000002"
-    data = newest / "__0_0.distcp"
-    if harm == "truncate":
-        os.truncate(data, 100)
-    elif harm == "remove data":
-        data.unlink()
-    elif harm == "remove index":
-        (newest / "tensors.json").unlink()
-    else:
-        (newest / "anyrank.json").write_text("{" if harm == "not JSON" else "")
+    HARMS[harm](tmp_path / "step-00000002")
     state = anyrank.TrainState(*build())
-    report = resume(tmp_path, state)
+    report = resume(tmp_path, state, verify=verify)
     assert report is not None
     assert (report.step, report.lost_steps) == (1, 1)
     assert "LOST" in str(report)
     assert (tmp_path / report.set_aside[0]).is_dir()
 
 
-def test_when_all_are_damaged_nothing_starts_anew(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    _, optimizer, state = saved_run(tmp_path)
+    optimizer.param_groups[0]["caf\u00e9"] = 1e-5  # 1E-05 and \u00E9 are the same value
+    state.step += 1
+    save(tmp_path, state)
+    data = (tmp_path / "step-00000003/anyrank.json").read_bytes()
+    parse(data, "x")
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(anyrank.CorruptCheckpoint):
+            parse(bytes(changed), "x")
+
+
+@pytest.mark.parametrize("lost", ["tensors.json", "anyrank.json"])
+def test_when_all_are_damaged_nothing_starts_anew(tmp_path: Path, lost: str) -> None:
     saved_run(tmp_path)
     for name in ("step-00000001", "step-00000002"):
-        (tmp_path / name / "tensors.json").unlink()
+        (tmp_path / name / lost).unlink()
     for match in ("all 2 checkpoints are damaged", "damaged ones, which were set aside"):
         state = anyrank.TrainState(*build())
         with pytest.raises(anyrank.CheckpointError, match=match):

@@ -158,8 +158,11 @@ def test_a_tensor_is_no_larger_than_its_files(step: Path, where: tuple[Any, ...]
 def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -> None:
     table = json.loads((step / "anyrank.json").read_text())
     forge(step, table | {field: value})
-    with pytest.raises(anyrank.CheckpointError, match=said):
+    with pytest.raises(anyrank.CheckpointError, match=said) as caught:
         resume(step.parent, build())
+    if field == "version":  # a newer anyrank reads it
+        assert not isinstance(caught.value, anyrank.CorruptCheckpoint)
+        assert step.is_dir()
 
 
 @pytest.mark.parametrize("name", ["../outside", "..", "/etc/hosts", "a/b"])

@@ -69,6 +69,7 @@ FEATURES: dict[str, Feature] = {
     "nested, dropout, twice": Feature(nested=True, dropout=0.5, twice=True),
     "nested, offload, tiled loss": Feature(nested=True, offload=True, tiled_loss=True, tied=True),
     "wide sums": Feature(wide=True, experts="first tile", twice=True),
+    "wide sums, tied and frozen": Feature(wide=True, tied=True, frozen_input=True),
     "compiled": Feature(compiled=True),
     "compiled, a graph per tile": Feature(compiled=True, counts=True, rows=6),
     "compiled, nested, offload": Feature(compiled=True, nested=True, offload=True, rows=10),

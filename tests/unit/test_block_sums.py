@@ -20,9 +20,7 @@ from anyrank.files.block_sums import (
     BlockDigester,
     BlockSums,
     check_file,
-    read_sums,
 )
-from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
@@ -87,25 +85,6 @@ def test_parts_of_a_file_are_all_of_it(data: Any, size: int, count: int) -> None
             assert len(found) == 1
 
 
-@given(SIZES, st.data())
-def test_what_is_no_list_of_checksums_is_refused(size: int, data: Any) -> None:
-    text = bytearray(file_of(size, [])[1].to_bytes())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.xxh3"
-        path.write_bytes(text)
-
-        def listed(size: int) -> Listing:
-            return Listing("x", (FileInfo("x", size, ""),), {}, sums={0: str(path)})
-
-        assert read_sums(listed(size), 0).to_bytes() == text
-        with pytest.raises(CorruptCheckpoint, match="another size"):
-            read_sums(listed(size + BLOCK_BYTES), 0)
-        text[data.draw(st.integers(0, len(text) - 1))] ^= 1
-        path.write_bytes(text)
-        with pytest.raises(CorruptCheckpoint, match="does not match its checksum"):
-            read_sums(listed(size), 0)
-
-
 def saved(path: Path, steps: int = 1) -> nn.Module:
     """A run with a parameter of 1 MiB."""
     torch.manual_seed(0)
@@ -153,28 +132,6 @@ def test_parts_are_read_right_and_a_flipped_bit_in_them_is_noticed(
     data.write_bytes(content)
     with pytest.raises(anyrank.CorruptCheckpoint, match="the file is damaged"):
         read(tmp_path, box, destination)
-
-
-@pytest.mark.parametrize("place", ["data", "checksums", "no checksums"])
-def test_a_resume_ends_on_the_newest_step_that_is_whole(tmp_path: Path, place: str) -> None:
-    net = saved(tmp_path, 3)
-    for name in ("step-00000003", "step-00000002"):
-        file = tmp_path / name / ("__0_0.distcp" if place == "data" else "__0_0.xxh3")
-        if place == "no checksums":
-            file.unlink()
-            continue
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    other = nn.Linear(512, 512)
-    state = anyrank.TrainState(other)
-    with anyrank.Checkpoints(tmp_path, state) as ckpts:
-        report = ckpts.resume()
-    assert report is not None
-    assert (report.step, report.lost_steps, len(report.set_aside)) == (1, 2, 2)
-    assert report.verified == "every byte that was read, by checksum"
-    assert torch.equal(net.weight, other.weight)  # type: ignore[arg-type]
-    assert state.parts.unusable is None
 
 
 def test_a_state_whose_only_step_is_damaged_may_not_be_used(tmp_path: Path) -> None:

@@ -14,12 +14,10 @@ from torch import nn
 import anyrank
 from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.facts import LINES, Facts, Known, differences
-from anyrank.watching.findings import Finding
-from anyrank.watching.rules import RULES, run_rules
+from anyrank.watching.rules import run_rules
 from anyrank.world.ranks import one_process
 
 LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0, "")
-OWN = Finding("device", "1 tensor on meta", "w", "", "")
 
 
 def facts(**changes: Any) -> Facts:
@@ -41,49 +39,9 @@ def said(*every: Facts, **options: Any) -> list[tuple[str, str]]:
     return [(finding.rule, finding.where) for finding in run_rules(known(*every, **options))]
 
 
-def test_there_are_ten_rules_and_they_are_silent_where_all_is_well() -> None:
-    assert len(RULES) == 10
-    assert said(facts(), facts(number=1)) == []
-    assert said(facts()) == []
-
-
-WEIGHT = {"w": {0: "a", 1: "b"}}
-BOTH = "ranks 0, 1"
-
-
-@pytest.mark.parametrize(
-    ("rule", "where", "first", "second", "differing"),
-    [
-        ("replicas", "w, rank 0 unlike rank 1", {}, {}, {"values whole": WEIGHT}),
-        ("trainable", "w, rank 0 unlike rank 1", {}, {}, {"kinds": WEIGHT}),
-        ("streams", f"drop, {BOTH}", *2 * [{"stream": "s", "dropout": "drop"}], {}),
-        ("sampler", f"loader.sampler, {BOTH}", *2 * [{"loader": loader(0)}], {}),
-        ("batch", f"loader.batch_size, {BOTH}", {}, {"loader": loader(1, batch=5)}, {}),
-        ("device", f"w, {BOTH}", *2 * [{"findings": [OWN]}], {}),
-        ("device", "w, rank 1", {}, {"findings": [OWN]}, {}),
-    ],
-)
-def test_a_rule_speaks_for_the_ranks_that_it_is_about(
-    rule: str, where: str, first: dict[str, Any], second: dict[str, Any], differing: Any
-) -> None:
-    first = {"loader": loader(0)} | first
-    second = {"loader": loader(1)} | second
-    found = said(facts(**first), facts(**{"number": 1, **second}), differing=differing)
-    assert found[0] == (rule, where)
-
-
 def test_lines_that_a_rank_lacks_are_no_other_values() -> None:
     lacking = {"values whole": {"w": {0: "a", 1: None}}}
     assert said(facts(), facts(number=1), differing=lacking) == []
-
-
-def test_streams_of_a_tensor_parallel_group_may_be_alike() -> None:
-    drops = {"dropout": "drop", "tensor_parallel": 2}
-    alike = [facts(stream=str(rank // 2), **drops) for rank in range(4)]
-    assert said(*alike) == []
-    assert said(*(facts(stream="s", **drops) for _ in range(4))) == [
-        ("streams", "drop, ranks 0, 1, 2, 3")
-    ]
 
 
 @pytest.mark.parametrize(("batch", "fix"), [(16, "batch_size=8"), (15, "that 2 divides")])
@@ -148,15 +106,6 @@ def test_tables_that_differ_everywhere_are_cut() -> None:
 
 def test_no_difference_takes_no_exchange() -> None:
     assert differences({"kinds": {"w": "a"}}, [facts(digests={"kinds": "1"})], one_process()) == {}
-
-
-def test_arguments_are_looked_at() -> None:
-    with pytest.raises(TypeError, match="model= takes"):
-        anyrank.check("model")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="optimizer= takes an optimizer, not str"):
-        anyrank.check(nn.Linear(1, 1), "adam")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="accumulation=0: give at least 1"):
-        anyrank.check(nn.Linear(1, 1), accumulation=0)
 
 
 def test_several_optimizers_are_taken_together() -> None:

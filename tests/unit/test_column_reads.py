@@ -72,4 +72,4 @@ def test_short_holes_are_read_through(tmp_path: Path) -> None:
     listing = list_source(str(tmp_path / "w.safetensors"))
     with Reader(listing, buffer_bytes=1 << 20) as reader:
         assert torch.equal(reader.read(listing.tensors["w"], Box((0, 0), (64, 8))), weight[:, :8])
-        assert reader.bytes_read > 8 * weight[:, :8].numel() / 3
+        assert reader.bytes_read > 4 * weight[:, :8].numel()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -495,15 +495,7 @@ class Stream(IterableDataset[Any]):
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not a multiple": ({"microbatch": 3}, ValueError, "not a multiple of microbatch 3"),
-    "zero": ({"microbatch": 0}, ValueError, "microbatch=0: give at least 1"),
-    "no number": ({"global_batch": 8.0}, TypeError, r"global_batch=8\.0: give an int"),
-    "seed": ({"seed": "1"}, TypeError, "seed='1': give an int"),
-    "key": ({"key": 1}, TypeError, "key=1: give the name"),
-    "tail": ({"tail": "long"}, ValueError, "tail='long' is unknown: give one of short, drop"),
-    "on_batch_change": ({"on_batch_change": "x"}, ValueError, "on_batch_change='x' is unknown"),
     "iterable": ({"dataset": Stream()}, TypeError, "Stream has no length"),
-    "no length": ({"dataset": iter([1])}, TypeError, "has no length"),
-    "empty": ({"dataset": []}, ValueError, "the dataset is empty"),
     "nothing left": ({"dataset": [1], "tail": "drop"}, ValueError, "would drop all 1 samples"),
     "prefetch": ({"prefetch_factor": 2}, ValueError, "prefetch_factor"),
 }
@@ -552,7 +544,6 @@ def test_a_dataset_that_raises_says_so_and_nothing_counts() -> None:
 # -- rank arithmetic ------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 200), size=st.integers(1, 64))
 def test_shares_are_contiguous_balanced_and_equally_long(count: int, size: int) -> None:
     every = [slots_of_rank(count, rank, size) for rank in range(size)]

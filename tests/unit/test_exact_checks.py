@@ -58,11 +58,6 @@ def threads() -> Generator[None, None, None]:
     torch.set_num_threads(before)
 
 
-def test_exact_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="exact='yes': give True or False"):
-        loader_of(exact="yes")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)]
 )

@@ -6,7 +6,6 @@ import errno
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -51,23 +50,6 @@ def test_a_fault_strikes_at_its_passage_only() -> None:
     assert told == wanted
 
 
-def test_arming_anew_forgets_the_old() -> None:
-    arm([Fault(0, "here", "raise")], ignore)
-    arm([], ignore)
-    faults.point("here")
-    assert faults.armed == {}
-
-
-def test_passages_of_all_threads_are_counted_once() -> None:
-    told: list[Fault] = []
-    arm([Fault(0, "here", "slow", nth=500, seconds=0.0)], told.append)
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(faults.point, ["here"] * 499))
-    assert told == []
-    faults.point("here")
-    assert len(told) == 1
-
-
 @pytest.mark.parametrize(
     ("rank", "how", "nth", "message"),
     [
@@ -89,7 +71,6 @@ def test_faults_that_cannot_all_strike_are_refused() -> None:
         check([Fault(1, "a", "kill"), Fault(1, "a", "raise")], 2)
 
 
-@pytest.mark.parametrize("module", ["anyrank.testing", "torch"])
-def test_production_code_does_not_load_the_harness(module: str) -> None:
-    code = f"import sys, anyrank, anyrank.faults; sys.exit({module!r} in sys.modules)"
+def test_production_code_does_not_load_the_harness() -> None:
+    code = "import sys, anyrank, anyrank.faults; sys.exit('anyrank.testing' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anyrank.files.listing import FileInfo, Listing
@@ -52,7 +52,6 @@ def flows_of(
     )
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_each_rank_gets_its_elements_once_and_each_byte_is_read_once(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
@@ -97,7 +96,6 @@ def test_each_rank_gets_its_elements_once_and_each_byte_is_read_once(data: st.Da
         assert torch.equal(got, torch.stack([wanted, wanted]))
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_rank_stages_no_more_in_a_round_than_it_may(data: st.DataObject) -> None:
     ranks, readers = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([None, (0,)]))
@@ -161,7 +159,6 @@ def test_planning_takes_as_many_steps_as_there_are_ranks_and_chunks(
         assert len(asked) <= 8 * (256 + 512)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_what_ranks_would_all_read_is_known_without_the_chunks(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
@@ -176,7 +173,6 @@ def test_what_ranks_would_all_read_is_known_without_the_chunks(data: st.DataObje
     assert some == whole
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_boxes_in_common_are_found_as_by_comparing_each(data: st.DataObject) -> None:
     dims = data.draw(st.integers(0, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,6 @@ def test_a_name_that_differs_from_the_table_is_an_import_error(
     else:
         with pytest.raises(ImportError, match=rf"torch \S+: {problem}.*install"):
             framework_names.check_names("torch", Framework)
-
-
-def test_floors_of_extras_are_the_versions_that_were_tested() -> None:
-    path = Path(__file__).parents[2] / "pyproject.toml"
-    extras = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    rows = [row.split(">=") for extra in extras.values() for row in extra]
-    floors = {(name, floor) for name, floor in rows if name in framework_names.TESTED}
-    assert floors == {
-        (name, version)
-        for name, version in framework_names.TESTED.items()
-        if name != "pytorch_lightning"
-    }
 
 
 def overridden_methods(kind: type) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import ntpath
 from pathlib import Path
@@ -439,25 +438,6 @@ def test_names_that_the_user_allows_may_be_of_any_kind(tmp_path: Path) -> None:
         assert anyrank.inspect(tmp_path / "w.pt").tensors
     with pytest.raises(anyrank.UnsafeFile, match=r"ntpath\.join"):
         anyrank.inspect(tmp_path / "w.pt")
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_pythons_collector_stays_as_it_is(enabled: bool) -> None:
-    was = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    seen: list[bool] = []
-
-    def look(key: str) -> str:
-        seen.append(gc.isenabled())
-        return key
-
-    try:
-        anyrank.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), rename=look)
-        anyrank.sync(nn.Linear(2, 2), nn.Linear(2, 2), rename=look)
-        assert set(seen) == {enabled}
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if was else gc.disable)()
 
 
 def test_a_graph_from_before_a_load_is_not_run_backwards(tmp_path: Path) -> None:

@@ -257,23 +257,6 @@ def test_nested_regions_and_tiles_inside() -> None:
     assert offload.stats().copied_bytes == 2 * NBYTES
 
 
-# torch 2.13 asks for .grad of a compiled function's arguments, and silences the warning by a log
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_surrounding_compiler_leaves_offloaded_blocks_to_us() -> None:
-    torch.compiler.reset()
-    model, x = Model(3), double(ROWS, WIDTH)
-    plain = grads(model, x)
-    offload = make()
-    anyrank.recompute_(model, "layers.*", offload=offload)
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    wanted = [*model.parameters(), x]
-    ours = torch.autograd.grad(compiled(x).sum(), wanted)
-    for mine, grad in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, grad)
-    assert offload.stats().copied_bytes == 3 * NBYTES
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_moves(mode: Callable[[], Any]) -> None:
     model, x = Model(), double(ROWS, WIDTH, grad=False)
@@ -387,18 +370,6 @@ def test_close_frees_what_nobody_needs() -> None:
     assert offload.stats().held_bytes == 0
     with pytest.raises(ValueError, match=r"layers\.0: its offload is closed"):
         model(x)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pool_bytes": 0}, "pool_bytes=0: give at least 1"),
-        ({"pool_bytes": 1, "keep_last": -1}, "keep_last=-1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        anyrank.Offload(**options)
 
 
 # -- copies that are slow -------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from tests.quantised import BLOCK, COLUMNS, FP8, MXFP4, ROWS, fp8, mxfp4, read_b
 from torch import nn
 
 import anyrank
-from anyrank.files.listing import Listing
 from anyrank.files.quantised import MAX_NUMEL, dequantised
 from anyrank.files.reader import Reader
 from anyrank.formats.sources import list_source
@@ -126,31 +125,6 @@ def test_other_scales(kind: str) -> None:
     model = Holder(weight=torch.zeros(bits.shape))
     anyrank.load(model, {"l.weight": bits, "l.weight_scale_inv": scales})
     assert torch.equal(model.l.weight, expected)
-
-
-@pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])
-def test_any_range_of_bytes(tmp_path: Path, make: Any) -> None:
-    """What a reader asks for does not begin or end where blocks do."""
-    listing: Listing = dequantised(list_source(make(tmp_path / "a")), {})
-    (stored,) = listing.tensors.values()
-    number = stored.chunks[0].file
-    with Reader(listing, buffer_bytes=1 << 20) as reader:
-        reader.open({number})
-        file, size = reader.opened[number], listing.files[number].size
-        whole = bytearray(size)
-        done = 0
-        while done < size:
-            done += file.readv([memoryview(whole)[done:]], done)
-        for start, stop in [(0, 8), (4, 404), (252, 1000), (size - 12, size), (1332, 1336)]:
-            parts = [bytearray((stop - start) // 2), bytearray((stop - start) // 2)]
-            done = 0
-            buffers = [memoryview(part) for part in parts]
-            while done < stop - start:
-                got = file.readv([b for b in buffers if len(b)], start + done)
-                done += got
-                cut = min(got, len(buffers[0]))
-                buffers = [buffers[0][cut:], buffers[1][got - cut :]]
-            assert parts[0] + parts[1] == whole[start:stop]
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

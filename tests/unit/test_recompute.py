@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import pickle
-import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,45 +179,6 @@ def test_dropout_draws_the_same_numbers_again_and_leaves_the_stream_alone() -> N
     assert torch.equal(torch.rand(()), after)
 
 
-@pytest.mark.parametrize("given", ["argument", "keyword"])
-def test_a_generator_of_the_user_is_set_back(given: str) -> None:
-    generator = torch.Generator()
-    (x,) = leaves((8, WIDTH))
-    noise: list[torch.Tensor] = []
-
-    def fn(x: torch.Tensor, own: torch.Generator | None = None) -> torch.Tensor:
-        noise.append(torch.rand(x.shape, generator=own or generator, dtype=x.dtype))
-        return (x * noise[-1]).sin()
-
-    generator.manual_seed(1)
-    if given == "argument":
-        result = anyrank.recompute(fn, x, generator)
-    else:
-        result = anyrank.recompute(fn, x, generators=[generator])
-    state = generator.manual_seed(99).get_state()
-    result.sum().backward()
-    assert torch.equal(noise[0], noise[1])
-    assert torch.equal(generator.get_state(), state)
-
-
-@pytest.mark.parametrize("outside", [False, True])
-def test_autocast_of_the_forward_pass_is_in_force_again(outside: bool) -> None:
-    module = Mlp()
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    dtypes: list[torch.dtype] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        hidden = module.up(x)
-        dtypes.append(hidden.dtype)
-        return hidden.float().sin()
-
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not outside):
-        result = anyrank.recompute(fn, x).sum()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
-        result.backward()
-    assert dtypes == [torch.float32 if outside else torch.bfloat16] * 2
-
-
 def test_the_default_device_is_in_force_again() -> None:
     (x,) = leaves((4, WIDTH))
     seen: list[str] = []
@@ -234,33 +194,6 @@ def test_the_default_device_is_in_force_again() -> None:
 
 
 # -- autograd in all its forms --------------------------------------------------------------------
-
-
-def test_backward_twice_through_a_retained_graph() -> None:
-    module = Mlp().double()
-    (x,) = leaves((4, WIDTH))
-    result = anyrank.recompute(module, x).sum()
-    first = torch.autograd.grad(result, [x, *module.parameters()], retain_graph=True)
-    second = torch.autograd.grad(result, [x, *module.parameters()])
-    assert_equal(list(first), list(second))
-    assert module.calls == 3
-
-
-def test_double_backward() -> None:
-    module = Mlp().double()
-    (x,) = leaves((4, WIDTH))
-    assert torch.autograd.gradgradcheck(lambda x: anyrank.recompute(module, x), [x])
-
-
-def test_gradient_penalty_equals_plain() -> None:
-    module = Mlp().double()
-    (x,) = leaves((4, WIDTH))
-
-    def penalty(fn: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        (slope,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
-        return list(torch.autograd.grad(slope.pow(2).sum(), [x, *module.parameters()][:-1]))
-
-    assert_equal(penalty(functools.partial(anyrank.recompute, module)), penalty(module))
 
 
 def test_a_backward_pass_inside_the_function() -> None:
@@ -323,36 +256,6 @@ def test_a_selective_policy_keeps_what_it_names() -> None:
     assert products
 
 
-@pytest.mark.parametrize("where", ["inside", "around", "around in place"])
-def test_torch_compile(where: str) -> None:
-    torch.compiler.reset()
-    module = Mlp().double()
-    (x,) = leaves((4, WIDTH))
-    plain = gradients(lambda: module(x), module, [x])
-    compile = functools.partial(torch.compile, backend="aot_eager")
-    if where == "inside":
-        call = functools.partial(anyrank.recompute, compile(module))
-    elif where == "around":
-        call = compile(functools.partial(anyrank.recompute, module))
-    else:
-        block = nn.Sequential(module)
-        anyrank.recompute_(block, "0")
-        call = compile(block)
-    ours = gradients(lambda: call(x), module, [x])
-    for mine, wanted in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, wanted)
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_it_is_the_plain_call(mode: Callable[[], Any]) -> None:
-    module = Mlp()
-    x = torch.randn(4, WIDTH)
-    with mode():
-        assert torch.equal(anyrank.recompute(module, x), module(x))
-    assert not anyrank.recompute(torch.sin, x).requires_grad
-
-
 # -- memory ---------------------------------------------------------------------------------------
 
 
@@ -399,37 +302,10 @@ def test_what_backward_cannot_ask_for_is_not_kept() -> None:
 # -- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"offload": True}, {"context_fn": [1]}])
-def test_wrong_options_are_refused_before_a_module_is_patched(options: dict[str, Any]) -> None:
-    model = nn.Sequential(Mlp())
-    (name,) = options
-    with pytest.raises(TypeError, match=f"{name}=.*: give a"):
-        anyrank.recompute_(model, "*", **options)
-    with pytest.raises(TypeError, match=f"{name}=.*: give a"):
-        anyrank.recompute(torch.sin, torch.ones(2), **options)
-    assert "forward" not in vars(model[0])
-
-
-@pytest.mark.parametrize("name", ["use_reentrant", "preserve_rng_state", "determinism_check"])
-def test_options_of_torchs_checkpoint_are_not_passed_on(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is an option of torch's checkpoint: leave it out"):
-        anyrank.recompute(Mlp(), torch.ones(2, WIDTH), **{name: False})
-
-
 def test_a_function_that_changes_its_argument_is_refused() -> None:
     (x,) = leaves((4, WIDTH))
     with pytest.raises(anyrank.RecomputeError, match=r"changes kwargs\['x'\]\[1\] in place"):
         anyrank.recompute(lambda x: x[1].mul_(2).sin(), x=[None, x * 1])
-
-
-def test_a_parameter_that_changes_before_backward_is_refused() -> None:
-    module = Mlp().double()
-    (x,) = leaves((4, WIDTH))
-    result = anyrank.recompute(module, x).sum()
-    with torch.no_grad():
-        module.down.weight.mul_(2)
-    with pytest.raises(anyrank.RecomputeError, match="optimizer step"):
-        result.backward()
 
 
 @pytest.mark.parametrize("change", ["fewer", "more", "shape", "dtype"])
@@ -621,33 +497,4 @@ def test_a_patched_model_is_not_pickled(patch: Any) -> None:
     with pytest.raises(pickle.PicklingError, match=r"layers\.0 has a .*_ patch.*: call remove"):
         pickle.dumps(model)
     handle.remove()
-    pickle.dumps(model)
-
-
-def test_a_patched_model_can_be_pickled_without_a_second_life() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    anyrank.recompute_(model, "0").remove()
-    assert pickle.loads(pickle.dumps(model))(torch.ones(2)).shape == (2,)
-
-
-def test_without_an_offload_nobody_walks_the_model_for_its_buffers() -> None:
-    class Large(Mlp):
-        def modules(self) -> Any:
-            raise AssertionError("walked")
-
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    anyrank.recompute(Large(), x).sum().backward()
-    assert x.grad is not None
-
-
-def test_generators_of_python_are_left_alone_unless_they_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: list[int] = []
-    state = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: (read.append(1), state())[1])
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    anyrank.recompute(Mlp(), x).sum().backward()
-    assert read == []
-    anyrank.recompute(Mlp(), x, generators=[random]).sum().backward()
-    assert read
+    assert isinstance(pickle.loads(pickle.dumps(model)), Model)

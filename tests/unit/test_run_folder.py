@@ -26,7 +26,6 @@ from torch import nn
 import anyrank
 from anyrank import faults
 from anyrank.files.local import LocalFile
-from anyrank.files.manifest import FileRecord, Manifest, parse
 from anyrank.files.storage import LocalStorage, storage_for
 from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
 from anyrank.saving.lock import RunLock
@@ -78,32 +77,6 @@ def bad_sectors(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 # -- a step that lost its manifest ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_step_without_a_manifest_is_damage(tmp_path: Path, empty: bool) -> None:
-    saved_run(tmp_path)
-    for file in (tmp_path / NEWEST).iterdir():
-        if empty or file.name == "anyrank.json":
-            file.unlink()
-    with anyrank.Checkpoints(tmp_path, build()) as ckpts:
-        assert ckpts.latest() == str(tmp_path / BEFORE)
-        report = ckpts.resume()
-        assert report is not None
-        assert (report.step, report.lost_steps) == (1, 1)
-        assert report.set_aside == [f".aside-damaged-{NEWEST}"]
-        ckpts.step_done()
-        ckpts.save()
-        assert [one.step for one in ckpts.saved()] == [2, 1]
-
-
-def test_a_run_whose_only_step_lost_its_manifest_never_starts_anew(tmp_path: Path) -> None:
-    saved_run(tmp_path, 1)
-    (tmp_path / BEFORE / "anyrank.json").unlink()
-    with anyrank.Checkpoints(tmp_path, build()) as ckpts:
-        for match in ("all 1 checkpoints are damaged", "damaged ones, which were set aside"):
-            with pytest.raises(anyrank.CheckpointError, match=match):
-                ckpts.resume()
 
 
 def test_a_save_goes_past_a_step_that_lost_its_manifest(tmp_path: Path) -> None:
@@ -247,47 +220,6 @@ def test_a_failing_clean_up_is_a_warning(
 # -- the manifest ---------------------------------------------------------------------------------
 
 
-def flipped(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-def is_corrupt(data: bytes) -> bool:
-    try:
-        parse(data, "x")
-    except anyrank.CheckpointError as error:
-        return isinstance(error, anyrank.CorruptCheckpoint)
-    return False
-
-
-def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
-    sample = Manifest(
-        run="0f",
-        step=3,
-        epoch=1,
-        samples=12,
-        saved_on={"ranks": 2, "layout": "S0"},
-        lineage=[{"step": 1, "ranks": 1}],
-        written="2026-01-01T00:00:00+00:00",
-        versions={"anyrank": "0.1"},
-        files={
-            "a": FileRecord(7, blocks="b"),
-            "b": FileRecord(8, "00ff00ff00ff00ff"),
-        },
-        parts={"lr": [1e-5, 5e-324, 0.1 + 0.2, float("inf"), True, None], "caf\u00e9": -1},
-    )
-    data = sample.to_bytes()
-    assert parse(data, "x") == sample
-    assert [bit for bit in range(len(data) * 8) if not is_corrupt(flipped(data, bit))] == []
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '"text"', "3", "{}", "", "[" * 100_000])
-def test_what_is_no_manifest_is_corrupt(text: str) -> None:
-    with pytest.raises(anyrank.CorruptCheckpoint):
-        parse(text.encode(), "x")
-
-
 # -- signals --------------------------------------------------------------------------------------
 
 
@@ -331,17 +263,6 @@ def test_a_second_sigterm_counts_after_a_grace_time(
     assert reached == [signal.SIGTERM]
 
 
-def test_a_signal_is_pending_until_its_save_has_followed(
-    wishes: tuple[PendingSignals, list[int]],
-) -> None:
-    for number in WATCHED:
-        signal.raise_signal(number)
-        assert [wishes[0].find_pending(), wishes[0].find_pending()] == [number, number]
-        wishes[0].mark_done({None, number})
-        assert wishes[0].find_pending() is None
-    assert wishes[1] == []
-
-
 def test_a_sigterm_during_the_save_that_sigusr1_asked_for_is_still_pending(
     wishes: tuple[PendingSignals, list[int]],
 ) -> None:
@@ -359,16 +280,6 @@ def test_another_ranks_sigterm_is_this_ones_too(wishes: tuple[PendingSignals, li
     made.restore()
     made.resend()
     assert reached == []
-
-
-def test_a_handler_that_cannot_be_given_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [signal.getsignal(number) for number in WATCHED]
-    made = PendingSignals()
-    with monkeypatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None)
-        made.watch()
-    made.restore()
-    assert [signal.getsignal(number) for number in WATCHED] == before
 
 
 def test_each_open_run_notes_a_signal_in_whatever_order_they_end(

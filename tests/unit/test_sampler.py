@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -90,7 +90,6 @@ def test_a_loaded_state_goes_on_where_it_was_saved(stop: int) -> None:
         loader.load_state_dict(sampler.state_dict())
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 4), tail=st.sampled_from(["short", "drop"]))
 def test_weights_make_the_mean_over_the_global_batch(size: int, tail: Any) -> None:
     every = [On(rank, size, tail=tail) for rank in range(size)]

@@ -136,20 +136,6 @@ def test_few_shards_stay_open() -> None:
         assert len(shards.open) <= 2
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "too few": ({"lengths": [1]}, r"lengths are \[1\] for 5 shards"),
-    "negative": ({"lengths": [1, 2, 3, -4, 5]}, "give each shard's number of samples"),
-    "nothing": ({"shards": [], "lengths": []}, "the dataset is empty"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_arguments_are_refused(name: str) -> None:
-    options, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        make(**options)
-
-
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "names": (
         {"shards": list("abcdf")},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -13,10 +15,11 @@ from torch import nn
 import anyrank
 
 
-def test_what_a_step_is_given() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_a_step_is_given(exact: bool) -> None:
     model = nn.Linear(1, 1)
-    loader = anyrank.ElasticLoader(torch.ones(4, 1), global_batch=4, microbatch=4)
-    steps = iter(loader)
+    loader = anyrank.ElasticLoader(torch.ones(4, 1), global_batch=4, microbatch=4, exact=exact)
+    steps: Any = iter(loader)
     step = next(steps)
     with pytest.raises(TypeError, match=r"model= takes a torch\.nn\.Module, not SGD"):
         next(iter(step.microbatches(torch.optim.SGD(model.parameters(), lr=0.1))))  # type: ignore[arg-type]
@@ -29,7 +32,18 @@ def test_what_a_step_is_given() -> None:
     for wrong in ("1", True, None):
         with pytest.raises(TypeError, match="max_norm="):
             step.clip_grad_norm_(wrong)  # type: ignore[arg-type]
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm is"):
+            step.clip_grad_norm_(bad)
+    with pytest.raises(ValueError, match="norm_type is"):
+        step.clip_grad_norm_(1.0, 0.5)
+    if exact:
+        with pytest.raises(ValueError, match="1, 2 or inf with exact=True"):
+            step.clip_grad_norm_(1.0, 3.0)
     step.clip_grad_norm_(torch.tensor(1.0))  # type: ignore[arg-type]
+    steps.close()
+    with pytest.raises(ValueError, match="the loop over the loader has ended"):
+        step.clip_grad_norm_(1.0)
 
 
 def test_numpys_numbers_and_any_collection_of_names_will_do(

@@ -53,15 +53,6 @@ def test_tensors_that_are_not_dense_are_named(end: str, make: Any, words: str) -
     assert not first.any()
 
 
-def test_keys_that_are_no_names_are_refused() -> None:
-    good: Any = {"a": torch.ones(2)}
-    bad: Any = {1: torch.zeros(2)}
-    with pytest.raises(TypeError, match=r"dst= has the key 1, a int: give a dict from names"):
-        anyrank.sync(bad, good)
-    with pytest.raises(TypeError, match="src= has the key 1, a int"):
-        anyrank.sync(good, bad)
-
-
 def test_a_kept_plan_does_not_excuse_a_tensor_that_cannot_be_written_or_read() -> None:
     src = {"a": torch.ones(2), "w": torch.ones(2)}
     dst = {"a": torch.zeros(2), "w": torch.zeros(2)}

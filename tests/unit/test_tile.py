@@ -130,46 +130,6 @@ def test_structures_of_arguments_and_results() -> None:
     assert tiled([x, y], **kwargs)["sin"][1] == 1.0
 
 
-def test_every_result_keeps_its_gradient() -> None:
-    module = Mlp(router=True).double()
-    x = double(1, ROWS, WIDTH)
-    wanted = [*module.parameters(), x]
-    tiled = anyrank.tile(module, chunk_size=4)
-    assert_close(pass_of(tiled(x), wanted), pass_of(module(x), wanted))
-    for part in (lambda result: result[0], lambda result: result[1]["logits"]):
-        assert_close(pass_of(part(tiled(x)), wanted), pass_of(part(module(x)), wanted))
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_dropout_equals_a_plain_loop_over_the_tiles(recomputed: bool) -> None:
-    module = Mlp(dropout=0.5).double()
-    x = double(2, ROWS, WIDTH)
-    wanted = [*module.parameters(), x]
-
-    def loop(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([module(part) for part in x.split(4, 1)], 1)
-
-    tiled = anyrank.tile(module, chunk_size=4)
-    torch.manual_seed(1)
-    plain = pass_of(loop(x), wanted)
-    torch.manual_seed(1)
-    ours = pass_of(anyrank.recompute(tiled, x) if recomputed else tiled(x), wanted)
-    assert_close(ours, plain)
-
-
-def test_autocast_is_in_force_in_every_tile() -> None:
-    module, x = Mlp(), torch.randn(2, ROWS, WIDTH, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain = module(x)
-        ours = anyrank.tile(module, chunk_size=4)(x)
-    assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, plain)
-    wanted = [*module.parameters(), x]
-    expected = torch.autograd.grad(plain.float().sum(), wanted)
-    for mine, grad in zip(torch.autograd.grad(ours.float().sum(), wanted), expected, strict=True):
-        torch.testing.assert_close(mine, grad, rtol=2e-2, atol=2e-2)
-
-
 def test_a_whole_tensor_sums_its_gradient_over_the_tiles() -> None:
     x, weight = double(2, ROWS, WIDTH), double(WIDTH, WIDTH)
 
@@ -216,76 +176,6 @@ def test_backward_brings_the_input_back_once_for_all_tiles() -> None:
     assert len(opened) == 1
     result.backward()
     assert len(opened) == 2
-
-
-def test_double_backward() -> None:
-    module = Mlp().double()
-    x = double(1, 5, WIDTH)
-    tiled = anyrank.tile(module, chunk_size=2)
-    assert torch.autograd.gradgradcheck(tiled, [x])
-    wanted = [*module.parameters(), x]
-
-    def slope(fn: Callable[..., torch.Tensor]) -> torch.Tensor:
-        (grad,) = torch.autograd.grad(fn(x).pow(3).sum(), x, create_graph=True)
-        return grad.pow(2)
-
-    for options in ({}, {"grad_dtype": torch.float64}):
-        fn = anyrank.tile(module, chunk_size=2, **options)
-        assert_close(pass_of(slope(fn), wanted), pass_of(slope(module), wanted))
-
-
-@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
-def test_each_hook_fires_once_on_the_total(grad_dtype: torch.dtype | None) -> None:
-    module = Mlp().double()
-    x = double(2, ROWS, WIDTH)
-    plain = torch.autograd.grad(module(x).sum(), list(module.parameters()))
-    fired: dict[str, list[Any]] = {"tensor": [], "accumulate": [], "post": []}
-    parameter = module.up.weight
-    parameter.register_hook(fired["tensor"].append)
-    parameter.register_post_accumulate_grad_hook(fired["post"].append)
-    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *grads: fired["accumulate"].append(grads))
-    for p in module.parameters():
-        p.grad = torch.ones_like(p)  # from a step before
-    anyrank.tile(module, chunk_size=3, grad_dtype=grad_dtype)(x).sum().backward()
-    assert {name: len(calls) for name, calls in fired.items()} == dict.fromkeys(fired, 1)
-    assert_close(fired["tensor"], [plain[0]])
-    assert_close([p.grad - 1 for p in module.parameters()], list(plain))
-
-
-class Experts(nn.Module):
-    """Rows choose between two experts by their first element; unused ones are not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.clone()
-        for n, expert in enumerate(self.experts):
-            chosen = (x[..., 0] > 0) == bool(n)
-            if chosen.any():
-                y = y.index_put((chosen,), expert(x[chosen]))
-        return y
-
-
-@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
-@pytest.mark.parametrize("unused_in", ["first", "last", "middle", "all"])
-def test_an_expert_that_some_tiles_do_not_use(
-    unused_in: str, grad_dtype: torch.dtype | None
-) -> None:
-    module = Experts().double()
-    x = double(1, 9, WIDTH, grad=False)
-    x[..., 0] = 1
-    tiles = {"first": [0], "last": [2], "middle": [1], "all": [0, 1, 2]}[unused_in]
-    x[..., 0] = torch.tensor([-1.0 if n // 3 in tiles else 1.0 for n in range(9)])
-    x.requires_grad_()
-    wanted = [*module.parameters(), x]
-    tiled = anyrank.tile(module, chunk_size=3, grad_dtype=grad_dtype)
-    plain = pass_of(module(x), wanted)
-    assert_close(pass_of(tiled(x), wanted), plain)
-    result = tiled(x)
-    assert_close(pass_of(result.sum() * 0 + result, wanted)[1:], plain[1:])
 
 
 @pytest.mark.parametrize("cut_off", [[0], [1], [2], [1, 2], [0, 2]])
@@ -351,30 +241,6 @@ def test_no_more_rows_than_a_tile_is_one_plain_call(rows: int) -> None:
     assert type(result.grad_fn).__name__ != "PlaceBackward"
 
 
-# torch 2.13 asks for .grad of a compiled function's arguments, and silences the warning by a log
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
-@pytest.mark.parametrize("where", ["inside", "around"])
-def test_torch_compile(where: str, grad_dtype: torch.dtype | None) -> None:
-    torch.compiler.reset()
-    module = Mlp().double()
-    module.rows = None  # type: ignore[assignment] # a list that grows would recompile
-    module.forward = functools.partial(plain_forward, module)  # type: ignore[method-assign]
-    x = double(2, ROWS, WIDTH)
-    wanted = [*module.parameters(), x]
-    compile = functools.partial(torch.compile, backend="aot_eager")
-    if where == "inside":
-        call = anyrank.tile(compile(module), chunk_size=4, grad_dtype=grad_dtype)
-    else:
-        call = compile(anyrank.tile(module, chunk_size=4, grad_dtype=grad_dtype))
-    assert_close(pass_of(call(x), wanted), pass_of(module(x), wanted))
-    torch.compiler.reset()
-
-
-def plain_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return module.down(torch.tanh(module.up(x)))
-
-
 def test_autograd_adds_the_weight_gradients_of_all_tiles_in_place() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).double()
     x = double(1, ROWS, WIDTH, grad=False)
@@ -427,23 +293,11 @@ def test_a_parameter_that_wants_wide_gradients_gets_them() -> None:
     assert not torch.equal(module.weight.grad, rounded)
 
 
-def test_wide_sums_leave_frozen_and_tied_parameters_right() -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-    module[2].weight = module[0].weight
-    module[0].bias.requires_grad_(False)
-    x = double(1, ROWS, WIDTH)
-    wanted = [module[0].weight, module[2].bias, x]
-    tiled = anyrank.tile(module, chunk_size=3, grad_dtype=torch.float64)
-    assert_close(pass_of(tiled(x), wanted), pass_of(module(x), wanted))
-
-
 # -- bad input ------------------------------------------------------------------------------------
 
 
 X = torch.ones(2, ROWS, WIDTH)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], str]] = {
-    "chunk_size": ({"chunk_size": 0}, lambda t: t(X), ValueError, "at least 1 row"),
-    "in_dims": ({"in_dims": "1"}, lambda t: t(X), TypeError, "in_dims='1'"),
     "a dim that is not an int": (
         {"in_dims": (1.5,)},
         lambda t: t(X),
@@ -490,25 +344,6 @@ def test_wrong_arguments_say_what_is_wrong(case: str) -> None:
         call(anyrank.tile(Mlp(), **{"chunk_size": 4, **options}))
 
 
-BAD_OPTIONS: dict[str, dict[str, Any]] = {
-    "give at least 1 row": {"chunk_size": -3},
-    "chunk_size=2.5: give an int": {"chunk_size": 2.5},
-    "an int or None, not 'a'": {"out_dims": {"x": "a"}},
-    "='a': a dim is an int or None": {"dim": "a"},
-    r"in_dims names \['rows'\], and the arguments are x": {"in_dims": {"rows": 0}},
-    "grad_dtype=torch.int32: give a floating": {"grad_dtype": torch.int32},
-    "grad_dtype='float32': give a floating": {"grad_dtype": "float32"},
-}
-
-
-@pytest.mark.parametrize("message", BAD_OPTIONS)
-def test_wrong_options_are_refused_before_a_module_is_patched(message: str) -> None:
-    model = nn.Sequential(Mlp())
-    with pytest.raises((TypeError, ValueError), match=message):
-        anyrank.tile_(model, "*", **BAD_OPTIONS[message])
-    assert "forward" not in vars(model[0])
-
-
 @dataclasses.dataclass
 class Output:
     """A result of a kind that pytree does not know."""
@@ -531,13 +366,6 @@ class Output:
 def test_results_that_cannot_be_joined(fn: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         anyrank.tile(fn, chunk_size=4)(double(2, ROWS, WIDTH))
-
-
-def test_a_function_that_changes_its_input_is_refused() -> None:
-    for grad in (False, True):
-        x = double(2, ROWS, WIDTH, grad=grad)
-        with pytest.raises((RuntimeError, anyrank.RecomputeError), match=r"in ?place"):
-            anyrank.tile(lambda x: x.mul_(2).sin(), chunk_size=4)(x * 1 if grad else x)
 
 
 class Router(nn.Module):

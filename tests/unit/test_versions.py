@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from anyrank import versions
+from anyrank.integrations import framework_names
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +82,7 @@ def test_the_floors_of_extras_agree_and_are_what_is_tested() -> None:
     for package in ("accelerate", "lightning", "peft", "transformers"):
         (floor,) = {extra[package] for extra in extras if package in extra}
         assert pinned[package].split(".")[:2] == floor.split("."), package
+        assert framework_names.TESTED.get(package, floor) == floor, package
 
 
 def test_the_running_version_is_tested() -> None:

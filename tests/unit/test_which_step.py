@@ -54,14 +54,6 @@ def test_the_own_runs_path_is_its_newest_step(tmp_path: Path) -> None:
     assert resumed(tmp_path, str(tmp_path)) == (6, [])
 
 
-def test_newer_steps_than_that_of_a_path_are_set_aside_at_the_next_save(tmp_path: Path) -> None:
-    train(tmp_path)
-    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.Linear(1, 1))) as ckpts:
-        ckpts.resume(tmp_path / "step-00000002")
-        ckpts.step_done()
-    assert [saved.step for saved in ckpts.saved()] == [3, 2]
-
-
 def test_a_path_into_the_own_run_in_an_object_store(tmp_path: Path) -> None:
     train("memory://which/run")
     assert resumed("memory://which/run", "memory://which/run/step-00000002") == (2, [])

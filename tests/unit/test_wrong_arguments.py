@@ -54,6 +54,10 @@ def share(**given: Any) -> Any:
     return anyrank.ElasticSampler(8, **LOADER).share(**given)
 
 
+def watch(**given: Any) -> Any:
+    anyrank.watch(**given).close()
+
+
 # A call with right arguments, and wrong values of each argument.
 SOURCES = [3, b"w.pt", "", [], [3], [""], {3: torch.ones(1)}]
 FILLS: dict[str, list[Any]] = {
@@ -216,6 +220,7 @@ CALLS: dict[str, Case] = {
             "base": [3, "", [], [3]],
             "layout": [3],
             "metrics": [3, []],
+            "streams": [MODEL],  # the name of another part
         },
     ),
     "ElasticLoader": (
@@ -250,11 +255,32 @@ CALLS: dict[str, Case] = {
         DATA | {"dataset_or_length": [0, -8, 8.0, None, True]},
     ),
     "share": (share, (), {}, {"number": ["0", 0.0, None, True]}),
+    "watch": (
+        watch,
+        (),
+        {},
+        {
+            "after": ["", "0s", "-1s", "soon", "60 days", -3, 0, None, True],
+            "exit": [1],
+            "report": [3, ".", "none/report"],
+        },
+    ),
+    "check": (
+        anyrank.check,
+        (),
+        {"model": MODEL},
+        {"model": ["model"], "optimizer": ["adam"], "accumulation": [0]},
+    ),
     "recompute": (
         anyrank.recompute,
         (identity, torch.ones(2)),
         {},
-        REGIONS | {"use_reentrant": [False]},
+        REGIONS
+        | {
+            "use_reentrant": [False],
+            "preserve_rng_state": [False],
+            "determinism_check": [False],
+        },
     ),
     "recompute_": (
         anyrank.recompute_,
@@ -289,8 +315,8 @@ CALLS: dict[str, Case] = {
             "model": [3, None],
             "pattern": [3, "x", None],
             "dim": ["x", True, None, 1.0],
-            "in_dims": ["x", [0]],
-            "out_dims": ["x"],
+            "in_dims": ["x", [0], {"rows": 0}],
+            "out_dims": ["x", {"x": "a"}],
         },
     ),
     "tiled_loss": (
@@ -342,6 +368,7 @@ def test_a_wrong_argument_is_named_at_the_call(
     monkeypatch.chdir(tmp_path)
     function, args, right, _ = CALLS[call]
     given = {key: made(each) for key, each in {**right, name: value}.items()}
+    blocks = given.get("model")
     with pytest.raises((TypeError, ValueError)) as caught:
         function(*args, **given)
     words = OTHER_WORDS.get(name, re.escape(name))
@@ -349,6 +376,8 @@ def test_a_wrong_argument_is_named_at_the_call(
     frames = [entry.path for entry in caught.traceback]
     assert "anyrank" in str(frames[-1]), frames[-1]  # not an operation's own error
     assert list(tmp_path.iterdir()) == []
+    if isinstance(blocks, nn.Sequential):
+        assert "forward" not in vars(blocks[0])  # no block is changed
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def inner_nodes(count: int) -> frozenset[tuple[int, int, int]]:
+def _inner_nodes(count: int) -> frozenset[tuple[int, int, int]]:
     """The inner nodes of the tree over `count` leaves, as (start, middle, stop)."""
     nodes: set[tuple[int, int, int]] = set()
     todo = [(0, count)]
@@ -55,7 +55,7 @@ class TreeSum:
             value: their sum, whose memory this sum may write to; None for no term at all.
         """
         assert not self.nodes or self.nodes[-1][0].stop <= span.start
-        inner = inner_nodes(self.count)
+        inner = _inner_nodes(self.count)
         while self.nodes:
             left, other = self.nodes[-1]
             # `left` and `span` are siblings if they meet in the middle of an inner node.

@@ -15,8 +15,9 @@ class OffloadStats:
     """What an `Offload` has done since it was created, in bytes and counts.
 
     Attributes:
-        held_bytes: host memory held now, used or idle; `used_bytes`: used now; `peak_bytes`: the
-            largest `used_bytes` so far.
+        held_bytes: host memory held now, used or idle.
+        used_bytes: of it, what is used now.
+        peak_bytes: the largest `used_bytes` so far.
         copied_bytes: copied to the host.
         kept: tensors that stayed on the device because the pool was full.
 
