@@ -15,7 +15,6 @@ from examples import diffusion_resume
 from tests.scripts import run_python
 
 import anyrank
-from anyrank.random_state import saved_streams
 from anyrank.testing import run_ranks
 
 SAVED_ON, STOP, END = 7, 4, 9
@@ -33,35 +32,11 @@ class Seen(diffusion_resume.Images):
         return super().__getitem__(index)
 
 
-class Card:
-    """A stream like that of an accelerator that only the saving process has."""
-
-    algorithm = "cuda philox"
-
-    def __init__(self, number: int) -> None:
-        self.name = f"device{number}"
-
-    def get(self) -> int:
-        return 0
-
-    def encode(self, state: Any) -> tuple[list[Any], bytes]:
-        return [], bytes(16)
-
-
-def job(arguments: list[str], cards: int = 0) -> dict[str, Any]:
-    """Run the example on this rank, whose saves hold the states of `cards` accelerators more.
-
-    Returns what the example does, and the images that this rank has read.
-    """
+def job(arguments: list[str]) -> dict[str, Any]:
+    """Run the example on this rank: what it returns, and the images that this rank has read."""
     seen = Seen()
-    streams_here = saved_streams.streams_here
-
-    def more(generators: Any) -> list[Any]:
-        return [*streams_here(generators), *(Card(number) for number in range(cards))]
-
     with pytest.MonkeyPatch.context() as patch:  # the process is a rank of later tests as well
         patch.setattr(diffusion_resume, "Images", lambda: seen)
-        patch.setattr(saved_streams, "streams_here", more)
         result = diffusion_resume.main(["--double", *arguments])
     loader = result.pop("loader")
     return result | {"ids": seen.ids, "receipts": loader.receipts, "samples": loader.samples}
@@ -76,10 +51,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """A run that was saved on 7 ranks, each of which had eight accelerators; what they returned."""
+    """A run that was saved on 7 ranks; what they returned."""
     folder = str(tmp_path_factory.mktemp("saved"))
     arguments = ["--folder", folder, "--stop", str(STOP)]
-    return folder, run_ranks(SAVED_ON, job, arguments, cards=8)
+    return folder, run_ranks(SAVED_ON, job, arguments)
 
 
 def copied(folder: str, to: Path) -> str:
@@ -117,17 +92,6 @@ def test_seven_ranks_go_on_on_another_number(
     assert results[0]["samples"] == END * 24
 
 
-def test_states_of_accelerators_that_are_not_here_are_no_error(
-    tmp_path: Path, saved: tuple[str, list[dict[str, Any]]]
-) -> None:
-    arguments = ["--folder", copied(saved[0], tmp_path), "--resume", "--stop", str(STOP)]
-    for ranks in (1, 2):
-        report = run_ranks(ranks, job, arguments)[0]["report"]
-        notes = [note for note in report.notes if note.startswith("random stream device")]
-        assert len(notes) == 8
-        assert all("skipped, it was saved and is not in use here" in note for note in notes)
-
-
 def test_weights_alone_start_a_new_run(
     tmp_path: Path, saved: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -142,25 +106,6 @@ def test_weights_alone_start_a_new_run(
     weights = diffusion_resume.Denoiser().double()
     anyrank.load(weights, saved[0])
     assert result["losses"][0] < saved[1][0]["losses"][0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--resume", "--load-from", "x", "--seed", "1"], "not allowed with argument"),
-        (["--load-from", "x"], "a --seed of its own"),
-        ([], "holds a run: give --resume"),
-    ],
-)
-def test_starts_are_not_mixed_up(
-    arguments: list[str],
-    told: str,
-    saved: tuple[str, list[dict[str, Any]]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        diffusion_resume.parse([*arguments, "--folder", saved[0]])
-    assert told in capsys.readouterr().err
 
 
 def test_the_example_runs_unchanged_under_python(tmp_path: Path) -> None:

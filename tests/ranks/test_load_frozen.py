@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.filling import plan_load
-from anyrank.formats import sources
-from anyrank.model import match
 from anyrank.testing import run_ranks
 
 
@@ -74,24 +72,16 @@ def job_counting_headers(folder: str) -> list[str]:
         model = Pair()
     anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
     listed: list[str] = []
+    usual = plan_load.list_source
 
-    def count(path: Any, read: Any = sources.list_source) -> Any:
+    def count(path: Any) -> Any:
         listed.append(Path(path).name)
-        return read(path)
+        return usual(path)
 
-    for module in (plan_load, match):
-        if hasattr(module, "list_source"):
-            module.list_source = count
-    try:
-        anyrank.load(
-            model,
-            f"{folder}/head.safetensors",
-            rename={"weight": "head.weight", "bias": "head.bias"},
-        )
-    finally:
-        for module in (plan_load, match):
-            if hasattr(module, "list_source"):
-                module.list_source = sources.list_source
+    rename = {"weight": "head.weight", "bias": "head.bias"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_load, "list_source", count)
+        anyrank.load(model, f"{folder}/head.safetensors", rename=rename)
     return listed
 
 

@@ -23,7 +23,6 @@ from anyrank.data.order import Order
 from anyrank.data.position import Position, RankAccounts
 from anyrank.data.receipts import receipt_of
 from anyrank.data.schedule import Schedule, StepPlan, Tail
-from anyrank.tensors.hashing import derive
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 
@@ -292,31 +291,3 @@ def test_shards_are_read_once_on_any_number_of_ranks() -> None:
         whole |= merged(results)
         state = json.loads(json.dumps(results[0][1]))
     assert whole == expected
-
-
-def job_data_coordinates() -> Any:
-    """Ranks 0, 1 and ranks 2, 3 share their data, as under tensor parallelism."""
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    loader = anyrank.ElasticLoader(
-        Noisy(), global_batch=8, microbatch=2, process_group=groups[rank % 2], collate_fn=as_lists
-    )
-    taken: list[Any] = []
-    for step in loader:
-        for batch in step.microbatches(nn.Linear(1, 1)):
-            taken.append((batch, torch.rand(()).item()))
-    with open_ranks() as ranks:
-        loader.position.check_receipt(ranks)
-    return taken, loader.receipts
-
-
-def test_ranks_of_one_data_coordinate_see_the_same() -> None:
-    results = run_ranks(4, job_data_coordinates)
-    assert results[0] == results[1]
-    assert results[2] == results[3]
-    assert results[0] != results[2]
-    assert results[0][1] == [(0, 23, "exactly once")]
-
-
-def test_numbers_of_samples_and_microbatches_have_seeds_of_their_own() -> None:
-    assert derive(0, 1, 2, "sample") != derive(0, 1, 2, "microbatch")

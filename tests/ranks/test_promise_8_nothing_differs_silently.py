@@ -96,14 +96,6 @@ def without(folder: Path, key: str) -> Path:
     return path
 
 
-def test_a_missing_key_raises(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    without(tmp_path, "model.layers.1.mlp.up_proj.weight")
-    error, _, _ = run("llama", str(tmp_path))
-    assert isinstance(error, anyrank.LoadError)
-    assert "model.layers.1.mlp.up_proj.weight" in str(error)
-
-
 def test_a_missing_key_that_is_initialised_is_told(tmp_path: Path) -> None:
     save("llama", tmp_path)
     without(tmp_path, "model.layers.1.mlp.up_proj.weight")
@@ -145,18 +137,6 @@ def test_a_leftover_file_beside_an_index_is_passed_over(tmp_path: Path) -> None:
     assert torch.equal(weights["model.norm.weight"], expected["model.norm.weight"])
     assert any("consolidated.safetensors: skipped" in note for note in report.skipped)
     assert any("pytorch_model.bin: skipped" in note for note in report.skipped)
-
-
-@pytest.mark.parametrize("change", ["half", "turned", "longer"])
-def test_a_shape_that_differs_raises(tmp_path: Path, change: str) -> None:
-    save("llama", tmp_path)
-    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    tensors = load_file(path)
-    weight = tensors[name]
-    changed = {"half": weight[:24], "turned": weight.t(), "longer": torch.cat([weight, weight])}
-    save_file({**tensors, name: changed[change].contiguous()}, path)
-    error, _, _ = run("llama", str(tmp_path))
-    assert f"{name}: the model has shape [48, 32], the source" in str(error)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -251,6 +231,7 @@ def test_a_buffer_that_nobody_can_rebuild_raises() -> None:
         model = Derived()
     with pytest.raises(anyrank.LoadError, match=r"no rule of their module rebuilds: table"):
         anyrank.load(model, {"weight": torch.zeros(2)})
+    assert model.weight.is_meta
 
 
 def job_one_rank_has_it() -> torch.Tensor:
@@ -312,25 +293,6 @@ def test_a_table_that_lies_differently_in_each_ranks_memory() -> None:
         assert torch.equal(weight, torch.arange(12.0).reshape(3, 4).t())
 
 
-def job_other_keys(strategy: str) -> str:
-    table = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    if torch.distributed.get_rank() == 1:
-        del table["bias"]
-    linear = nn.Linear(2, 2)
-    before = linear.weight.detach().clone()
-    with pytest.raises(anyrank.LoadError) as caught:
-        anyrank.load(linear, table, strategy=strategy)
-    assert torch.equal(linear.weight, before)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("strategy", ["own", "stripe"])
-def test_a_table_that_lacks_a_key_on_one_rank(strategy: str) -> None:
-    for text in run_ranks(2, job_other_keys, strategy):
-        assert "[rank 1]" in text
-        assert "bias" in text
-
-
 def job_other_buffer(strategy: str) -> None:
     size = 4096 if torch.distributed.get_rank() == 0 else 1 << 20
     linear = nn.Linear(300, 300)
@@ -342,14 +304,6 @@ def job_other_buffer(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["stripe", "scatter"])
 def test_buffers_of_different_size_agree_on_one(strategy: str) -> None:
     run_ranks(3, job_other_buffer, strategy)
-
-
-def test_a_failed_rebuild_leaves_the_parameters_on_meta() -> None:
-    with torch.device("meta"):
-        model = Derived()
-    with pytest.raises(anyrank.LoadError, match="rebuilds: table"):
-        anyrank.load(model, {"weight": torch.zeros(2)})
-    assert model.weight.is_meta
 
 
 @pytest.mark.parametrize("strategy", ["own", "stripe", "scatter"])

@@ -16,8 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.files import receipt
-from anyrank.state import digests
 from anyrank.state.digests import on_device, start_digests
 from anyrank.state.replicas import TURNS
 from anyrank.testing import run_ranks
@@ -289,41 +287,3 @@ def job_unlike_models(path: str) -> str:
 def test_models_of_other_names_are_not_compared(tmp_path: Path) -> None:
     for text in run_ranks(2, job_unlike_models, str(tmp_path)):
         assert text.startswith("step 1: the ranks hold tensors of different names")
-
-
-def job_hashed(path: str) -> dict[str, int]:
-    """Bytes that a save with exact=True hashes on this rank, and those of the whole state."""
-    torch.manual_seed(0)
-    net = DistributedDataParallel(nn.Linear(90, 40))
-    optimizer = torch.optim.AdamW(net.parameters())
-    net(torch.ones(1, 90)).sum().backward()
-    optimizer.step()
-    loader = anyrank.ElasticLoader(torch.randn(8, 90), global_batch=4, microbatch=2, exact=True)
-    tensors = [*net.parameters()]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    found = {"state": sum(tensor.nbytes for tensor in tensors), "replicas": 0, "receipt": 0}
-    on_cpu, digest_of_box = digests.on_cpu, receipt.digest_of_box
-
-    def count_replica(tensor: torch.Tensor) -> int:
-        found["replicas"] += tensor.nbytes
-        return on_cpu(tensor)
-
-    def count_box(source: torch.Tensor, *others: Any) -> int:
-        found["receipt"] += source.nbytes
-        return digest_of_box(source, *others)
-
-    digests.on_cpu, receipt.digest_of_box = count_replica, count_box
-    try:
-        with anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer, data=loader)) as ckpts:
-            ckpts.save()
-    finally:
-        digests.on_cpu, receipt.digest_of_box = on_cpu, digest_of_box
-    return found
-
-
-def test_an_exact_save_hashes_what_it_writes_and_a_ninth_of_the_replicas(tmp_path: Path) -> None:
-    """For the receipt each byte is hashed by the rank that writes it, and for its file."""
-    rows = run_ranks(2, job_hashed, str(tmp_path / "run"))
-    assert sum(row["receipt"] for row in rows) == rows[0]["state"]
-    for row in rows:
-        assert row["replicas"] < row["state"] / 8

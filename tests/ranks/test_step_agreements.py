@@ -84,40 +84,6 @@ def test_the_ranks_agree_once_at_the_end_of_a_step(
         assert steps == [agreements] * 2
 
 
-def job_exchanges(kind: str, exact: bool) -> int:
-    """All-reduces and all-to-alls of a step, of a model with 16 small parameters."""
-    net = build(kind)
-    rows = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
-    loader = anyrank.ElasticLoader(rows, global_batch=8, microbatch=2, exact=exact)
-    counts: list[int] = []
-    functions = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            counts[-1] += 1
-            return functions[name](*args, **options)
-
-        return call
-
-    for name in functions:
-        setattr(dist, name, counting(name))
-    try:
-        for step in loader:
-            counts.append(0)
-            for batch in step.microbatches(net):
-                step.backward(net(batch).square().mean())
-            net.zero_grad()
-    finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
-    return counts[-1]
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_small_gradients_without_a_wrapper_are_exchanged_together(exact: bool) -> None:
-    assert run_ranks(2, job_exchanges, "plain", exact) == [1, 1]
-
-
 def job_kinds() -> None:
     """Sums of parameters whose gradients cannot be in one bucket, beside those by hand."""
     torch.manual_seed(0)
