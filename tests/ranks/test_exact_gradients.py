@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.exact.run import WARNING, is_scaled_by_two
+from anyrank.exact.run import WARNING
 from anyrank.testing import run_ranks
 
 Change = Callable[[Any, Any], object]
@@ -79,21 +79,3 @@ def test_changed_gradients_are_noted_once() -> None:
     warned = {"torch's clipping", "both", "torch's, then own", "a constant", "replaced"}
     for found in run_ranks(2, job_changed, timeout=100):
         assert found == {name: int(name in warned) for name in CHANGES}
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "is_scaled"),
-    [
-        ([1.0, -3.0, 0.0], [0.25, -0.75, 0.0], True),
-        ([1.0, -3.0, 0.0], [1.0, -3.0, 0.0], True),
-        ([1.0, -3.0, 0.0], [0.5, -0.75, 0.0], False),
-        ([1.0, -3.0, 0.0], [0.3, -0.9, 0.0], False),
-        ([1.0, float("inf")], [1.0, float("nan")], True),  # what overflows shows nothing
-        ([0.0, 0.0], [0.0, 0.0], True),
-        ([1.0, 1.0], [1.0], False),
-    ],
-)
-def test_a_power_of_two_keeps_all_bits(
-    before: list[float], now: list[float], is_scaled: bool
-) -> None:
-    assert is_scaled_by_two(torch.tensor(before), torch.tensor(now)) == is_scaled

@@ -131,8 +131,6 @@ def job_refused() -> list[str]:
         step.backward(part(batch[:, None].float()).square().mean())
 
     attempt(part, thawed)
-    rare = nn.Embedding(16, 1, sparse=True)
-    attempt(rare, lambda step, batch, _: step.backward(rare(batch).mean()))
     return found
 
 
@@ -142,7 +140,6 @@ def test_what_torch_would_add_up_in_another_order_is_refused_on_all_ranks() -> N
         texts = (
             "ValueError: exact=True: set_requires_gradient_sync(False) was called",
             "ValueError: exact=True: ['bias'] were frozen when the loop",
-            "the gradient of weight is torch.sparse_coo",
         )
         assert len(found) == len(texts), found
         assert all(text in one for text, one in zip(texts, found, strict=True)), found

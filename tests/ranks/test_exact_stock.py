@@ -91,32 +91,3 @@ def job_compiled() -> dict[str, str]:
 
 def test_promise_9_a_compiled_model_has_the_same_bits() -> None:
     digests_on((2,), job_compiled)
-
-
-def job_graphs() -> dict[str, int]:
-    found: dict[str, int] = {}
-
-    def count(name: str) -> Any:
-        def backend(graph: Any, _: Any) -> Any:
-            found[name] = found.get(name, 0) + 1
-            return graph
-
-        return backend
-
-    def compiled(net: Any, name: str) -> Any:
-        return torch.compile(net, backend=count(name))
-
-    orders: dict[str, Any] = {
-        "plain": compiled(build("plain"), "plain"),
-        "compiled, wrapped": DistributedDataParallel(compiled(build("plain"), "compiled, wrapped")),
-        "wrapped, compiled": compiled(build("ddp"), "wrapped, compiled"),
-    }
-    for net in orders.values():
-        by_loader(net, exact=True)
-    return found
-
-
-def test_the_note_is_right_that_a_wrapper_changes_what_is_compiled() -> None:
-    for found in run_ranks(2, job_graphs, timeout=100):
-        assert found["compiled, wrapped"] == found["plain"] > 0
-        assert "wrapped, compiled" not in found
