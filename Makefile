@@ -72,9 +72,8 @@ bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/save.py
 	$(VENV_PYTHON) benchmarks/memory.py
 
-gpu: $(READY)  ## tests and benchmark that need a CUDA device
+gpu: $(READY)  ## tests that need a CUDA device
 	$(VENV_PYTHON) -m pytest tests/gpu tests/device
-	$(VENV_PYTHON) benchmarks/load.py --device cuda
 
 # Once as a plain process, once as a rank whose device is not the current one, with several slots.
 device: $(READY)  ## tests of devices, on a simulated one that this builds with g++

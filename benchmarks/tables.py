@@ -1,4 +1,7 @@
-"""The tables of docs/benchmarks.md, from the result files, and where they stand. Pure text."""
+"""Write the tables of docs/benchmarks.md from the result files.
+
+python benchmarks/tables.py
+"""
 
 from __future__ import annotations
 
@@ -231,7 +234,6 @@ def sync_table(result: dict[str, Any]) -> str:
             f"{sum(row['sent_mib']):.0f}",
         ]
         for row in result["rows"]
-        if row.get("mib") in (256, 2048)
     ]
     what = f"4 ranks, medians of {result['repeats']}."
     return section(result, what, table(head, body))
@@ -321,9 +323,14 @@ def filled(page: str) -> str:
         ValueError: a section has no markers.
     """
     for name, make in SECTIONS.items():
-        start, stop = f"<!-- {name}: made by benchmarks/plot.py -->", f"<!-- end of {name} -->"
+        start, stop = f"<!-- {name}: made by benchmarks/tables.py -->", f"<!-- end of {name} -->"
         if page.count(start) != 1 or page.count(stop) != 1:
             raise ValueError(f"{PAGE}: needs one {start} and one {stop}")
         before, rest = page.split(start)
         page = f"{before}{start}\n\n{make(read(name))}\n\n{stop}{rest.split(stop)[1]}"
     return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"written to {PAGE}")
