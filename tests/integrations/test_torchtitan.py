@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations import test_from_dcp, test_from_deepspeed, tools
+from tests.integrations import test_from_dcp, tools
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -197,7 +197,7 @@ def job_initial(folder: str) -> None:
         base_folder=folder,
     )
     assert manager.load()
-    expected = test_from_deepspeed.reference()[0].state_dict()
+    expected = tools.trained()[0].state_dict()
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=1e-12, atol=1e-12)
     manager.close()
 
