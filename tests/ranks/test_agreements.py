@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.models import Net
+from tests.ranks.spies import meetings
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -16,7 +17,6 @@ import anyrank
 from anyrank.filling import plan_load
 from anyrank.model.share import ModelShare
 from anyrank.testing import run_ranks
-from anyrank.world.ranks import Ranks
 
 SIZES = {"width": 7, "hidden": 9}
 LOAD = [
@@ -30,15 +30,7 @@ LOAD = [
 
 def met_in(call: Callable[[], object]) -> list[str]:
     """What the ranks meet for in a call."""
-    met: list[str] = []
-    usual = Ranks.start_gather
-
-    def spied(self: Ranks, value: Any, what: str) -> Any:
-        met.append(what)
-        return usual(self, value, what)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "start_gather", spied)
+    with meetings() as met:
         call()
     return met
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.ranks.spies import warnings_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -51,26 +51,21 @@ CHANGES: dict[str, Change] = {
 
 def job_changed() -> dict[str, int]:
     found: dict[str, int] = {}
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("anyrank.exact").addHandler(handler)
     for name, change in CHANGES.items():
         torch.manual_seed(0)
         net: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
         fully_shard(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         loader = anyrank.ElasticLoader(torch.randn(24, 4), global_batch=8, microbatch=2, exact=True)
-        records.clear()
-        for step in loader:
-            for batch in step.microbatches(net):
-                step.backward(net(batch).square().mean())
-            change(step, net)
-            optimizer.step()
-            optimizer.zero_grad()
+        with warnings_of("anyrank.exact") as told:
+            for step in loader:
+                for batch in step.microbatches(net):
+                    step.backward(net(batch).square().mean())
+                change(step, net)
+                optimizer.step()
+                optimizer.zero_grad()
         found[name] = loader.notes.count(WARNING)
-        assert found[name] == len([r for r in records if r.getMessage() == WARNING])
-    logging.getLogger("anyrank.exact").removeHandler(handler)
+        assert found[name] == told.count(WARNING)
     return found
 
 

@@ -5,7 +5,6 @@ raises.
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.integrations.families import build, save
+from tests.ranks.spies import warnings_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,11 +24,7 @@ from anyrank.testing import run_ranks
 
 def job(family: str, source: Any, how: str, options: dict[str, Any]) -> tuple[Any, Any, list[str]]:
     """Load into FSDP2; returns weights and buffers or the error, the report, and the warnings."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("anyrank").addHandler(handler)
-    try:
+    with warnings_of("anyrank") as told:
         if how == "meta":
             with torch.device("meta"):  # buffers too, as many trainers do it
                 model = build(family)
@@ -48,8 +44,6 @@ def job(family: str, source: Any, how: str, options: dict[str, Any]) -> tuple[An
             for name, t in tensors.items()
         }
         return whole, report, told
-    finally:
-        logging.getLogger("anyrank").removeHandler(handler)
 
 
 def run(family: str, source: Any, how: str = "meta", **options: Any) -> tuple[Any, Any, list[str]]:

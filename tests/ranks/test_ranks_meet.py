@@ -5,7 +5,6 @@ come, and ends of processes with everything still open.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.spies import warnings_of
 from torch import nn
 
 import anyrank
@@ -46,19 +46,6 @@ def outcome(work: Callable[[], object]) -> tuple[str, str]:
         assert time.monotonic() - start < SECONDS
         return type(error).__name__, str(error)
     return "no error", ""
-
-
-@contextlib.contextmanager
-def warnings_of(name: str) -> Generator[list[str]]:
-    """What a logger gets at WARNING."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 @contextlib.contextmanager
