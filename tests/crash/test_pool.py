@@ -15,6 +15,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,6 +37,7 @@ from anyrank.testing import (
     pss_anon,
     rss_anon,
     run_ranks,
+    worker,
 )
 
 POINT = "test.point"
@@ -330,6 +332,24 @@ def test_a_death_is_reported_by_name_and_only_the_dead_are_replaced(
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
 
 
+def fail_to_meet() -> str:
+    """A failed init_process_group on rank 0 alone."""
+    if os.environ["RANK"] == "0":
+        nobody = dist.HashStore()
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo", store=nobody, rank=0, world_size=2, timeout=timedelta(seconds=0.1)
+            )
+    return "alone"
+
+
+def test_a_group_that_failed_to_form_does_not_disturb_the_next(pool: RankPool) -> None:
+    before = pool.run(2, get_pid)
+    assert pool.run(2, fail_to_meet, init=False) == ["alone"] * 2
+    after = pool.run(2, get_pid)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+
+
 def test_a_job_begins_when_all_ranks_have_met(pool: RankPool) -> None:
     # Else a death at once finds others still connecting, which leaves them with half a group.
     before = pool.run(3, get_pid)
@@ -415,6 +435,32 @@ def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="first cause"):
         pool.run(1, leave_thread, then="raise")
     assert pool.run(1, threading.active_count) == [1]
+
+
+def leave_group(limit_seconds: float) -> int:
+    """A group that outlives the job, whose thread may take so much CPU time."""
+    worker.SPIN_SECONDS = limit_seconds
+    left.append(dist.new_group())
+    return os.getpid()
+
+
+left: list[Any] = []
+
+
+def threads_of_a_group() -> list[str]:
+    """The kernel's names of this process's threads while it has a group."""
+    group = dist.new_group()
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    dist.destroy_process_group(group)
+    return names
+
+
+def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
+    if "gloo_tcp_loop" not in pool.run(1, threads_of_a_group)[0]:
+        pytest.skip(f"torch {torch.__version__} does not name gloo's threads, which it looks for")
+    pids = pool.run(2, leave_group, 60.0)
+    assert pool.run(2, leave_group, -1.0) == pids
+    assert not set(pool.run(2, get_pid)) & set(pids)
 
 
 def is_running(pid: int) -> bool:
