@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-import logging
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.ranks.exact_runs import digests_on, sha256, whole
+from tests.ranks.exact_runs import KINDS, digests_on, run, sha256, whole, wrap
+from tests.ranks.spies import warnings_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.testing import run_ranks
-
-KINDS = ("plain", "ddp", "fsdp")
 
 
 class Lion(torch.optim.Optimizer):
@@ -56,10 +54,7 @@ def build(kind: str, width: int = 41) -> nn.Module:
     net: Any = nn.Sequential(
         nn.Linear(7, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 3)
     )
-    if kind == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
-    return DistributedDataParallel(net) if kind == "ddp" else net
+    return wrap(net, kind, net[0])
 
 
 def rows() -> torch.Tensor:
@@ -70,13 +65,9 @@ def train(kind: str, make: Callable[[Any], torch.optim.Optimizer]) -> str:
     net = build(kind)
     optimizer = make(net.parameters())
     loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
-    for step in loader:
-        for batch in step.microbatches(net):
-            step.backward(net(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    digest = run(net, optimizer, loader)
     assert loader.step == 3
-    return sha256(net, optimizer)
+    return digest
 
 
 def job_optimizers() -> dict[str, str]:
@@ -185,16 +176,13 @@ def test_an_optimizer_is_refused_for_the_dtypes_that_it_steps_by_shard() -> None
 
 def job_warned() -> list[str]:
     """What TrainState says of complex parameters, by optimizer and wrapper."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("anyrank.state").addHandler(handler)
-    for make in (torch.optim.AdamW, torch.optim.SGD):
-        for dtype in (torch.complex64, torch.float32):
-            for wrap in (fully_shard, nn.Sequential):
-                net: Any = wrap(nn.Linear(7, 5, dtype=dtype))
-                anyrank.TrainState(net, make(net.parameters(), lr=0.1))
-    return [record.getMessage() for record in records]
+    makers = (torch.optim.AdamW, torch.optim.SGD)
+    dtypes, wrappers = (torch.complex64, torch.float32), (fully_shard, nn.Sequential)
+    with warnings_of("anyrank.state") as told:
+        for make, dtype, wrap in itertools.product(makers, dtypes, wrappers):
+            net: Any = wrap(nn.Linear(7, 5, dtype=dtype))
+            anyrank.TrainState(net, make(net.parameters(), lr=0.1))
+    return told
 
 
 def test_a_sharded_complex_parameter_is_warned_of_without_exact() -> None:

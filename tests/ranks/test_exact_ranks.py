@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.exact_runs import digests_on, sha256, whole
+from tests.ranks.exact_runs import KINDS, digests_on, run, sha256, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,7 +20,6 @@ from anyrank.exact import groups as exact_groups
 from anyrank.testing import run_ranks
 
 ROWS, BATCH, MICRO = 13, 12, 2  # K = 6, and a last step of one sample
-KINDS = ("plain", "ddp", "fsdp")
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -232,9 +231,7 @@ def job_left_unsynced(kind: str) -> str:
 
 def job_habits() -> dict[str, str]:
     jobs = (job_validated, job_adversaries, job_left_unsynced)
-    return {
-        f"{job.__name__} {kind}": job(kind) for job in jobs for kind in ("plain", "ddp", "fsdp")
-    }
+    return {f"{job.__name__} {kind}": job(kind) for job in jobs for kind in KINDS}
 
 
 @pytest.mark.exact_fsdp
@@ -264,12 +261,10 @@ def train_buckets(kind: str, case: str) -> str:
     rows = Tokens(ROWS + BATCH)
     loader = anyrank.ElasticLoader(rows, global_batch=BATCH, microbatch=MICRO, seed=5, exact=True)
     for _ in range(2):
-        for step in loader:
-            for batch in step.microbatches(net):
-                step.backward(token_loss(net(batch), batch), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return sha256(net, optimizer)
+        digest = run(
+            net, optimizer, loader, lambda net, batch: (token_loss(net(batch), batch), 1.0)
+        )
+    return digest
 
 
 @pytest.mark.exact_fsdp
