@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.ranks.models import LAYOUTS, Net, reference
+from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -170,13 +170,7 @@ def job_table_on_one_rank(layout: str) -> Any:
         net = Net()
     net = LAYOUTS[layout](net)
     report = anyrank.load(net, dict(reference().state_dict()) if first else None)
-    expected: Any = LAYOUTS[layout](reference())
-    for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
-        left: Any = mine.detach()
-        right: Any = theirs.detach()
-        if hasattr(left, "to_local"):
-            left, right = left.to_local(), right.to_local()
-        assert torch.equal(left, right)
+    assert_same(net, LAYOUTS[layout](reference()))
     return report
 
 

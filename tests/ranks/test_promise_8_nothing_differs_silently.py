@@ -56,9 +56,15 @@ def run(family: str, source: Any, how: str = "meta", **options: Any) -> tuple[An
     return first, report, told
 
 
-def test_rotary_buffers_of_a_model_on_meta_are_rebuilt(tmp_path: Path) -> None:
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with its weights."""
     save("llama", tmp_path)
-    weights, report, _ = run("llama", str(tmp_path))
+    return tmp_path
+
+
+def test_rotary_buffers_of_a_model_on_meta_are_rebuilt(llama: Path) -> None:
+    weights, report, _ = run("llama", str(llama))
     expected = dict(build("llama").named_buffers())
     assert expected
     for name, value in expected.items():
@@ -66,9 +72,8 @@ def test_rotary_buffers_of_a_model_on_meta_are_rebuilt(tmp_path: Path) -> None:
     assert set(report.rebuilt) == set(expected)
 
 
-def test_buffers_under_meta_were_never_lost(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    weights, report, _ = run("llama", str(tmp_path), how="anyrank.meta")
+def test_buffers_under_meta_were_never_lost(llama: Path) -> None:
+    weights, report, _ = run("llama", str(llama), how="anyrank.meta")
     for name, value in build("llama").named_buffers():
         assert torch.equal(weights[name], value), name
     assert report.rebuilt == {}
@@ -90,10 +95,9 @@ def without(folder: Path, key: str) -> Path:
     return path
 
 
-def test_a_missing_key_that_is_initialised_is_told(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    without(tmp_path, "model.layers.1.mlp.up_proj.weight")
-    weights, report, told = run("llama", str(tmp_path), missing="init")
+def test_a_missing_key_that_is_initialised_is_told(llama: Path) -> None:
+    without(llama, "model.layers.1.mlp.up_proj.weight")
+    weights, report, told = run("llama", str(llama), missing="init")
     name = "model.layers.1.mlp.up_proj.weight"
     assert list(report.initialised) == [name]
     assert report.missing == [name]
@@ -101,33 +105,31 @@ def test_a_missing_key_that_is_initialised_is_told(tmp_path: Path) -> None:
     assert any("initial values" in text and name in text for text in told)
 
 
-def test_a_missing_key_on_meta_cannot_be_kept(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    without(tmp_path, "model.norm.weight")
-    error, _, _ = run("llama", str(tmp_path), missing="keep")
+def test_a_missing_key_on_meta_cannot_be_kept(llama: Path) -> None:
+    without(llama, "model.norm.weight")
+    error, _, _ = run("llama", str(llama), missing="keep")
     assert isinstance(error, anyrank.LoadError)
     assert "nothing to keep" in str(error)
 
 
-def test_an_unexpected_key_raises_or_is_told(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    path = tmp_path / "model.safetensors"
+def test_an_unexpected_key_raises_or_is_told(llama: Path) -> None:
+    path = llama / "model.safetensors"
     save_file({**load_file(path), "model.extra": torch.zeros(3)}, path)
-    error, _, _ = run("llama", str(tmp_path))
+    error, _, _ = run("llama", str(llama))
     assert "model.extra" in str(error)
-    _, report, told = run("llama", str(tmp_path), unexpected="ignore")
+    _, report, told = run("llama", str(llama), unexpected="ignore")
     assert report.unexpected == ["model.extra"]
     assert any("model.extra" in text for text in told)
 
 
-def test_a_leftover_file_beside_an_index_is_passed_over(tmp_path: Path) -> None:
-    expected = save("llama", tmp_path)
-    whole = load_file(tmp_path / "model.safetensors")
+def test_a_leftover_file_beside_an_index_is_passed_over(llama: Path) -> None:
+    expected = save("llama", llama)
+    whole = load_file(llama / "model.safetensors")
     save_file(
-        {k: torch.zeros_like(v) for k, v in whole.items()}, tmp_path / "consolidated.safetensors"
+        {k: torch.zeros_like(v) for k, v in whole.items()}, llama / "consolidated.safetensors"
     )
-    torch.save({k: torch.ones_like(v) for k, v in whole.items()}, tmp_path / "pytorch_model.bin")
-    weights, report, _ = run("llama", str(tmp_path))
+    torch.save({k: torch.ones_like(v) for k, v in whole.items()}, llama / "pytorch_model.bin")
+    weights, report, _ = run("llama", str(llama))
     assert torch.equal(weights["model.norm.weight"], expected["model.norm.weight"])
     assert any("consolidated.safetensors: skipped" in note for note in report.skipped)
     assert any("pytorch_model.bin: skipped" in note for note in report.skipped)
@@ -139,10 +141,9 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    path = tmp_path / "w.pt"
-    torch.save(load_file(tmp_path / "model.safetensors"), path)
+def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(llama: Path) -> None:
+    path = llama / "w.pt"
+    torch.save(load_file(llama / "model.safetensors"), path)
     weights, report, _ = run("llama", str(path), verify=True)
     assert not isinstance(weights, Exception)
     assert "CRC-32 of" in report.verified
@@ -153,13 +154,12 @@ def test_a_flipped_bit_is_noticed_where_the_format_has_checksums(tmp_path: Path)
     assert "the file is corrupt" in str(error)
 
 
-def test_a_flipped_bit_is_noticed_where_the_publisher_gave_a_digest(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_noticed_where_the_publisher_gave_a_digest(llama: Path) -> None:
     """The layout of a Hugging Face cache: each file is a link to a blob that bears its SHA-256."""
-    save("llama", tmp_path)
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs, snapshot = llama / "blobs", llama / "snapshots" / "main"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
-    data = (tmp_path / "model.safetensors").read_bytes()
+    data = (llama / "model.safetensors").read_bytes()
     blob = blobs / hashlib.sha256(data).hexdigest()
     blob.write_bytes(data)
     (snapshot / "model.safetensors").symlink_to(blob)
@@ -171,18 +171,16 @@ def test_a_flipped_bit_is_noticed_where_the_publisher_gave_a_digest(tmp_path: Pa
     assert "corrupt" in str(error)
 
 
-def test_without_any_checksum_that_is_told(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    _, report, told = run("llama", str(tmp_path), verify=True)
+def test_without_any_checksum_that_is_told(llama: Path) -> None:
+    _, report, told = run("llama", str(llama), verify=True)
     assert "no checksums" in report.verified
     assert any("cannot be noticed" in text for text in told)
 
 
-def test_nan_is_loaded_and_told(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    path, name = tmp_path / "model.safetensors", "model.norm.weight"
+def test_nan_is_loaded_and_told(llama: Path) -> None:
+    path, name = llama / "model.safetensors", "model.norm.weight"
     save_file({**load_file(path), name: torch.full((32,), float("nan"))}, path)
-    weights, report, told = run("llama", str(tmp_path), verify=True)
+    weights, report, told = run("llama", str(llama), verify=True)
     assert bool(weights[name].isnan().all())
     assert set(report.nonfinite) == {name}
     assert any("not finite" in text and name in text for text in told)
@@ -204,11 +202,10 @@ def test_values_that_are_not_finite_are_counted_over_the_shards_once(tmp_path: P
         assert counts == ({"weight": 5}, {"weight": 5})
 
 
-def test_a_cast_is_in_the_report(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    path = tmp_path / "model.safetensors"
+def test_a_cast_is_in_the_report(llama: Path) -> None:
+    path = llama / "model.safetensors"
     save_file({k: v.bfloat16() for k, v in load_file(path).items()}, path)
-    weights, report, _ = run("llama", str(tmp_path))
+    weights, report, _ = run("llama", str(llama))
     assert report.cast["model.norm.weight"] == "bfloat16 -> float32"
     assert weights["model.norm.weight"].dtype == torch.float32
 
