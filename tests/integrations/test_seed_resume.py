@@ -15,6 +15,7 @@ from examples import diffusion_resume
 from tests.scripts import run_python
 
 import anyrank
+from anyrank.random_state import saved_streams
 from anyrank.testing import run_ranks
 
 SAVED_ON, STOP, END = 7, 4, 9
@@ -32,11 +33,35 @@ class Seen(diffusion_resume.Images):
         return super().__getitem__(index)
 
 
-def job(arguments: list[str]) -> dict[str, Any]:
-    """Run the example on this rank: what it returns, and the images that this rank has read."""
+class Card:
+    """A stream like that of an accelerator that only the saving process has."""
+
+    algorithm = "cuda philox"
+
+    def __init__(self, number: int) -> None:
+        self.name = f"device{number}"
+
+    def get(self) -> int:
+        return 0
+
+    def encode(self, state: Any) -> tuple[list[Any], bytes]:
+        return [], bytes(16)
+
+
+def job(arguments: list[str], cards: int = 0) -> dict[str, Any]:
+    """Run the example on this rank, whose saves hold the states of `cards` accelerators more.
+
+    Returns what the example does, and the images that this rank has read.
+    """
     seen = Seen()
+    streams_here = saved_streams.streams_here
+
+    def more(generators: Any) -> list[Any]:
+        return [*streams_here(generators), *(Card(number) for number in range(cards))]
+
     with pytest.MonkeyPatch.context() as patch:  # the process is a rank of later tests as well
         patch.setattr(diffusion_resume, "Images", lambda: seen)
+        patch.setattr(saved_streams, "streams_here", more)
         result = diffusion_resume.main(["--double", *arguments])
     loader = result.pop("loader")
     return result | {"ids": seen.ids, "receipts": loader.receipts, "samples": loader.samples}
@@ -51,10 +76,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """A run that was saved on 7 ranks; what they returned."""
+    """A run that was saved on 7 ranks, each of which had eight accelerators; what they returned."""
     folder = str(tmp_path_factory.mktemp("saved"))
     arguments = ["--folder", folder, "--stop", str(STOP)]
-    return folder, run_ranks(SAVED_ON, job, arguments)
+    return folder, run_ranks(SAVED_ON, job, arguments, cards=8)
 
 
 def copied(folder: str, to: Path) -> str:
@@ -90,6 +115,17 @@ def test_seven_ranks_go_on_on_another_number(
         torch.testing.assert_close(results[0]["ema"][name], tensor, rtol=1e-10, atol=1e-12)
     assert results[0]["receipts"] == [(0, 168, "exactly once")]
     assert results[0]["samples"] == END * 24
+
+
+def test_states_of_accelerators_that_are_not_here_are_no_error(
+    tmp_path: Path, saved: tuple[str, list[dict[str, Any]]]
+) -> None:
+    arguments = ["--folder", copied(saved[0], tmp_path), "--resume", "--stop", str(STOP)]
+    for ranks in (1, 2):
+        report = run_ranks(ranks, job, arguments)[0]["report"]
+        notes = [note for note in report.notes if note.startswith("random stream device")]
+        assert len(notes) == 8
+        assert all("skipped, it was saved and is not in use here" in note for note in notes)
 
 
 def test_weights_alone_start_a_new_run(
