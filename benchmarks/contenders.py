@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -41,8 +40,7 @@ class Target:
     Attributes:
         folder: of the safetensors shards.
         dtype: of the model's parameters, by name; the files are bf16.
-        layout: fsdp (sharded over all ranks), hsdp (two replicas, sharded inside), ddp (whole),
-            cuda (whole, one rank on a GPU).
+        layout: fsdp (sharded over all ranks), hsdp (two replicas, sharded inside), ddp (whole).
     """
 
     folder: str
@@ -55,18 +53,13 @@ class Target:
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
 
     @property
-    def device(self) -> str:
-        """Where they are."""
-        return "cuda:0" if self.layout == "cuda" else "cpu"
-
-    @property
     def is_sharded(self) -> bool:
         """Whether a rank holds a part of them."""
         return self.layout in SHARDED
 
 
 SHARDED = ("fsdp", "hsdp")
-EVERY = (*SHARDED, "ddp", "cuda")
+EVERY = (*SHARDED, "ddp")
 Loader = Callable[[Target, Any], nn.Module]
 
 
@@ -198,13 +191,11 @@ def rank0_broadcast(target: Target, _: object) -> nn.Module:
 
 
 def load_all(target: Target) -> nn.Module:
-    """The whole model from all files, on this rank; on a GPU the files' tensors become its own."""
-    on_gpu = target.layout == "cuda"
-    model = build(target, is_real=not on_gpu)
+    """The whole model from all files, on this rank."""
+    model = build(target, is_real=True)
     for file in sorted(set(weight_map(target.folder).values())):
-        state = load_file(Path(target.folder, file), device=target.device)
-        model.load_state_dict(state, strict=False, assign=on_gpu)
-    return model.to(target.device) if on_gpu else model
+        model.load_state_dict(load_file(Path(target.folder, file)), strict=False)
+    return model
 
 
 def load_and_shard(target: Target, _: object) -> nn.Module:
@@ -212,8 +203,7 @@ def load_and_shard(target: Target, _: object) -> nn.Module:
 
 
 def from_pretrained(target: Target, _: object) -> nn.Module:
-    where: dict[str, Any] = {"device_map": {"": 0}} if target.layout == "cuda" else {}
-    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=target.torch_dtype, **where)
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=target.torch_dtype)
     return shard(model, target)
 
 
@@ -257,7 +247,7 @@ def with_accelerate(target: Target, _: object) -> nn.Module:
 
 EACH = (1.1, 1.1)  # whole models, when every rank holds one
 CONTENDERS = {
-    "hand": Contender("hand-written minimum", by_hand, (*SHARDED, "ddp"), sharded_before=True),
+    "hand": Contender("hand-written minimum", by_hand, EVERY, sharded_before=True),
     "anyrank": Contender("anyrank", with_anyrank, EVERY, sharded_before=True),
     "dcp": Contender("DCP, HuggingFaceStorageReader", dcp_reader, SHARDED, sharded_before=True),
     "transformers": Contender("transformers DistributedConfig", transformers_distributed, SHARDED),
@@ -285,15 +275,9 @@ def run(name: str, folder: str, dtype: str, layout: str) -> Stages:
     """The job of one rank: prepare, load, check; see `Launcher.run`."""
     warnings.simplefilter("ignore")
     contender, target = CONTENDERS[name], Target(folder, dtype, layout)
-    gpu = torch.cuda if layout == "cuda" else None
     start = time.perf_counter()
     model: Any = shard(build(target), target) if contender.sharded_before else None
     prepared_sec = time.perf_counter() - start
-    if gpu:  # its context is there before the clock starts
-        torch.zeros(1, device=target.device).add_(1)
-        gpu.reset_peak_memory_stats()
-    device_before = gpu.memory_allocated() if gpu else 0
-    loaded = set(sys.modules)
     dist.barrier()
     settle()
     dist.barrier()
@@ -302,18 +286,9 @@ def run(name: str, folder: str, dtype: str, layout: str) -> Stages:
     dist.barrier()
     start = time.perf_counter()
     model = contender.run(target, model)
-    called = time.perf_counter()
     touch(model)
-    if gpu:
-        gpu.synchronize()
     dist.barrier()
-    usable = time.perf_counter()
-    yield {
-        "called_sec": called - start,
-        "usable_sec": usable - start,
-        "late": sorted(set(sys.modules) - loaded),
-        "device_bytes": gpu.max_memory_allocated() - device_before if gpu else 0,
-    }
+    yield {"usable_sec": time.perf_counter() - start}
 
     share = sum(local_part(one).numel() * one.element_size() for one in model.parameters())
     yield {"wrong": wrong_tensors(model, folder, target.torch_dtype), "share_bytes": share}

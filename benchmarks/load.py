@@ -3,12 +3,10 @@
     python benchmarks/load.py                        # everything: see docs/benchmarks.md
     python benchmarks/load.py --quick                # 0.1 GiB, two ranks, one repetition
     python benchmarks/load.py --contenders hand anyrank --ranks 4 --dtype bf16 --layout fsdp
-    python benchmarks/load.py --device cuda          # one rank on one GPU
 
 Every contender of every repetition runs in fresh processes; within a repetition they take turns.
 The model is a random one of --gib GiB, or a folder of bf16 safetensors, --model. HSDP and DDP run
-on 4 ranks. Memory takes repetitions of its own, as watching it takes time. On a GPU the peak of
-its memory is taken too; pinned memory that the driver allocates is not counted as host memory.
+on 4 ranks. Memory takes repetitions of its own, as watching it takes time.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ OPTIONS: dict[str, Any] = {
     "memory_repeats": 2,
     "gib": 1.4,
     "model": None,
-    "device": "cpu",
 }
 QUICK = {"gib": 0.1, "ranks": [2], "repeats": 1, "memory_repeats": 1}
 OTHER_RANKS = 4  # hsdp and ddp are measured at one size
@@ -51,8 +48,6 @@ Group = tuple[str, str, int]  # layout, dtype, ranks: runs that are compared wit
 
 def groups_of(options: argparse.Namespace) -> list[Group]:
     """What is measured, in order."""
-    if options.device == "cuda":
-        return [("cuda", "bf16", 1)]
     other = OTHER_RANKS if OTHER_RANKS in options.ranks else options.ranks[-1]
     return [
         (layout, dtype, size)
@@ -85,17 +80,13 @@ def figures_of(outcome: Outcome, size: int, is_watched: bool) -> Run:
     prepared, loaded, checked = outcome.stages
     found: Run = {
         "usable_sec": max(table["usable_sec"] for table in loaded),
-        "called_sec": max(table["called_sec"] for table in loaded),
         "prepared_sec": max(table["prepared_sec"] for table in prepared),
         "wrong": sorted({name for table in checked for name in table["wrong"]}),
-        "imported_late": sorted({name for table in loaded for name in table["late"]}),
     }
     if is_watched:
         target, peak = sum(table["share_bytes"] for table in checked), outcome.added_bytes
         found["peak_x"] = peak / target
-        found["final_x"] = (outcome.final_bytes - outcome.baseline_bytes) / target
         found["beyond_mib_per_rank"] = (peak - target) / size / MIB
-        found["device_x"] = loaded[0]["device_bytes"] / target
     return found
 
 
@@ -143,9 +134,8 @@ def summarise(group: str, timed: Runs, watched: Runs) -> list[Run]:
             if both:
                 mine, theirs = zip(*both, strict=True)
                 row[f"time_x_{other}"] = ratios(mine, theirs, "usable_sec")
-        for figure in ("peak_x", "final_x", "beyond_mib_per_rank", "device_x"):
-            values = [run[figure] for run in watched[name] if figure in run]
-            if values and (figure != "device_x" or any(values)):
+        for figure in ("peak_x", "beyond_mib_per_rank"):
+            if values := [run[figure] for run in watched[name] if figure in run]:
                 row[figure] = spread(values)
         rows.append(row)
     return rows
@@ -173,11 +163,6 @@ def goals_of(result: Run) -> list[Run]:
 
 def measure(options: argparse.Namespace) -> Run:
     """All groups."""
-    if options.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: torch finds no CUDA device here")
     folder = Path(options.model) if options.model else make_model(options.gib)
     warm_files(folder)
     have = importlib.util.find_spec("accelerate") is not None
@@ -196,5 +181,4 @@ def measure(options: argparse.Namespace) -> Run:
 
 
 if __name__ == "__main__":
-    name = "load-cuda" if "cuda" in sys.argv else "load"
-    bench.main(name, measure, QUICK, ["ranks", "dtype", "layout", "contenders"], **OPTIONS)
+    bench.main("load", measure, QUICK, ["ranks", "dtype", "layout", "contenders"], **OPTIONS)

@@ -14,19 +14,13 @@ Counted on rank 0 of the second attempt, in seconds:
 
   to_step   from the SIGKILL to the end of the next optimizer step
   to_new    from the SIGKILL to the end of the step that was killed: the others are done again
-  up        from the SIGKILL until the ranks have imported torch and met
-  resume    resume() alone, with its first agreement
-  work      up to new, without `up`: what anyrank and the training need
-  step      of the second attempt, median; its difference is the cost of a snapshot a step
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,7 +49,7 @@ def train(folder: Path, width: int, way: str) -> None:
 
     dist.init_process_group("gloo")
     rank, first = dist.get_rank(), not (folder / "killed").exists()
-    table: dict[str, Any] = {"up": time.time(), "steps": []}
+    table: dict[str, Any] = {"steps": []}
     torch.manual_seed(0)
     layers = [nn.Linear(width, width) for _ in range(LAYERS)]
     model = fully_shard(nn.Sequential(*layers))
@@ -66,7 +60,7 @@ def train(folder: Path, width: int, way: str) -> None:
     path = str(folder / "run")
     with anyrank.Checkpoints(path, state, every=EVERY, peers=PEERS[way]) as ckpts:
         report = ckpts.resume()
-        table |= {"resumed": time.time(), "from": report and report.step}
+        table["from"] = report and report.step
         for step in ckpts.steps(until=EVERY * 2 + 5):
             for x in step.microbatches(model):
                 if first and rank == 1 and step.number == KILLED:
@@ -100,18 +94,8 @@ def kill_once(width: int, way: str) -> Run:
         killed = float((folder / "killed").read_text())
         after = json.loads((folder / "attempt-1.json").read_text())
     assert after["from"] == (KILLED if way == "memory" else EVERY), after["from"]
-    # A step's time includes what follows it: the snapshot, or nothing. Saves are left out.
-    ends = enumerate(after["steps"], after["from"] + 1)
-    steps = [b - a for (_, a), (n, b) in itertools.pairwise(ends) if n > KILLED and n % EVERY]
     new = after["steps"][KILLED - after["from"]]
-    return {
-        "to_step": after["steps"][0] - killed,
-        "to_new": new - killed,
-        "up": after["up"] - killed,
-        "resume": after["resumed"] - after["up"],
-        "work": new - after["up"],
-        "step": statistics.median(steps),
-    }
+    return {"to_step": after["steps"][0] - killed, "to_new": new - killed}
 
 
 def measure(options: argparse.Namespace) -> Run:

@@ -1,14 +1,13 @@
 """Live weights from one layout into another: `anyrank.sync`, and what trainers do today.
 
-    python benchmarks/sync.py                # 256 MiB to 2 GiB, 4 ranks, 5 repeats, in turn
+    python benchmarks/sync.py                # 256 MiB and 2 GiB, 4 ranks, 5 repeats, in turn
     python benchmarks/sync.py --mib 64 --repeats 3
     python benchmarks/sync.py --quick        # 8 MiB once, nothing is written
 
 Two cases: FSDP2 on ranks 0 and 1 into tensor parallel on ranks 2 and 3; FSDP2 on 4 ranks into
 tensor parallel on the same 4. Beside it: each tensor whole on every rank, which keeps its part; DCP
 through files in memory (/dev/shm); torch's own redistribute, where both ends are on the same ranks.
-Then 1,000 tensors of 16 elements on 2 ranks, where what counts is not their bytes: a `Sync`, the
-first time and later. Every result is compared bit by bit with the weights that were sent. Memory is
+Every result is compared bit by bit with the weights that were sent. Memory is
 anonymous memory of each rank above the shares, sampled every 2 ms; before each call malloc gives
 back what is free, so that each counts as the first. Bytes are those that each rank has sent: as the
 kernel counts those of its sockets for what trainers do; as the report has them for anyrank, whose
@@ -21,7 +20,6 @@ import argparse
 import ctypes
 import gc
 import itertools
-import statistics
 import tempfile
 import time
 import warnings
@@ -165,29 +163,6 @@ def pass_weights(mib: int, case: str, repeats: int, folder: str) -> Runs:
     return Case(case, ways, once).run(repeats, warm=1, is_told=False)
 
 
-def call_again(kind: str, repeats: int) -> list[float]:
-    """One rank: milliseconds of the calls of a `Sync` of 1,000 tensors, the first one first."""
-    src, dst = (
-        nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))) for _ in range(50)))
-        for _ in range(2)
-    )
-    ends: tuple[Any, Any] = (None, src) if dist.get_rank() == 0 else (dst, None)
-    if kind == "FSDP2 on both":
-        for model in (src, dst):
-            for layer in model:
-                fully_shard(layer)
-            fully_shard(model)
-        ends = (dst, src)
-    call, times = anyrank.Sync(*ends), list[float]()
-    with torch.no_grad():
-        for _ in range(repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            times.append(1000 * (time.perf_counter() - start))
-    return times
-
-
 # -- figures --------------------------------------------------------------------------------------
 
 
@@ -211,7 +186,7 @@ def rows_of(mib: int, case: str, by_rank: list[Runs]) -> list[Run]:
 
 
 def measure(options: argparse.Namespace) -> Run:
-    """Both cases in each size, and many tensors."""
+    """Both cases in each size."""
     launcher, rows = Launcher("sync"), list[Run]()
     for mib, case in itertools.product(options.mib, CASES):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -219,12 +194,6 @@ def measure(options: argparse.Namespace) -> Run:
         rows += rows_of(mib, case, by_rank)
         for row in rows[-len(by_rank[0]) :]:
             tell("sync", row)
-    for kind in ("plain, 1 to 1", "FSDP2 on both"):
-        by_rank = launcher.values(2, call_again, kind, 1 + 4 * options.repeats)
-        first, *later = (max(each) for each in zip(*by_rank, strict=True))
-        row = {"case": f"1,000 tensors, {kind}", "first_call_ms": round(first, 1)}
-        rows.append(row | {"call_ms": round(statistics.median(later), 1)})
-        tell("sync", rows[-1])
     result: Run = {"repeats": options.repeats, "rows": rows}
     return result | {"goals": goals_of(result)}
 
@@ -250,4 +219,4 @@ def goals_of(result: Run) -> list[Run]:
 
 if __name__ == "__main__":
     small = {"mib": [8], "repeats": 1}
-    bench.main("sync", measure, small, ["mib"], mib=[256, 1024, 2048], repeats=5)
+    bench.main("sync", measure, small, ["mib"], mib=[256, 2048], repeats=5)

@@ -1,4 +1,7 @@
-"""What pages say of results: tables and a paragraph, from the result files. Pure text."""
+"""Write what pages say of the results: tables and a paragraph, from the result files.
+
+python benchmarks/tables.py
+"""
 
 from __future__ import annotations
 
@@ -301,7 +304,6 @@ def sync_table(result: dict[str, Any]) -> str:
             f"{sum(row['sent_mib']):.0f}",
         ]
         for row in result["rows"]
-        if row.get("mib") in (256, 2048)
     ]
     what = f"4 ranks, medians of {result['repeats']}."
     return section(result, what, table(head, body))
@@ -375,7 +377,7 @@ def beside_goal(figure: float, goal: float) -> str:
 def between(section: str) -> str:
     """Where the text of a section stands: between its two marker comments."""
     return (
-        rf"(<!-- {section}: made by benchmarks/plot.py -->\n\n).*?(\n\n<!-- end of {section} -->)"
+        rf"(<!-- {section}: made by benchmarks/tables.py -->\n\n).*?(\n\n<!-- end of {section} -->)"
     )
 
 
@@ -418,3 +420,9 @@ def filled(name: str) -> str:
             raise ValueError(f"{name}: needs one place that matches {place}")
         page = "".join((before, rest[0], make(read(result)), rest[1], rest[2]))
     return page
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (ROOT / page).write_text(filled(page), encoding="utf-8")
+    print(f"written to {', '.join(PAGES)}")

@@ -7,11 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result
-from torch import nn
-
-from anyrank.watching.slow import find_model
 
 SCRIPT = """
 import sys
@@ -181,15 +177,3 @@ def test_a_frameworks_script_has_no_findings(
     result = anyrank("check train.py")
     assert result.stdout == "check: 0 findings on 2 ranks\n", result.stdout + result.stderr
     assert result.exit_code == 0
-
-
-def test_the_model_is_the_outermost_module_with_the_optimizers_parameters() -> None:
-    inner, loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
-    outer = nn.Sequential(inner, nn.Linear(2, 2))
-    other = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(outer.parameters())
-    assert find_model([loss, other, outer, inner], [optimizer]) is outer
-    assert find_model([inner, loss], [optimizer]) is inner
-    assert find_model([loss, other], [optimizer]) is None
-    other(torch.zeros(1, 2)).sum().backward()
-    assert find_model([loss, other], [optimizer]) is other  # the optimizer is stale

@@ -6,10 +6,8 @@ import ast
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,11 +151,8 @@ def test_the_summary_fits_a_screen() -> None:
     ("results", "finding"),
     [
         (results_of_runs(drift=1e-3), "losses differ from those of one rank: [9, 8, 7, 6] and "),
-        (results_of_runs(drift=1e-9), "weights and optimizer differ from those of one rank"),
         (results_of_runs(receipt="twice"), "samples were not seen exactly once"),
-        (results_of_runs() | {"receipts": []}, "samples were not seen exactly once"),
         (results_of_runs(losses=(7, 8, 9, 9)), "the loss rose: [7, 8, 9, 9]"),
-        (results_of_runs(losses=(7, 7, 7, float("nan"))), "the loss rose"),
     ],
 )
 def test_a_finding_is_exit_1(
@@ -170,10 +165,6 @@ def test_a_finding_is_exit_1(
     assert result.exit_code == 1
     assert finding in result.stderr
     assert json.loads(result.stdout)["findings"] == found
-
-
-def test_good_runs_have_no_finding() -> None:
-    assert demo.findings_of(results_of_runs()) == []
 
 
 def test_the_sha256_is_of_every_value_of_the_newest_step(tmp_path: Path) -> None:
@@ -229,29 +220,6 @@ def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         launch(script, str(log))
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
-
-
-def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    threading.Thread(target=interrupt_when_written, args=(log,), daemon=True).start()
-    script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    # A shell that starts this in the background leaves SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            launch(script, str(log))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(log.read_text()), 0)
-
-
-def interrupt_when_written(log: Path) -> None:
-    """Press Ctrl-C once the process has started."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (log.exists() and log.read_text()):
-        time.sleep(0.01)
-    signal.raise_signal(signal.SIGINT)
 
 
 # -- the script -----------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.exact_runs import sha256
+from tests.ranks.exact_runs import sha256, wrap
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank import faults
@@ -34,10 +32,7 @@ def job_train(folder: str, kind: str) -> str:
     """Go on with a run to its end, unless a fault ends the process before."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(5, 13), nn.GELU(), nn.Dropout(0.1), nn.Linear(13, 3))
-    if kind == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
-    net = DistributedDataParallel(net) if kind == "ddp" else net
+    net = wrap(net, kind, net[0])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     loader = anyrank.ElasticLoader(Noisy(), global_batch=10, microbatch=2, seed=3, exact=True)

@@ -380,10 +380,13 @@ def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None
 
 
 def test_an_optimizer_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
-    on = setup(tmp_path)
-    on.accelerator._optimizers.clear()
+    fresh()
+    accelerator = anyrank.integrations.accelerate.Accelerator(
+        cpu=True, folder=tmp_path, global_batch=6
+    )
+    accelerator.prepare(torch.nn.Linear(4, 4), points())
     with pytest.raises(ValueError, match=r"no optimizer was prepared, so none is saved or resumed"):
-        on.accelerator.load_state()
+        accelerator.load_state()
 
 
 def test_parts_are_skipped_and_the_batch_is_rescaled_where_asked(tmp_path: Path) -> None:

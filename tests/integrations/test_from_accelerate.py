@@ -91,3 +91,4 @@ def test_ddp(tmp_path: Path, world: int) -> None:
             stepped = "exact" if world == 1 else "derived"
             parts = {"model": kind, "optimizer": kind, "scheduler": stepped, "streams": "derived"}
             assert report.components == parts
+    tools.check_weights(source, tmp_path / "weights")

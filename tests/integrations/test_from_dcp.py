@@ -148,6 +148,19 @@ def test_dcp(tmp_path: Path) -> None:
                 assert step == (tools.SAVED if known or name == "megatron" else 0), name
                 assert parts["scheduler"] == ("exact" if known else "fresh")
 
+    for name, beside in BESIDE.items():
+        near = 1e-2 if name == "megatron" else 1e-6
+        tools.check_weights(tmp_path / name, tmp_path / f"of-{name}", near, beside)
+
+
+BESIDE = {  # layout -> what is not weights
+    "plain": "optimizer.state.scale.exp_avg",
+    "torchtitan": "train_state.step",
+    "app": "app.optim.state.scale.exp_avg",
+    "lightning": "optimizer_0.state.scale.exp_avg",
+    "megatron": "",
+}
+
 
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
@@ -213,3 +226,17 @@ def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
                 assert report.step == tools.SAVED
                 assert report.components["custom_checkpoint_0"] == "exact"
+    trainers = tmp_path / "trainer"  # with FSDP, it saves the weights and the optimizer as these
+    trainers.mkdir()
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (trainers / name).symlink_to(tmp_path / "SHARDED_STATE_DICT" / name)
+    (trainers / "trainer_state.json").write_text('{"global_step": 3, "epoch": 0.5}')
+    for name in (*KINDS, "trainer"):
+        tools.check_weights(tmp_path / name, tmp_path / f"of-{name}")
+
+
+def test_several_models_are_not_chosen_from(tmp_path: Path) -> None:
+    for name in ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"):
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(anyrank.LoadError, match=r"several sets .*fsdp.bin, .*fsdp_1.bin"):
+        anyrank.inspect(tmp_path)

@@ -133,23 +133,8 @@ def write_stage_3(folder: Path, net: Any, optimizer: Any, scheduler: Any, world:
 WRITERS = {"stage 2": write_stage_2, "stage 3": write_stage_3}
 
 
-def reference() -> tuple[Any, Any, Any]:
-    net = tools.seeded()
-    optimizer = tools.optimizer_of(net)
-    scheduler = tools.cosine(optimizer)
-    tools.train(net, optimizer, scheduler, 0, tools.SAVED)
-    return net, optimizer, scheduler
-
-
-def job_adopt(sources: dict[str, str], folder: str, layout: str) -> dict[str, Any]:
-    return {
-        kind: tools.job_adopt(source, f"{folder}-{layout}-{kind}", layout)
-        for kind, source in sources.items()
-    }
-
-
 def test_deepspeed(tmp_path: Path) -> None:
-    trained = reference()
+    trained = tools.trained()
     sources: dict[str, str] = {}
     for kind, write in WRITERS.items():
         sources[kind] = str(tmp_path / kind)
@@ -157,21 +142,21 @@ def test_deepspeed(tmp_path: Path) -> None:
     expected = tools.train(*trained, tools.SAVED, tools.STEPS)
     for world, layout in ((1, "ddp"), (2, "fsdp")):
         folder = str(tmp_path / f"run-{world}")
-        for found in run_ranks(world, job_adopt, sources, folder, layout):
+        for found in run_ranks(world, tools.job_adopt_each, sources, folder, layout):
             for kind, (losses, report, _) in found.items():
                 torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=kind)
                 assert report.step == 3
                 assert report.saved_on.ranks == 3
                 assert report.components["scheduler"] == "exact"
-    net = tools.seeded(1)
-    assert anyrank.load(net, sources["stage 3"]).tied
-    assert torch.equal(net.blocks[1][1].weight, reference()[0].blocks[1][1].weight)
+    assert anyrank.load(tools.seeded(1), sources["stage 3"]).tied
+    for source in (*sources.values(), f"{sources['stage 2']}/global_step3"):
+        tools.check_weights(Path(source), tmp_path / "of" / Path(source).name)
 
 
 @pytest.mark.parametrize("tool", ["transformers Trainer", "Accelerate"])
 def test_frameworks_with_deepspeed(tmp_path: Path, tool: str) -> None:
     """In the places where `Trainer` and `Accelerator.save_state` let DeepSpeed save."""
-    write_stage_2(tmp_path / "a", *reference(), world=2)
+    write_stage_2(tmp_path / "a", *tools.trained(), world=2)
     if tool == "Accelerate":
         (tmp_path / "a/global_step3").rename(tmp_path / "a/pytorch_model")
         torch.save({"step": 3}, tmp_path / "a/random_states_0.pkl")
@@ -185,6 +170,7 @@ def test_frameworks_with_deepspeed(tmp_path: Path, tool: str) -> None:
     assert (report.step, report.saved_on.layout) == (3, tool)
     parts = {"model": "resharded", "optimizer": "resharded", "scheduler": "exact"}
     assert report.components == parts | {"streams": "derived"}
+    tools.check_weights(tmp_path / "a", tmp_path / "weights")
 
 
 def lose(path: Path) -> None:
@@ -212,7 +198,7 @@ def swap(path: Path) -> None:
     ],
 )
 def test_a_file_of_one_rank_that_is_wrong_is_named(tmp_path: Path, damage: Any, match: str) -> None:
-    write_stage_2(tmp_path / "a", *reference(), world=3)
+    write_stage_2(tmp_path / "a", *tools.trained(), world=3)
     damage(tmp_path / "a/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
     net = tools.seeded(1)
     state = anyrank.TrainState(net, tools.optimizer_of(net))
@@ -221,7 +207,7 @@ def test_a_file_of_one_rank_that_is_wrong_is_named(tmp_path: Path, damage: Any, 
 
 
 def test_the_last_ranks_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    write_stage_2(tmp_path / "a", *reference(), world=3)
+    write_stage_2(tmp_path / "a", *tools.trained(), world=3)
     (tmp_path / "a/global_step3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(anyrank.LoadError, match=r"saved on 3 ranks.*rank_2_mp_rank_00.* missing"):
         anyrank.load(tools.seeded(1), tmp_path / "a")
@@ -231,13 +217,13 @@ def test_the_last_ranks_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_layouts_that_are_not_read_are_refused(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "a"
     if kind == "elastic":
-        write_stage_2(folder, *reference(), world=2)
+        write_stage_2(folder, *tools.trained(), world=2)
         path = folder / "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
         saved = torch.load(path)
         state = saved["optimizer_state_dict"]
         state["base_optimizer_state"] = [*state["base_optimizer_state"]["state"].values()]
     else:
-        write_stage_3(folder, *reference(), world=2)
+        write_stage_3(folder, *tools.trained(), world=2)
         if kind == "universal":
             (folder / "zero").mkdir()
         path = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"

@@ -71,13 +71,6 @@ def job_save(folder: str) -> list[float]:
     return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
 
 
-def job_adopt(sources: dict[str, str], folder: str, layout: str) -> dict[str, Any]:
-    return {
-        kind: tools.job_adopt(source, f"{folder}-{layout}-{kind}", layout)
-        for kind, source in sources.items()
-    }
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_files_of_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch_checkpointing")
@@ -85,7 +78,7 @@ def test_files_of_ranks(tmp_path: Path) -> None:
     sources = {"tc": str(tmp_path / "tc"), "verl": str(tmp_path / "global_step_3/actor")}
     for world, layout in ((1, "ddp"), (3, "fsdp")):
         folder = str(tmp_path / f"run-{world}")
-        for found in run_ranks(world, job_adopt, sources, folder, layout):
+        for found in run_ranks(world, tools.job_adopt_each, sources, folder, layout):
             for kind, (losses, report, _) in found.items():
                 torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-12, atol=1e-12)
                 assert report.components["optimizer"] == "fresh", kind
@@ -94,8 +87,8 @@ def test_files_of_ranks(tmp_path: Path) -> None:
                 assert report.components["scheduler"] == "exact"
                 assert report.components["model"] == "resharded"
     net = tools.seeded(1)
-    for source in sources.values():
-        anyrank.load(net, source)
+    for name, source in sources.items():
+        tools.check_weights(Path(source), tmp_path / f"of-{name}")
     for name, match in (
         ("tc/model_1.pt", "a file is missing, or of another save"),
         ("global_step_3/actor/model_world_size_2_rank_1.pt", r"rank_1.pt is missing \(1 of 2"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from tests.scripts import run_script
 
-import anyrank
 from anyrank.frozen.freeze import check_frozen
 
 pytest.importorskip("lightning")
@@ -94,23 +93,3 @@ def test_a_run_resumes_from_a_checkpoint_without_the_frozen_part(
     assert train(model, 4, resume=path).global_step == 4
     check_frozen(model.vae)
     assert not model.vae.training
-
-
-@pytest.mark.filterwarnings(QUIET)
-def test_an_old_checkpoint_with_another_autoencoder_is_refused(
-    stage_one: str, tmp_path: Path
-) -> None:
-    from examples.frozen_autoencoder import LatentDiffusion
-
-    path = str(tmp_path / "diffusion.ckpt")
-    train(LatentDiffusion(stage_one), 1).save_checkpoint(path)
-    content = torch.load(path, weights_only=True)
-    bias = torch.load(stage_one, weights_only=True)["state_dict"]["decoder.bias"]
-    for change, refused in ((0, False), (1, True)):
-        content["state_dict"]["vae.decoder.bias"] = bias + change
-        torch.save(content, path)
-        if refused:
-            with pytest.raises(anyrank.LoadError, match=r"^vae.decoder.bias: "):
-                LatentDiffusion.load_from_checkpoint(path, weights_only=True)
-        else:
-            LatentDiffusion.load_from_checkpoint(path, weights_only=True)

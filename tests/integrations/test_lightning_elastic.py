@@ -457,23 +457,11 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize(
     ("loader", "problem"),
     [
-        (lambda: [torch.ones(2, 4)], "the training data is a list: give one torch DataLoader"),
         (
             lambda: torch.utils.data.DataLoader(Stream(), batch_size=2),
             "the training data is a Stream, a stream, whose order cannot be planned",
         ),
         (lambda: {"a": data(), "b": data()}, "the training data is a dict"),
-        (
-            lambda: data(
-                shuffle=False, sampler=torch.utils.data.DistributedSampler(range(28), 1, 0)
-            ),
-            "has a DistributedSampler: anyrank divides the data",
-        ),
-        (
-            lambda: data(shuffle=False, sampler=torch.utils.data.SubsetRandomSampler(range(9))),
-            "sampler is a SubsetRandomSampler, whose order is not known",
-        ),
-        (lambda: data(worker_init_fn=print), "worker_init_fn, which is not called"),
         (lambda: data(batch_size=4), "not a multiple of microbatch"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +22,8 @@ class Arguments:
     """As the Trainer pickles its own: a class that nobody else knows."""
 
 
-def trained() -> tuple[Any, Any, Any]:
-    """A net, its optimizer after a few steps, and its schedule."""
-    net = tools.seeded()
-    optimizer = tools.optimizer_of(net)
-    scheduler = tools.cosine(optimizer)
-    tools.train(net, optimizer, scheduler, 0, tools.SAVED)
-    return net, optimizer, scheduler
-
-
 def trainer(folder: Path) -> None:
-    net, optimizer, scheduler = trained()
+    net, optimizer, scheduler = tools.trained()
     folder.mkdir()
     weights = {name: t for name, t in net.state_dict().items() if name != "head.weight"}
     save_file(weights, folder / "model.safetensors")
@@ -50,14 +40,14 @@ def accelerate(folder: Path) -> None:
 
     with tools.new_accelerate():
         accelerator = Accelerator(cpu=True)
-        net, optimizer, scheduler = trained()
+        net, optimizer, scheduler = tools.trained()
         net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
         optimizer.optimizer.state[net.scale]["exp_avg"][0, 0] = MARK
         accelerator.save_state(str(folder))
 
 
 def deepspeed(folder: Path) -> None:
-    net, optimizer, scheduler = trained()
+    net, optimizer, scheduler = tools.trained()
     optimizer.state[net.head.weight]["exp_avg"].flatten()[-1] = MARK
     write_stage_2(folder, net, optimizer, scheduler, 2)
 

@@ -155,7 +155,6 @@ def job_real(folder: str) -> dict[str, Any]:
 
 
 def test_the_layers_of_megatron_core_are_parts(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", exc_type=ImportError)
     (given, _) = run_ranks(2, job_real, str(tmp_path))
     halves = [[(0, 3), (6, 3)], [(3, 3), (9, 3)]]
     assert given["linear_fc1.weight"] == ([0, 1], [Shard(0)], halves)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.crash.test_promise_6_whole_or_not_there import build, learn, values
 from tests.runs import save
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.files import remote
@@ -68,26 +68,6 @@ def objects(url: str, name: str = "") -> list[str]:
     return sorted(one.removeprefix(f"{root}/") for one in files().find(root))
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    net: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        net = fully_shard(net)
-    return net, torch.optim.Adam(net.parameters(), lr=0.1)
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    net(torch.ones(1, 3) * (step + 1)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def values(net: nn.Module) -> list[list[float]]:
-    tensors: list[Any] = [p.detach() for p in net.parameters()]
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return [t.flatten().tolist() for t in whole]
-
-
 def job_train(url: str, last: int, background: bool = False, verify: bool = False) -> Any:
     """Resume if there is something, and train until step `last`, each step saved."""
     net, optimizer = build()
@@ -97,7 +77,7 @@ def job_train(url: str, last: int, background: bool = False, verify: bool = Fals
         with anyrank.Checkpoints(url, state, keep=2, **options) as ckpts:
             report = ckpts.resume()
             for step in range(state.step, last):
-                train(net, optimizer, step)
+                learn(net, optimizer, step)
                 ckpts.step_done()
     except anyrank.RankError as error:
         return type(error).__name__  # another rank was killed
@@ -108,7 +88,7 @@ def uninterrupted(last: int) -> list[list[float]]:
     """The parameters behind step `last`, on one rank."""
     net, optimizer = build()
     for step in range(last):
-        train(net, optimizer, step)
+        learn(net, optimizer, step)
     return values(net)
 
 

@@ -353,25 +353,6 @@ def test_an_adapter_with_computed_tensors_is_refused_by_name(tmp_path: Path) -> 
         anyrank.integrations.peft.save(model, tmp_path / "adapter")
 
 
-def job_names() -> None:
-    for kind, config in OTHERS.items():
-        if kind == "tokens":
-            continue  # its base is loaded before it is made
-        torch.manual_seed(1)
-        model, other = (get_peft_model(base(), config()) for _ in range(2))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_()
-        fresh: Any = DistributedDataParallel(other)
-        anyrank.load(fresh, model.state_dict())
-        for name, tensor in fresh.module.state_dict().items():
-            assert torch.equal(tensor, model.state_dict()[name]), name
-
-
-def test_peft_names_fill_a_model_in_ddp() -> None:
-    run_ranks(2, job_names)
-
-
 def test_a_run_with_trained_copies_resumes_and_is_loaded(tmp_path: Path) -> None:
     model = adapted("head")
     head = model.base_model.model.lm_head

@@ -144,25 +144,6 @@ def test_weights_alone_start_a_new_run(
     assert result["losses"][0] < saved[1][0]["losses"][0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--resume", "--load-from", "x", "--seed", "1"], "not allowed with argument"),
-        (["--load-from", "x"], "a --seed of its own"),
-        ([], "holds a run: give --resume"),
-    ],
-)
-def test_starts_are_not_mixed_up(
-    arguments: list[str],
-    told: str,
-    saved: tuple[str, list[dict[str, Any]]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        diffusion_resume.parse([*arguments, "--folder", saved[0]])
-    assert told in capsys.readouterr().err
-
-
 def test_the_example_runs_unchanged_under_python(tmp_path: Path) -> None:
     said = run_python(diffusion_resume.__file__, "--folder", str(tmp_path), "--stop", "1")
     assert said.startswith("a new run with first weights\nloss ")

@@ -1,5 +1,4 @@
-"""torchtitan's CheckpointManager in shape, with containers as its 0.3 source defines them, and with
-its own where it is installed."""
+"""anyrank's CheckpointManager in torchtitan's place, with torchtitan's own containers."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations import test_from_dcp, test_from_deepspeed, tools
+from tests.integrations import test_from_dcp, tools
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -18,18 +17,9 @@ import anyrank
 from anyrank.integrations.torchtitan import CheckpointManager
 from anyrank.testing import Fault, RanksFailed, run_ranks
 
-
-class OptimizersContainer(torch.optim.Optimizer):
-    """A container that is an optimizer itself, as torchtitan's."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-        params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-        super().__init__(params, {})
-
-    def step(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for one in self.optimizers:
-            one.step()
+titan: Any = pytest.importorskip(
+    "torchtitan.components.checkpoint", reason="another torch", exc_type=ImportError
+)
 
 
 class Trainer:
@@ -47,60 +37,39 @@ class Trainer:
         self.ntokens_seen = int(state_dict["ntokens_seen"].item())
 
 
-def in_shape(model: nn.Module) -> tuple[Any, Any]:
-    """Optimizers and schedulers as torchtitan's containers hold them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
-    container: Any = SimpleNamespace(schedulers=[schedule], step=schedule.step)
-    return OptimizersContainer([optimizer]), container
+def containers(model: nn.Module) -> tuple[Any, Any]:
+    """Optimizers and schedulers as torchtitan holds them."""
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 
-
-def torchtitans(model: nn.Module) -> tuple[Any, Any]:
-    """torchtitan's own containers."""
-    titan: Any = import_module("torchtitan.components.optimizer")
-    schedulers: Any = import_module("torchtitan.components.optimizer.lr_scheduler")
-    group = titan.ParamGroupConfig(
+    group = ParamGroupConfig(
         pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01, "eps": 1e-6}
     )
-    config = titan.OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
-    optimizers = titan.OptimizersContainer(config, model_parts=[model])
-    return optimizers, schedulers.LRSchedulersContainer(optimizers, warm_up)
+    config = OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
+    optimizers = OptimizersContainer(config, model_parts=[model])
+    return optimizers, LRSchedulersContainer(optimizers, warm_up)
 
 
 def warm_up(step: int) -> float:
     return min(1.0, (step + 1) / 4)
 
 
-def need_torchtitan() -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is not here: its own parts were not tried")
-
-
-def torchtitans_setting(**more: Any) -> Any:
-    """torchtitan's own configuration."""
-    titan: Any = import_module("torchtitan.components.checkpoint")
+def setting(**more: Any) -> Any:
+    """torchtitan's configuration."""
     return titan.CheckpointManager.Config(**({"enable": True, "interval": 2} | more))
 
 
-def setting(**more: Any) -> Any:
-    config = {"enable": True, "folder": "checkpoint", "interval": 2, "keep_latest_k": 10}
-    return SimpleNamespace(**(config | {"async_mode": "disabled"} | more))
-
-
-def job(folder: str, steps: int, own: bool, **more: Any) -> tuple[list[float], int, int]:
-    """torchtitan's loop, in short. Returns losses, the step where it began, and tokens.
-
-    Args:
-        own: whether containers and configuration are torchtitan's own.
-    """
+def job(folder: str, steps: int, **more: Any) -> tuple[list[float], int, int]:
+    """torchtitan's loop, in short. Returns losses, the step where it began, and tokens."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).double()
     fully_shard(model)
-    optimizers, schedulers = (torchtitans if own else in_shape)(model)
+    optimizers, schedulers = containers(model)
     data = torch.linspace(-1, 1, 92, dtype=torch.float64).view(23, 4)
     loader = anyrank.ElasticLoader(data, global_batch=8, microbatch=2)
     trainer = Trainer()
     manager = CheckpointManager(
-        (torchtitans_setting if own else setting)(**more),
+        setting(**more),
         dataloader=loader,
         model_parts=[model],
         optimizers=optimizers,
@@ -131,35 +100,24 @@ def job(folder: str, steps: int, own: bool, **more: Any) -> tuple[list[float], i
     return losses, start, trainer.ntokens_seen
 
 
-@pytest.mark.parametrize(
-    ("mode", "own"), [("disabled", False), ("async", False), ("disabled", True), ("async", True)]
-)
-def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
-    tmp_path: Path, mode: str, own: bool
-) -> None:
-    if own:
-        need_torchtitan()
-    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, own, async_mode=mode)[0]
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(tmp_path: Path, mode: str) -> None:
+    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, async_mode=mode)[0]
     losses: list[float] = []
     for ranks, stop in ((3, 3), (2, 5), (4, 8)):
-        part, start, seen = run_ranks(ranks, job, str(tmp_path), stop, own, async_mode=mode)[0]
+        part, start, seen = run_ranks(ranks, job, str(tmp_path), stop, async_mode=mode)[0]
         assert start == len(losses)
         losses += part
     assert losses == pytest.approx(whole, rel=1e-9)
     assert seen == tokens == 23 + 23 + 16
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(
-    tmp_path: Path, own: bool
-) -> None:
-    if own:
-        need_torchtitan()
-    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8, own)[0]
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_step_before(tmp_path: Path) -> None:
+    whole, _, tokens = run_ranks(1, job, str(tmp_path / "one"), 8)[0]
     kill = Fault(0, "save.commit", "kill", 2)  # of step 4
     with pytest.raises(RanksFailed, match="rank 0 died"):
-        run_ranks(3, job, str(tmp_path), 8, own, faults=[kill], grace=2)
-    losses, start, seen = run_ranks(2, job, str(tmp_path), 8, own)[0]
+        run_ranks(3, job, str(tmp_path), 8, faults=[kill], grace=2)
+    losses, start, seen = run_ranks(2, job, str(tmp_path), 8)[0]
     assert start == 2
     assert losses == pytest.approx(whole[2:], rel=1e-9)
     assert seen == tokens
@@ -171,7 +129,6 @@ def example(*arguments: str) -> dict[int, float]:
 
 
 def test_the_example_is_killed_and_goes_on_on_2_then_on_4_ranks_as_on_one(tmp_path: Path) -> None:
-    need_torchtitan()
     many, one = ["--folder", str(tmp_path / "many")], ["--folder", str(tmp_path / "one")]
     (whole,) = run_ranks(1, example, *one)
     assert list(whole) == list(range(1, 13))
@@ -187,15 +144,14 @@ def test_the_example_is_killed_and_goes_on_on_2_then_on_4_ranks_as_on_one(tmp_pa
 
 def job_of_torchtitan(folder: str) -> dict[str, torch.Tensor]:
     """A step that torchtitan's own manager saves; the weights."""
-    titan: Any = import_module("torchtitan.components.checkpoint")
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))
-    optimizers, schedulers = torchtitans(model)
+    optimizers, schedulers = containers(model)
     model(torch.ones(2, 4)).sum().backward()
     optimizers.step()
     schedulers.step()
     manager = titan.CheckpointManager(
-        torchtitans_setting(last_save_model_only=False),
+        setting(last_save_model_only=False),
         dataloader=None,
         model_parts=[model],
         optimizers=optimizers,
@@ -221,7 +177,6 @@ def job_begin(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def test_what_torchtitan_itself_saved_is_resumed(tmp_path: Path) -> None:
-    need_torchtitan()
     (saved, *_) = run_ranks(2, job_of_torchtitan, str(tmp_path))
     for weights, parts in run_ranks(3, job_begin, str(tmp_path)):
         assert all(torch.equal(weights[name], value) for name, value in saved.items())
@@ -242,7 +197,7 @@ def job_initial(folder: str) -> None:
         base_folder=folder,
     )
     assert manager.load()
-    expected = test_from_deepspeed.reference()[0].state_dict()
+    expected = tools.trained()[0].state_dict()
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=1e-12, atol=1e-12)
     manager.close()
 

@@ -246,19 +246,6 @@ def dora(base: Any) -> Any:
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_a_base_under_a_dora_adapter_is_refused_as_its_magnitudes_are_of_another(
-    tmp_path: Any, on_meta: bool
-) -> None:
-    save("llama", tmp_path)
-    with torch.device("meta" if on_meta else "cpu"):
-        model = dora(build("llama"))
-    with pytest.raises(
-        anyrank.LoadError, match=r"(?s)lora_magnitude_vector.*load the base first, then make"
-    ):
-        anyrank.load(model, tmp_path)
-
-
-@pytest.mark.parametrize("on_meta", [False, True])
 def test_a_trained_dora_adapter_loads_with_its_base_and_keeps_its_magnitudes(
     tmp_path: Any, on_meta: bool
 ) -> None:

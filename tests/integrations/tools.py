@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -161,3 +163,44 @@ def job_adopt(
         assert again.step == state.step == report.step + STEPS - SAVED
         assert any("was not read" in note for note in again.notes)
         return losses, report, [saved.step for saved in ckpts.saved()]
+
+
+def job_adopt_each(sources: dict[str, str], folder: str, layout: str) -> dict[str, Any]:
+    """As `job_adopt`, for several checkpoints."""
+    return {
+        name: job_adopt(source, f"{folder}-{layout}-{name}", layout)
+        for name, source in sources.items()
+    }
+
+
+def trained() -> tuple[Any, Any, Any]:
+    """A net at the step at which the tools save, its optimizer, and its schedule."""
+    net = seeded()
+    optimizer = optimizer_of(net)
+    scheduler = cosine(optimizer)
+    train(net, optimizer, scheduler, 0, SAVED)
+    return net, optimizer, scheduler
+
+
+def check_weights(source: Path, to: Path, near: float = 1e-6, beside: str = "") -> None:
+    """The weights of a tool's folder are loaded, converted and verified, as those of a file are.
+
+    Args:
+        source: the folder of a tool, saved at step SAVED.
+        to: a folder for what is converted.
+        near: how far the weights may be.
+        beside: what else is in the folder, and passed over.
+    """
+    expected, net = trained()[0].state_dict(), seeded(1)
+    loaded = anyrank.load(net, source)
+    torch.testing.assert_close(dict(net.state_dict()), dict(expected), rtol=near, atol=near)
+    report = anyrank.convert(source, to)
+    written = load_file(to / "model.safetensors")
+    ties = {"head.weight", "embed.weight"}
+    assert expected.keys() - ties <= written.keys() <= expected.keys(), (source, report)
+    assert ties & written.keys(), (source, report)
+    same = {key: expected[key] for key in written}
+    torch.testing.assert_close(written, same, rtol=near, atol=near, check_dtype=False)
+    for each in (loaded, report) if beside else ():
+        assert f"{beside}: not weights" in each.skipped, (source, each)
+    assert anyrank.verify(source), source

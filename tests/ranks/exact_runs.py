@@ -7,8 +7,44 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import anyrank
 from anyrank.testing import run_ranks
+
+KINDS = ("plain", "ddp", "fsdp")
+
+
+def wrap(net: Any, kind: str, *units: nn.Module) -> Any:
+    """One of KINDS; with FSDP2 the units are sharded first."""
+    if kind == "fsdp":
+        for unit in units:
+            fully_shard(unit)
+        fully_shard(net)
+    return DistributedDataParallel(net) if kind == "ddp" else net
+
+
+def mean_square(net: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor]:
+    return (net(batch).float().square().mean(),)
+
+
+def run(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: anyrank.ElasticLoader,
+    loss: Any = mean_square,
+    clip: float | None = None,
+) -> str:
+    """Train an epoch; `loss` gives what `step.backward` takes. The digest of the run."""
+    for step in loader:
+        for batch in step.microbatches(net):
+            step.backward(*loss(net, batch))
+        if clip is not None:
+            step.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sha256(net, optimizer)
 
 
 def whole(tensor: Any) -> torch.Tensor:

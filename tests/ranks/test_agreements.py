@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.models import Net
+from tests.ranks.spies import meetings
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -16,7 +17,6 @@ import anyrank
 from anyrank.filling import plan_load
 from anyrank.model.share import ModelShare
 from anyrank.testing import run_ranks
-from anyrank.world.ranks import Ranks
 
 SIZES = {"width": 7, "hidden": 9}
 LOAD = [
@@ -30,15 +30,7 @@ LOAD = [
 
 def met_in(call: Callable[[], object]) -> list[str]:
     """What the ranks meet for in a call."""
-    met: list[str] = []
-    usual = Ranks._gather
-
-    def spied(self: Ranks, connections: Any, value: Any, what: str) -> Any:
-        met.append(what)
-        return usual(self, connections, value, what)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "_gather", spied)
+    with meetings() as met:
         call()
     return met
 
@@ -111,7 +103,7 @@ def count_of_steps(folder: str) -> list[list[str]]:
 
 
 def test_a_step_meets_once_and_its_save_counts_the_samples_too(tmp_path: Path) -> None:
-    for first, save, second, _ in run_ranks(2, count_of_steps, str(tmp_path / "run"), timeout=60):
+    for _, save, second, _ in run_ranks(2, count_of_steps, str(tmp_path / "run"), timeout=60):
         assert save == ["comparing the samples", *SAVE]
         assert second == ["completing the step"]
 

@@ -17,10 +17,12 @@ from anyrank.testing import run_ranks
 SECONDS = 60.0  # far below any timeout, far above what an agreement takes when all is slow
 
 
-def build() -> anyrank.TrainState:
+def build(rate: float = 0.1, **options: Any) -> anyrank.TrainState:
     model = nn.Linear(1, 1)
     loader = anyrank.ElasticLoader(torch.zeros(8, 1), global_batch=4, microbatch=2)
-    return anyrank.TrainState(model, torch.optim.SGD(model.parameters()), data=loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    log = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+    return anyrank.TrainState(model, optimizer, data=loader, log=log, **options)
 
 
 def message(call: Any) -> tuple[str, str, float]:
@@ -31,103 +33,59 @@ def message(call: Any) -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - start
 
 
-def job_constructor(path: str, name: str, values: list[Any]) -> tuple[str, str, float]:
-    options = {name: values[dist.get_rank()]}
-    with anyrank.Checkpoints(path, build(), **options) as ckpts:
-        return message(ckpts.resume)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("keep", [3, 4]),
-        ("every", [2, "10min"]),
-        ("background", [False, True]),
-        ("verify", [True, False]),
-        ("keep_every", [None, 5]),
-    ],
-)
-def test_another_option_on_one_rank_is_named(tmp_path: Path, name: str, values: list[Any]) -> None:
-    first, second = run_ranks(2, job_constructor, str(tmp_path), name, values)
-    assert first[:2] == second[:2]
-    kind, text, seconds = first
-    assert kind == "CheckpointError"
-    assert f"{name}= differs" in text
-    assert all(f"{value!r} on rank {rank}" in text for rank, value in enumerate(values))
-    assert seconds < SECONDS
-    assert list(tmp_path.iterdir()) == []
-
-
-def job_state(path: str, name: str) -> tuple[str, str, float]:
-    rank, model = dist.get_rank(), nn.Linear(1, 1)
-    log = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
-    names = ["log"][:rank]
-    options: dict[str, Any] = {
-        "seed": {"seed": rank},
-        "generators": {"generators": {name: torch.Generator() for name in names}},
-        "first_rank": {"first_rank": names},
-    }
-    state = anyrank.TrainState(model, log=log, **options[name])
-    with anyrank.Checkpoints(path, state) as ckpts:
-        return message(ckpts.save)
-
-
-@pytest.mark.parametrize("name", ["seed", "generators", "first_rank"])
-def test_another_argument_of_the_state_on_one_rank_is_named(tmp_path: Path, name: str) -> None:
-    first, second = run_ranks(2, job_state, str(tmp_path), name)
-    assert first[:2] == second[:2]
-    assert first[0] == "CheckpointError"
-    assert f"TrainState(): {name}= differs between ranks" in first[1]
-    assert list(tmp_path.iterdir()) == []
-
-
-def job_options(path: str) -> tuple[str, str, float]:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
-    with anyrank.Checkpoints(path, anyrank.TrainState(model, optimizer)) as ckpts:
-        return message(ckpts.save)
-
-
-def test_another_option_of_the_optimizer_on_one_rank_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(2, job_options, str(tmp_path))
-    assert first[:2] == second[:2]
-    assert "groups.0.options.lr: 0.1 and 0.2: make it alike on all ranks" in first[1]
-
-
-def job_path(path: str) -> tuple[str, str, float]:
-    with anyrank.Checkpoints(f"{path}/{dist.get_rank()}", build()) as ckpts:
-        return message(ckpts.save)
-
-
-def test_another_folder_on_one_rank_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(2, job_path, str(tmp_path))
-    assert first[:2] == second[:2]
-    assert "path= differs" in first[1]
-    assert list(tmp_path.iterdir()) == []
-
-
-CALLS = {
+OPTIONS: dict[str, tuple[Any, Any]] = {  # of Checkpoints, on either rank
+    "keep": (3, 4),
+    "every": (2, "10min"),
+    "background": (False, True),
+    "verify": (True, False),
+    "keep_every": (None, 5),
+}
+STATES: dict[str, tuple[Any, Any]] = {  # of TrainState
+    "seed": (0, 1),
+    "generators": ({}, {"log": torch.Generator()}),
+    "first_rank": ([], ["log"]),
+}
+CALLS: dict[str, Any] = {
     "which": lambda ckpts, rank: ckpts.resume(("auto", "must")[rank]),
     "skip": lambda ckpts, rank: ckpts.resume(skip=("optimizer",)[:rank]),
     "until": lambda ckpts, rank: next(iter(ckpts.steps(until=3 + rank))),
     "epochs": lambda ckpts, rank: next(iter(ckpts.steps(epochs=3 + rank))),
     "wrong on one": lambda ckpts, rank: ckpts.resume(("auto", -5)[rank]),
+    "another folder": lambda ckpts, rank: ckpts.save(),
+    "another rate": lambda ckpts, rank: ckpts.save(),
+}
+WORDS = {
+    **{name: f"{name}= differs between ranks: " for name in (*OPTIONS, *CALLS)},
+    **{name: f"TrainState(): {name}= differs between ranks" for name in STATES},
+    "wrong on one": "not -5 (on rank 1)",
+    "another folder": "path= differs",
+    "another rate": "groups.0.options.lr: 0.1 and 0.2: make it alike on all ranks",
 }
 
 
-def job_call(path: str, name: str) -> tuple[str, str, float]:
-    with anyrank.Checkpoints(path, build()) as ckpts:
-        return message(lambda: CALLS[name](ckpts, dist.get_rank()))
+def job_differs(path: str, name: str) -> tuple[str, str, float]:
+    rank = dist.get_rank()
+    own = {key: values[rank] for key, values in STATES.items() if key == name}
+    state = build(rate=0.1 * (1 + rank) if name == "another rate" else 0.1, **own)
+    options = {key: values[rank] for key, values in OPTIONS.items() if key == name}
+    folder = f"{path}/{rank}" if name == "another folder" else path
+    with anyrank.Checkpoints(folder, state, **options) as ckpts:
+        return message(lambda: CALLS.get(name, lambda ckpts, _: ckpts.resume())(ckpts, rank))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_another_argument_of_a_call_is_named(tmp_path: Path, name: str) -> None:
-    first, second = run_ranks(2, job_call, str(tmp_path), name)
+@pytest.mark.parametrize("name", WORDS)
+def test_what_is_another_on_one_rank_is_named_and_nothing_is_written(
+    tmp_path: Path, name: str
+) -> None:
+    first, second = run_ranks(2, job_differs, str(tmp_path), name)
     assert first[:2] == second[:2]
     kind, text, seconds = first
     assert kind == ("WrongValue" if name == "wrong on one" else "CheckpointError")
-    assert ("not -5" if name == "wrong on one" else f"{name}= differs") in text
+    assert WORDS[name] in text
+    for rank, value in enumerate(OPTIONS.get(name, ())):
+        assert f"{value!r} on rank {rank}" in text
     assert seconds < SECONDS
+    assert list(tmp_path.iterdir()) == [] or name in ("until", "epochs", "another rate")
 
 
 def job_callback(path: str) -> list[int]:

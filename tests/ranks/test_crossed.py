@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.test_ranks_meet import impatient, outcome, warnings_of
+from tests.ranks.spies import warnings_of
+from tests.ranks.test_ranks_meet import impatient, outcome
 from torch import nn
 
 import anyrank

@@ -364,22 +364,6 @@ def test_ranks_may_have_equal_data(is_exact: bool, wraps: bool) -> None:
     assert run_ranks(2, job_equal_data, is_exact, wraps) == [1, 1]
 
 
-def job_equal_at_first() -> None:
-    net = DistributedDataParallel(nn.Linear(4, 1))
-    data = torch.cat([torch.ones(8, 4), torch.randn(8, 4, generator=torch.Generator())])
-    loader = anyrank.ElasticLoader(data, global_batch=8, microbatch=2, shuffle=False)
-    for step in loader:
-        for x in step.microbatches(net.module):
-            step.backward(net(x).square().mean())
-        net.zero_grad()
-        assert step.number == 0
-
-
-def test_a_wrapper_is_noticed_once_the_data_differs() -> None:
-    with pytest.raises(RanksFailed, match=REFUSED["wrapped already"]):
-        run_ranks(2, job_equal_at_first)
-
-
 def job_around_the_wrapper(is_given: bool) -> list[float]:
     """Gradients with exact=True, where `microbatches` got the wrapper or what it wraps."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.exact_runs import digests_on, sha256
+from tests.ranks.exact_runs import digests_on, run, wrap
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -115,18 +115,11 @@ def autocast(kind: str) -> str:
     """A run within an autocast that spans all of its microbatches."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 2))
-    if kind == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
+    net = wrap(net, kind, net[0])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     loader = anyrank.ElasticLoader(rows(), global_batch=12, microbatch=2, exact=True)
     with torch.autocast("cpu", torch.bfloat16):
-        for step in loader:
-            for batch in step.microbatches(net):
-                step.backward(net(batch).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    return sha256(net, optimizer)
+        return run(net, optimizer, loader)
 
 
 def job_autocast() -> dict[str, str]:

@@ -8,37 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from tests.ranks.exact_runs import digests_on, sha256
+from tests.ranks.exact_runs import KINDS, digests_on, run, wrap
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import anyrank
-
-KINDS = ("plain", "ddp", "fsdp")
-
-
-def wrap(net: nn.Module, kind: str, units: list[nn.Module]) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(net)
-    if kind == "fsdp":
-        for unit in units:
-            fully_shard(unit)
-        fully_shard(net)
-    return net
 
 
 def train(net: nn.Module, loader: anyrank.ElasticLoader, loss_of: Any) -> str:
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for step in loader:
-        for batch in step.microbatches(net):
-            step.backward(*loss_of(net, batch))
-        step.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return sha256(net, optimizer)
+    return run(net, optimizer, loader, loss_of, clip=1.0)
 
 
 class Texts(torch.utils.data.Dataset[Any]):
@@ -74,7 +54,7 @@ def lora(kind: str) -> str:
     """Adapters with dropout on a frozen Llama."""
     targets = ["q_proj", "v_proj", "down_proj"]
     net: Any = get_peft_model(llama(), LoraConfig(r=3, lora_dropout=0.2, target_modules=targets))
-    net = wrap(net, kind, list(net.base_model.model.model.layers))
+    net = wrap(net, kind, *net.base_model.model.model.layers)
 
     def loss_of(net: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, float]:
         ids, mask = batch.clamp(min=0), batch >= 0
@@ -99,7 +79,7 @@ class Tiled(nn.Module):
 
 def tiled(kind: str) -> str:
     net: Any = Tiled()
-    net = wrap(net, kind, list(net.body.layers))
+    net = wrap(net, kind, *net.body.layers)
     return train(net, texts(), lambda net, batch: (net(batch), float((batch[:, 1:] >= 0).sum())))
 
 
@@ -165,7 +145,7 @@ def unet(kind: str, splits: bool = True) -> str:
     """A diffusion model, whose pictures are augmented by a worker; the last step is short."""
     torch.manual_seed(0)
     net: Any = UNet(splits)
-    net = wrap(net, kind, list(net.blocks))
+    net = wrap(net, kind, *net.blocks)
 
     def loss_of(net: nn.Module, pictures: torch.Tensor) -> tuple[torch.Tensor]:
         level, noise = torch.rand(len(pictures)), torch.randn_like(pictures)
@@ -179,7 +159,7 @@ def unet(kind: str, splits: bool = True) -> str:
 
 
 def job_models() -> dict[str, str]:
-    found = {f"{run.__name__} {kind}": run(kind) for run in (lora, unet, tiled) for kind in KINDS}
+    found = {f"{of.__name__} {kind}": of(kind) for of in (lora, unet, tiled) for kind in KINDS}
     return found | {"unet of another order": unet("fsdp", splits=False)}
 
 

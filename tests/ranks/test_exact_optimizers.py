@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.exact_runs import digests_on, sha256, whole
+from tests.ranks.exact_runs import KINDS, digests_on, run, sha256, whole, wrap
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.testing import run_ranks
-
-KINDS = ("plain", "ddp", "fsdp")
 
 
 class Lion(torch.optim.Optimizer):
@@ -55,10 +52,7 @@ def build(kind: str, width: int = 41) -> nn.Module:
     net: Any = nn.Sequential(
         nn.Linear(7, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 3)
     )
-    if kind == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
-    return DistributedDataParallel(net) if kind == "ddp" else net
+    return wrap(net, kind, net[0])
 
 
 def rows() -> torch.Tensor:
@@ -69,13 +63,9 @@ def train(kind: str, make: Callable[[Any], torch.optim.Optimizer]) -> str:
     net = build(kind)
     optimizer = make(net.parameters())
     loader = anyrank.ElasticLoader(rows(), global_batch=10, microbatch=2, exact=True)
-    for step in loader:
-        for batch in step.microbatches(net):
-            step.backward(net(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    digest = run(net, optimizer, loader)
     assert loader.step == 3
-    return sha256(net, optimizer)
+    return digest
 
 
 def job_optimizers() -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.exact_runs import sha256, whole
+from tests.ranks.exact_runs import KINDS, digests_on, run, sha256, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,11 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.exact import groups as exact_groups
-from anyrank.exact.tree_sum import Span, TreeSum
 from anyrank.testing import run_ranks
 
 ROWS, BATCH, MICRO = 13, 12, 2  # K = 6, and a last step of one sample
-KINDS = ("plain", "ddp", "fsdp")
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -90,14 +88,12 @@ def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-def job_train(
-    kind: str, exact: bool = True, rich: bool = False, make: Any = torch.optim.AdamW
-) -> str:
+def job_train(kind: str, exact: bool = True, rich: bool = False) -> str:
     """Train an epoch; `rich` has weights of microbatches, clipping, a scheduler and an average."""
     torch.manual_seed(0)
     net = wrap(Model(rare=exact), kind)
     trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = make(trained, lr=1e-3)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
     average = [whole(p).clone() for p in trained]
     loader = anyrank.ElasticLoader(
@@ -234,9 +230,7 @@ def job_left_unsynced(kind: str) -> str:
 
 def job_habits() -> dict[str, str]:
     jobs = (job_validated, job_adversaries, job_left_unsynced)
-    return {
-        f"{job.__name__} {kind}": job(kind) for job in jobs for kind in ("plain", "ddp", "fsdp")
-    }
+    return {f"{job.__name__} {kind}": job(kind) for job in jobs for kind in KINDS}
 
 
 @pytest.mark.exact_fsdp
@@ -251,7 +245,7 @@ def job_buckets() -> dict[str, str]:
     found: dict[str, str] = {}
     size, exact_groups.BUCKET_BYTES = exact_groups.BUCKET_BYTES, 1 << 10
     try:
-        for kind in ("plain", "ddp"):
+        for kind in KINDS:
             for case in ("all", "rare"):
                 found[f"{kind} {case}"] = train_buckets(kind, case)
     finally:
@@ -266,42 +260,75 @@ def train_buckets(kind: str, case: str) -> str:
     rows = Tokens(ROWS + BATCH)
     loader = anyrank.ElasticLoader(rows, global_batch=BATCH, microbatch=MICRO, seed=5, exact=True)
     for _ in range(2):
-        for step in loader:
-            for batch in step.microbatches(net):
-                step.backward(token_loss(net(batch), batch), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return sha256(net, optimizer)
+        digest = run(
+            net, optimizer, loader, lambda net, batch: (token_loss(net(batch), batch), 1.0)
+        )
+    return digest
 
 
+@pytest.mark.exact_fsdp
 def test_many_buckets_have_the_same_bits_as_on_one_rank() -> None:
     alone = run_ranks(1, job_buckets)[0]
     assert len(set(alone.values())) == 2
     assert run_ranks(4, job_buckets) == [alone] * 4
 
 
-def job_chain() -> str:
-    """A sum that adds the microbatches one after the other, instead of as a tree."""
+class Mixed(nn.Module):
+    """Two units of FSDP2 without a common root, and a part that is not sharded."""
 
-    class Chain(TreeSum):
-        def add(self, span: Span, value: torch.Tensor | None) -> None:
-            if self.nodes:
-                (start, _), other = self.nodes.pop()
-                both = value if other is None else other if value is None else other + value
-                self.nodes.append((Span(start, span.stop), both))
-            else:
-                self.nodes.append((span, value))
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 7), nn.Linear(4, 7)
+        self.head = nn.Linear(7, 1)
+        self.skips = False
 
-    exact_groups.TreeSum = Chain  # type: ignore[misc]
-    try:
-        return job_train("plain")
-    finally:
-        exact_groups.TreeSum = TreeSum  # type: ignore[misc]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.last(x)
+        return self.head(torch.tanh(hidden if self.skips else hidden + self.first(x)))
+
+
+def job_mixed(num_workers: int, skips: bool = False) -> str:
+    """Such a model, and one under DDP, in the same loop; `skips`: pairs of microbatches do."""
+    torch.manual_seed(0)
+    net, other = Mixed(), nn.Linear(1, 1)
+    for unit in (net.first, net.last):
+        fully_shard(unit)
+    wrapped = DistributedDataParallel(other)
+    optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.01, momentum=0.9)
+    # A copy would skip with its original, and not with its round.
+    rows = torch.randn(40 if skips else 37, 4, generator=torch.Generator().manual_seed(1))
+    loader = anyrank.ElasticLoader(
+        rows, global_batch=20, microbatch=2, exact=True, num_workers=num_workers
+    )
+    for step in loader:
+        for batch in step.microbatches(net):
+            net.skips = skips and step.k // 2 % 2 == 1
+            step.backward(net(batch).square().mean(), float(len(batch)))
+        for batch in step.microbatches(wrapped):
+            with torch.no_grad():
+                out = net(batch)
+            step.backward(wrapped(out).square().mean())
+        step.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sha256(net, optimizer, *(whole(p) for p in other.parameters()))
+
+
+def job_turns() -> dict[str, str]:
+    return {f"{workers} workers": job_mixed(workers) for workers in (0, 2)}
 
 
 @pytest.mark.exact_fsdp
-def test_another_order_of_the_sum_gives_other_bits(alone: dict[str, str]) -> None:
-    assert run_ranks(1, job_chain)[0] != alone["plain"]
+def test_promise_9_the_same_bits_of_units_without_a_common_root() -> None:
+    digests_on((2, 3, 4), job_turns)
+
+
+@pytest.mark.exact_fsdp
+def test_a_unit_that_whole_rounds_skip() -> None:
+    """On two ranks a round is a pair of microbatches."""
+    alone = run_ranks(1, job_mixed, 0, True, timeout=100)[0]
+    assert run_ranks(2, job_mixed, 0, True, timeout=100) == [alone] * 2
+    assert alone != run_ranks(1, job_mixed, 0, timeout=100)[0]
 
 
 def job_refused() -> list[str]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.exact_runs import digests_on, sha256
+from tests.ranks.exact_runs import KINDS, digests_on, run, sha256, wrap
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
@@ -20,10 +19,7 @@ from anyrank.testing import run_ranks
 def build(kind: str) -> Any:
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(8, 17), nn.GELU(), nn.Linear(17, 3))
-    if kind == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
-    return DistributedDataParallel(net) if kind == "ddp" else net
+    return wrap(net, kind, net[0])
 
 
 def rows() -> torch.Tensor:
@@ -36,12 +32,7 @@ def by_loader(net: Any, microbatch: int = 4, **options: Any) -> str:
     loader = anyrank.ElasticLoader(
         rows(), global_batch=16, microbatch=microbatch, shuffle=False, **options
     )
-    for step in loader:
-        for batch in step.microbatches(net):
-            step.backward(net(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return sha256(net, optimizer)
+    return run(net, optimizer, loader)
 
 
 def by_torch(net: Any) -> str:
@@ -75,7 +66,7 @@ def test_without_exact_the_bits_are_those_of_torch_alone() -> None:
 
 
 def job_exact() -> dict[str, str]:
-    return {kind: by_loader(build(kind), 2, exact=True) for kind in ("plain", "ddp", "fsdp")}
+    return {kind: by_loader(build(kind), 2, exact=True) for kind in KINDS}
 
 
 @pytest.mark.exact_fsdp
@@ -91,32 +82,3 @@ def job_compiled() -> dict[str, str]:
 
 def test_promise_9_a_compiled_model_has_the_same_bits() -> None:
     digests_on((2,), job_compiled)
-
-
-def job_graphs() -> dict[str, int]:
-    found: dict[str, int] = {}
-
-    def count(name: str) -> Any:
-        def backend(graph: Any, _: Any) -> Any:
-            found[name] = found.get(name, 0) + 1
-            return graph
-
-        return backend
-
-    def compiled(net: Any, name: str) -> Any:
-        return torch.compile(net, backend=count(name))
-
-    orders: dict[str, Any] = {
-        "plain": compiled(build("plain"), "plain"),
-        "compiled, wrapped": DistributedDataParallel(compiled(build("plain"), "compiled, wrapped")),
-        "wrapped, compiled": compiled(build("ddp"), "wrapped, compiled"),
-    }
-    for net in orders.values():
-        by_loader(net, exact=True)
-    return found
-
-
-def test_the_note_is_right_that_a_wrapper_changes_what_is_compiled() -> None:
-    for found in run_ranks(2, job_graphs, timeout=100):
-        assert found["compiled, wrapped"] == found["plain"] > 0
-        assert "wrapped, compiled" not in found

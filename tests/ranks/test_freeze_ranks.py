@@ -117,21 +117,6 @@ def test_ddp_sends_nothing_of_it_at_construction_or_in_steps(options: dict[str, 
             assert torch.equal(one[name], two[name]) != name.startswith("vae."), name
 
 
-def job_ddp_gradients(freeze: bool) -> list[torch.Tensor]:
-    model = build(freeze=freeze)
-    if not freeze:
-        model.vae.requires_grad_(False)
-        model.vae.register_forward_pre_hook(lambda module, args: module.eval() and None)
-    return train(DistributedDataParallel(model), model)
-
-
-def test_gradients_are_those_of_the_plain_construction() -> None:
-    frozen, plain = run_ranks(2, job_ddp_gradients, True), run_ranks(2, job_ddp_gradients, False)
-    assert len(frozen[0]) == 8
-    for ours, theirs in zip(frozen, plain, strict=True):
-        assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
-
-
 # -- FSDP2 ----------------------------------------------------------------------------------------
 
 

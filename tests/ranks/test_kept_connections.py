@@ -17,10 +17,9 @@ from torch import nn
 import anyrank
 from anyrank.testing import run_ranks
 from anyrank.world.group import default_store
-from anyrank.world.ranks import Ranks, open_ranks
+from anyrank.world.ranks import open_ranks
 
 WEIGHTS = {"weight": torch.ones(3, 3), "bias": torch.zeros(3)}
-MIB = 1 << 20
 
 
 def load() -> None:
@@ -65,21 +64,6 @@ def test_calls_leave_neither_keys_in_the_store_nor_threads(tmp_path: Path) -> No
         assert threads == []
 
 
-def job_kept() -> list[bool] | None:
-    dist.barrier()
-    pair: Any = dist.new_group([0, 1])
-    with open_ranks() as one, open_ranks() as other:
-        whole = one.connections is other.connections
-    if dist.get_rank() == 2:
-        return None
-    with open_ranks(pair) as two, open_ranks(pair) as again:
-        return [whole, two.connections is again.connections, two.connections is one.connections]
-
-
-def test_a_set_of_ranks_is_connected_once() -> None:
-    assert run_ranks(3, job_kept) == [[True, True, False]] * 2 + [None]
-
-
 # -- after a failure ------------------------------------------------------------------------------
 
 
@@ -111,6 +95,7 @@ def test_after_a_failure_the_next_call_connects_anew(how: str) -> None:
         elif rank != 1:
             assert failed == results[0][0]
             assert failed[1].startswith("rank 1 did not come to 'load()' within 4 s")
+            assert "process_group=" in failed[1]
 
 
 def job_late_within_a_call() -> tuple[str, str]:
@@ -179,57 +164,18 @@ def test_a_default_group_that_is_made_again(tmp_path: Path, is_same_store: bool)
         assert found == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
 
 
-def job_destroyed(folder: str) -> list[int]:
-    """What was connected before the default group was made again in the very same store."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = FileStore(f"{folder}/store", size)
-    found: list[int] = []
-    for number in range(2):
-        dist.barrier()
-        dist.destroy_process_group()
-        shared = PrefixStore("ours", store)
-        at = PrefixStore(f"torch's {number}", store)
-        dist.init_process_group("gloo", store=at, rank=rank, world_size=size)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("anyrank.world.rendezvous.default_store", lambda store=shared: store)
-            with open_ranks() as ranks:
-                found += ranks.gather(number)
-    return found
-
-
-def test_keys_of_an_earlier_group_in_the_same_store_do_no_harm(tmp_path: Path) -> None:
-    assert run_ranks(2, job_destroyed, str(tmp_path)) == [[0, 0, 1, 1]] * 2
-
-
 # -- values ---------------------------------------------------------------------------------------
 
 
-def job_large(sizes: list[int]) -> tuple[list[int], int]:
-    """Lengths of what was gathered, and by how many bytes this rank's memory grew at most."""
+def job_large(sizes: list[int]) -> list[int]:
+    """Lengths of what was gathered."""
     with open_ranks() as ranks:
-        ranks.gather(b"")
-        value = os.urandom(sizes[ranks.rank])
-        Path("/proc/self/clear_refs").write_text("5")
-        before = peak_bytes()
-        every = ranks.gather(value)
-        return [len(each) for each in every], peak_bytes() - before
-
-
-def peak_bytes() -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition("VmHWM:")[2].split()[0]) << 10
-
-
-def test_a_long_value_of_one_rank_is_not_padded_on_all() -> None:
-    sizes = [32 * MIB, 10, 2000, 70_000]
-    for lengths, grown in run_ranks(4, job_large, sizes):
-        assert lengths == sizes
-        assert grown < 3.5 * 32 * MIB  # padded, the four messages alone are more
+        return [len(each) for each in ranks.gather(os.urandom(sizes[ranks.rank]))]
 
 
 @pytest.mark.parametrize("sizes", [[0, 5, 9], [3000, 4, 5], [3000, 4000, 0], [90_000] * 3])
 def test_values_of_any_length_arrive(sizes: list[int]) -> None:
-    assert [lengths for lengths, _ in run_ranks(3, job_large, sizes)] == [sizes] * 3
+    assert run_ranks(3, job_large, sizes) == [sizes] * 3
 
 
 def job_from_one() -> list[int]:
@@ -243,19 +189,6 @@ def job_from_one() -> list[int]:
 
 def test_a_value_of_one_rank_arrives_at_any_length() -> None:
     assert run_ranks(3, job_from_one) == [[1, 3000, 200_000]] * 3
-
-
-def job_unpicklable() -> tuple[str, str]:
-    with open_ranks() as ranks:
-        return outcome(
-            lambda: ranks.together("counting", lambda: (lambda: 1) if ranks.rank else None)
-        )
-
-
-def test_a_value_that_does_not_pickle_is_every_rank_s_error() -> None:
-    for kind, text in run_ranks(2, job_unpicklable):
-        assert kind == "RankError"
-        assert "[rank 1]" in text
 
 
 # -- beside the user's collectives ----------------------------------------------------------------
@@ -280,38 +213,3 @@ def job_beside_collectives() -> list[float]:
 
 def test_calls_while_the_user_s_collectives_run() -> None:
     assert run_ranks(3, job_beside_collectives) == [[3000.0] * 40] * 3
-
-
-def job_ahead() -> list[bool]:
-    """Several agreements are started before the first one is waited for."""
-    with open_ranks() as ranks:
-        started = [ranks.start_any(ranks.rank == n, f"number {n}") for n in range(4)]
-        ranks.gather(None)
-        return [wait() for wait in started]
-
-
-def test_agreements_may_be_started_ahead() -> None:
-    assert run_ranks(3, job_ahead) == [[True, True, True, False]] * 3
-
-
-def job_two_at_once() -> bool:
-    """A thread of its own agrees beside the main one, ranks in another order each."""
-    with open_ranks() as ranks, ranks.open_channel("1") as one, ranks.open_channel("2") as other:
-        found: dict[str, list[int]] = {}
-
-        def gather(name: str, mine: Ranks) -> None:
-            found[name] = [sum(mine.gather(n)) for n in range(50)]
-
-        threads = [
-            threading.Thread(target=gather, args=each) for each in (("one", one), ("other", other))
-        ]
-        for thread in threads if ranks.rank else reversed(threads):
-            thread.start()
-        gather("main", ranks)
-        for thread in threads:
-            thread.join()
-        return found["main"] == found["one"] == found["other"] == [2 * n for n in range(50)]
-
-
-def test_threads_of_their_own_agree_apart() -> None:
-    assert run_ranks(2, job_two_at_once) == [True, True]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.models import LAYOUTS, Net, assert_same, reference
+from tests.ranks.spies import warnings_of
 from tests.ranks.test_load_layouts import Halved
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -42,12 +42,8 @@ def test_a_sharded_state_dict_goes_into_any_layout(pair: tuple[str, str]) -> Non
 def job_not_run() -> Any:
     source = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).state_dict()
     net = nn.Sequential(Halved(4, 4), nn.Linear(4, 4))
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("anyrank.load").addHandler(handler)
-    report = anyrank.load(net, {**source, "epoch": 3} if dist.get_rank() else source)
-    logging.getLogger("anyrank.load").removeHandler(handler)
+    with warnings_of("anyrank.load") as said:
+        report = anyrank.load(net, {**source, "epoch": 3} if dist.get_rank() else source)
     return report.own_code_not_run, said
 
 

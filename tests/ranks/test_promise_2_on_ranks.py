@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.ranks.models import LAYOUTS, Net, reference
+from tests.ranks.models import LAYOUTS, Net, assert_same, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -164,47 +164,13 @@ def test_columns_are_read_once_between_machines(tmp_path: Path, machines: int) -
             assert min(report.bytes_read) > 0.9 * wanted
 
 
-def job_wide_columns(path: str, dtype: torch.dtype) -> Any:
-    """A layer in shards of its columns, whose holes are longer than they are worth reading."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = nn.Linear(16384, 8, bias=False, dtype=dtype)
-    full = (torch.arange(8 * 16384) % 251).reshape(8, 16384).to(dtype)
-    zeros = distribute_tensor(torch.zeros_like(full), mesh, [Shard(1)])
-    model.weight = nn.Parameter(zeros)
-    plan = anyrank.plan(model, path)
-    report = anyrank.load(model, path)
-    local: Any = model.weight.detach()
-    expected: Any = distribute_tensor(full, mesh, [Shard(1)])
-    return plan, report, torch.equal(local.to_local(), expected.to_local())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world", [2, 4])
-def test_columns_on_one_machine_are_read_by_who_wants_them(
-    tmp_path: Path, world: int, dtype: torch.dtype
-) -> None:
-    weight = (torch.arange(8 * 16384) % 251).reshape(8, 16384).float()
-    save_file({"weight": weight}, tmp_path / "w.safetensors")
-    path = str(tmp_path / "w.safetensors")
-    for plan, report, is_right in run_ranks(world, job_wide_columns, path, dtype):
-        assert is_right
-        assert report.strategy == "own"
-        assert report.bytes_read == plan.read_bytes == [weight.nbytes // world] * world
-
-
 def job_table_on_one_rank(layout: str) -> Any:
     first = torch.distributed.get_rank() == 0
     with anyrank.meta():
         net = Net()
     net = LAYOUTS[layout](net)
     report = anyrank.load(net, dict(reference().state_dict()) if first else None)
-    expected: Any = LAYOUTS[layout](reference())
-    for mine, theirs in zip(net.parameters(), expected.parameters(), strict=True):
-        left: Any = mine.detach()
-        right: Any = theirs.detach()
-        if hasattr(left, "to_local"):
-            left, right = left.to_local(), right.to_local()
-        assert torch.equal(left, right)
+    assert_same(net, LAYOUTS[layout](reference()))
     return report
 
 

@@ -5,7 +5,6 @@ come, and ends of processes with everything still open.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import subprocess
@@ -18,23 +17,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.spies import warnings_of
 from torch import nn
 
 import anyrank
 from anyrank import faults
 from anyrank.data.order import Order
-from anyrank.errors import WrongValue
 from anyrank.testing import Fault, run_ranks
 from anyrank.world import waits
-from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import open_ranks
 
 WEIGHTS = {"weight": torch.ones(3, 3), "bias": torch.zeros(3)}
 SECONDS = 60.0  # on a busy machine; without a name it takes half an hour
 
 
-def load(**options: Any) -> anyrank.LoadReport:
-    return anyrank.load(nn.Linear(3, 3), WEIGHTS, **options)
+def load(**options: Any) -> None:
+    model = nn.Linear(3, 3)
+    anyrank.load(model, WEIGHTS, **options)
+    assert torch.equal(model.weight, WEIGHTS["weight"])
 
 
 def outcome(work: Callable[[], object]) -> tuple[str, str]:
@@ -49,19 +49,6 @@ def outcome(work: Callable[[], object]) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def warnings_of(name: str) -> Generator[list[str]]:
-    """What a logger gets at WARNING."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
-@contextlib.contextmanager
 def impatient() -> Generator[None]:
     """Warn after half a second instead of ten."""
     with pytest.MonkeyPatch.context() as patch:
@@ -73,27 +60,17 @@ def impatient() -> Generator[None]:
 # -- groups ---------------------------------------------------------------------------------------
 
 
-def job_one_group_many_times() -> None:
-    pair = dist.new_group([0, 1])
-    for _ in range(5):
-        if dist.get_rank() < 2:
-            load(process_group=pair)
-
-
-def test_calls_with_one_group_can_be_repeated() -> None:
-    run_ranks(3, job_one_group_many_times)
-
-
-def job_different_numbers_of_groups() -> None:
+def job_groups() -> None:
     dist.new_group([0, 1])
     pair = dist.new_group([1, 2])
-    if dist.get_rank():
-        load(process_group=pair)
+    for _ in range(5):
+        if dist.get_rank():
+            load(process_group=pair)
     load()
 
 
-def test_ranks_may_be_in_different_numbers_of_groups() -> None:
-    run_ranks(3, job_different_numbers_of_groups)
+def test_ranks_may_be_in_different_numbers_of_groups_and_call_them_often() -> None:
+    run_ranks(3, job_groups)
 
 
 def job_alone() -> list[int]:
@@ -194,129 +171,45 @@ def test_an_argument_that_differs_is_named(name: str, values: tuple[Any, ...], t
         assert message == f"load(): {name}= differs between ranks: {text}: give all ranks the same"
 
 
-def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all() -> None:
-    results = run_ranks(3, job_differs, "missing", ("error", "bogus", "error"))
-    assert len(set(results)) == 1
-    kind, text = results[0]
-    assert kind == "WrongValue"
-    assert "bogus" in text
-    assert "rank 1" in text
-    assert "rank 2" not in text
-
-
-def check_of(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("every is 0: give a positive number")
-
-
-def job_check() -> tuple[str, str]:
-    with open_ranks() as ranks:
-        return outcome(
-            lambda: compare_arguments(
-                ranks, "save", {"every": 1}, anyrank.CheckpointError, lambda: check_of(ranks.rank)
-            )
-        )
-
-
-def test_a_value_error_of_one_rank_is_a_value_error_on_all() -> None:
-    text = "save() failed on 1 of 3 ranks, so on all:\n"
-    text += "[rank 1] every is 0: give a positive number"
-    assert run_ranks(3, job_check) == [("WrongValue", text)] * 3
-    assert issubclass(WrongValue, ValueError)
-
-
-def job_different_calls() -> tuple[str, str]:
-    call = anyrank.plan if dist.get_rank() == 2 else anyrank.load
-    return outcome(lambda: call(nn.Linear(3, 3), WEIGHTS))
-
-
-def test_different_calls_that_meet_are_named() -> None:
-    text = (
-        "ranks do different things at the same place: load() on ranks 0, 1, plan() on rank 2: "
-        "make the same calls on all ranks, in the same order"
-    )
-    assert run_ranks(3, job_different_calls) == [("RankError", text)] * 3
-
-
-def job_different_agreements() -> tuple[str, str]:
-    with open_ranks() as ranks:
-        what = "saving" if ranks.rank else "completing the step"
-        return outcome(lambda: ranks.together(what, lambda: 1))
-
-
-def test_different_agreements_that_meet_are_named() -> None:
-    for kind, text in run_ranks(2, job_different_agreements):
-        assert kind == "RankError"
-        assert "completing the step on rank 0, saving on rank 1" in text
-
-
-def job_own_result() -> tuple[bool, list[int]]:
-    with open_ranks() as ranks:
-        mine = lambda: None  # noqa: E731 - does not pickle
-        own, every = ranks.run_and_gather("counting", lambda: (mine, ranks.rank))
-        return own is mine, every
-
-
-def test_an_own_result_stays_on_its_rank_as_it_is() -> None:
-    assert run_ranks(3, job_own_result) == [(True, [0, 1, 2])] * 3
-
-
 # -- ranks that do not come -----------------------------------------------------------------------
 
 
-def job_late(absent: int) -> tuple[list[str], float]:
-    load()  # what a first call imports takes seconds where the machine is busy
+def wait_for(late: float, where: str) -> None:
+    """A later call, the first one, and work within one."""
+    if where == "reading":
+        with open_ranks() as ranks:
+            ranks.together("reading", lambda: time.sleep(late))
+        return
+    time.sleep(late)
+    if where == "load()":
+        load()
+    else:
+        with open_ranks(call=where):
+            pass
+
+
+def job_late(where: str, absent: int) -> tuple[list[str], float]:
+    if where == "load()":
+        load()  # what a first call imports takes seconds where the machine is busy
     dist.barrier()
     start = time.monotonic()
     with impatient(), warnings_of("anyrank.world") as found:
-        if dist.get_rank() == absent:
-            time.sleep(2.0)
-        load()
+        wait_for(2.0 if dist.get_rank() == absent else 0.0, where)
     return found, time.monotonic() - start
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_is_waited_for_is_named_on_every_waiting_rank(absent: int) -> None:
-    for rank, (found, seconds) in enumerate(run_ranks(3, job_late, absent)):
+@pytest.mark.parametrize("where", ["load()", "test()", "reading"])
+def test_a_rank_that_is_waited_for_is_named_on_every_waiting_rank(where: str, absent: int) -> None:
+    for rank, (found, seconds) in enumerate(run_ranks(3, job_late, where, absent)):
         if rank == absent:
-            assert found == []
+            assert found == [] or where == "test()"
         else:
-            assert found[0].startswith(f"load(): rank {rank} has waited ")
+            assert found[0].startswith(f"{where}: rank {rank} has waited ")
             assert any(f" s for rank {absent}: make the same calls" in text for text in found)
             assert "process_group=anyrank.ALONE" in found[0]
             # After half a second, one, two, and so on
             assert 1 <= len(found) <= 1 + math.log2(seconds / 0.5)
-
-
-def job_slow_work() -> list[str]:
-    with impatient(), warnings_of("anyrank.world") as found, open_ranks() as ranks:
-        ranks.together("reading", lambda: time.sleep(1.6 if ranks.rank == 1 else 0))
-    return found
-
-
-def test_silence_in_an_agreement_is_broken_by_name() -> None:
-    results = run_ranks(3, job_slow_work)
-    assert results[1] == []
-    for rank in (0, 2):
-        assert results[rank][0].startswith(f"reading: rank {rank} has waited ")
-        assert any(" s for rank 1: " in text for text in results[rank])
-
-
-def job_first_meeting(absent: int) -> list[str]:
-    dist.barrier()
-    with impatient(), warnings_of("anyrank.world") as found:
-        if dist.get_rank() == absent:
-            time.sleep(2.0)
-        with open_ranks(call="test()"):
-            return found
-
-
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_is_waited_for_at_the_first_call_is_named(absent: int) -> None:
-    for rank, found in enumerate(run_ranks(3, job_first_meeting, absent)):
-        if rank != absent:
-            assert found[0].startswith(f"test(): rank {rank} has waited ")
-            assert any(f" s for rank {absent}: " in text for text in found)
 
 
 def job_left() -> tuple[str, str]:
@@ -373,7 +266,7 @@ def job_killed() -> tuple[str, str]:
 
 # -- ends of processes ----------------------------------------------------------------------------
 
-OPEN_AT_EXIT = """
+OPEN_AT_EXIT = r"""
 import os, signal, sys, torch, torch.distributed as dist, anyrank, anyrank.world.ranks
 store, folder = sys.argv[1:3]
 ranks = {}
@@ -387,7 +280,8 @@ for how in ("left", "destroyed"):  # each in processes of its own, which end as 
     break
 else:
     for child, (how, rank) in ranks.items():
-        print(how, rank, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(1, f"{how} {rank} {code}\n".encode())  # whole lines of several processes
     sys.exit()
 signal.alarm(100)
 store, folder = f"{store}-{how}", f"{folder}/{how}"
@@ -405,7 +299,7 @@ ckpts = anyrank.Checkpoints(folder + "/run", anyrank.TrainState(model), backgrou
 ckpts.save()
 if how == "destroyed":
     dist.destroy_process_group()
-print("last line", flush=True)
+os.write(1, b"last line\n")
 """
 
 

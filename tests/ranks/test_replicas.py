@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.spies import warnings_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -110,11 +110,10 @@ def job_average(path: str, background: bool) -> Any:
             one.fill_(dist.get_rank())
     state = anyrank.TrainState(net, optimizer, ema=average)
     notes: list[list[str]] = []
-    logged: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("anyrank.state").addHandler(handler)
-    with anyrank.Checkpoints(path, state, background=background) as ckpts:
+    with (
+        warnings_of("anyrank.state") as logged,
+        anyrank.Checkpoints(path, state, background=background) as ckpts,
+    ):
         for _ in range(2):
             state.step += 1
             ckpts.save()
@@ -125,7 +124,6 @@ def job_average(path: str, background: bool) -> Any:
                 for one in average.parameters():
                     one.add_(dist.get_rank())
     values = {float(one.sum()) for one in average.parameters()}
-    logging.getLogger("anyrank.state").removeHandler(handler)
     return values, [note for one in notes for note in one], logged
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -148,32 +147,6 @@ def test_buffers_that_differ_are_all_the_first_ranks(tmp_path: Path, wrap: str) 
     for values, notes in run_ranks(2, job_buffers, str(tmp_path), wrap, False):
         assert values == [10.0 * number for number in range(6)]
         assert "6 tensors differed between the ranks that saved them" in notes[-1]
-
-
-def job_one_rank(path: str) -> tuple[str, str]:
-    """Something that goes wrong on rank 1 alone, between agreements."""
-    loader = anyrank.ElasticLoader(list(range(8)), global_batch=4, microbatch=1)
-    state = anyrank.TrainState(nn.Linear(2, 2), data=loader)
-    alone = dist.get_rank() == 1
-    with closing(anyrank.Checkpoints(path, state, on_commit=lambda record: None)) as ckpts:
-        for step in loader:
-            try:
-                for _ in step.microbatches(nn.Identity()):
-                    pass
-                if alone:
-                    loader.commit()
-                ckpts.save()
-            except anyrank.AnyrankError as error:
-                return type(error).__name__, str(error)
-            break
-    return "none", ""
-
-
-def test_one_ranks_mistake_is_every_ranks_error(tmp_path: Path) -> None:
-    answers = run_ranks(2, job_one_rank, str(tmp_path))
-    assert answers[0] == answers[1]
-    assert answers[0][0] == "CheckpointError"
-    assert "position= differs" in answers[0][1]
 
 
 class Counting:

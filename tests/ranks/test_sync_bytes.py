@@ -55,29 +55,6 @@ def test_without_verify_nothing_is_compared() -> None:
     assert run_ranks(2, job_corrupted, "received", False) == ["", ""]
 
 
-def job_overlap() -> int:
-    """How many messages this rank has under way at once, at most."""
-    most: list[int] = []
-    usual = move.Mover._add
-
-    def add(self: move.Mover, message: Any) -> None:
-        usual(self, message)
-        most.append(len(self.pending))
-
-    is_source = dist.get_rank() == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move.Mover, "_add", add)
-        patch.setattr(move, "MESSAGE_BYTES", 1024)
-        patch.setenv("ANYRANK_BUFFER_BYTES", "4096")
-        model = layers(8, 16)
-        anyrank.sync(None if is_source else model, model if is_source else None)
-    return max(most)
-
-
-def test_messages_are_under_way_while_others_are_read_and_placed() -> None:
-    assert run_ranks(2, job_overlap) == [4, 4]  # as many as the window holds
-
-
 def job_memory() -> float:
     """The peak of this rank beside its share, in MiB; the second call's, which plans nothing."""
     is_source = dist.get_rank() == 0

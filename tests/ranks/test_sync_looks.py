@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.models import Net, locals_of
+from tests.ranks.spies import meetings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
 from anyrank.testing import run_ranks
-from anyrank.world.ranks import Ranks
 
 PLANNED = [True, False, True, False, True, True, True, True]
 SIZES = {"width": 7, "hidden": 9}
@@ -121,17 +120,10 @@ def agreements() -> list[list[str]]:
     fully_shard(dst)
     weights = anyrank.Sync(dst, src)
     met: list[list[str]] = []
-    usual = Ranks.start_gather
-
-    def spied(self: Ranks, value: Any, what: str) -> Any:
-        met[-1].append(what)
-        return usual(self, value, what)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "start_gather", spied)
-        for _ in range(2):
-            met.append([])
+    for _ in range(2):
+        with meetings() as found:
             weights()
+        met.append(found)
     return met
 
 

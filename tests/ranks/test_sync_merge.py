@@ -88,23 +88,6 @@ def test_merged_weights_are_those_of_peft_in_every_layout() -> None:
     run_ranks(4, job_merge)
 
 
-def job_refused() -> str:
-    src: Any = lora(torch.float32) if dist.get_rank() else None
-    if src is not None:
-        src.base_model.disable_adapter_layers()
-    try:
-        anyrank.sync(net(), src, merge=True)
-    except anyrank.LoadError as error:
-        return str(error)
-    return ""
-
-
-def test_an_adapter_that_cannot_be_merged_is_every_ranks_error() -> None:
-    texts = run_ranks(2, job_refused)
-    assert texts[0] == texts[1]
-    assert "its adapters are disabled" in texts[0]
-
-
 def change_on_last(kind: str, model: Any) -> None:
     layer = model.base_model.model[0]
     if dist.get_rank() == 1:

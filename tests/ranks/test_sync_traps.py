@@ -178,19 +178,6 @@ def job_missing() -> None:
     assert anyrank.sync(on(0, src), on(1, dst), unexpected="ignore").unexpected == ["bias"]
 
 
-def job_version() -> None:
-    src, dst = net(), net()
-    weights = anyrank.Sync(on(1, dst), on(0, src))
-    versions = [weights.version]
-    for _ in range(2):
-        weights()
-        versions.append(weights.version)
-    if dist.get_rank() == 1:
-        dst[2].weight = nn.Parameter(torch.zeros(3, 3))
-    refused("2.weight", weights)
-    assert [*versions, weights.version] == [0, 1, 2, 2]  # a call that failed does not count
-
-
 def job_disagree() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     src: Any = fully_shard(net(), mesh=mesh) if dist.get_rank() else net()
@@ -208,23 +195,6 @@ def job_disagree() -> None:
         assert torch.equal(other[0].weight.to_local(), state["0.weight"][4:])
     else:
         assert torch.equal(full["0.weight"], state["0.weight"])
-
-
-class Shared(nn.Module):
-    """Two parameters in one memory, as a part of a fused weight that is listed twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole = nn.Parameter(torch.zeros(4, 2))
-        self.part = nn.Parameter(self.whole.data[:2])
-
-
-def job_shared_memory() -> None:
-    src = {"whole": torch.ones(4, 2), "part": torch.full((2, 2), 2.0)}
-    dst = Shared()
-    words = "whole and part of dst share a part of their memory"
-    refused(words, lambda: anyrank.sync(on(1, dst), on(0, src)))
-    assert not dst.whole.any()
 
 
 def job_permuted() -> None:
@@ -269,27 +239,6 @@ def job_mesh_in_another_order() -> None:
     assert torch.equal(turned.weight.full_tensor(), before)
 
 
-class Refuses(torch.Tensor):
-    """Memory that cannot be written to."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ == "copy_":
-            raise RuntimeError("not now")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def job_putting_in_place_fails() -> None:
-    src, dst = net(), net()
-    weights = anyrank.Sync(dst, src, atomic=True)
-    weights()
-    if dist.get_rank() == 1:
-        dst[2].weight = nn.Parameter(dst[2].weight.detach().as_subclass(Refuses))
-    with pytest.raises(anyrank.RankError, match="partly overwritten: sync again before use"):
-        weights()
-    assert weights.version == 1
-
-
 def job_part_of_src_is_missing() -> None:
     src = fully_shard(nn.Linear(4, 4))
     refused(
@@ -306,18 +255,6 @@ def job_part_of_dst_is_missing() -> None:
     assert torch.equal(dst.weight.to_local(), before)
     anyrank.sync(dst, src, process_group=anyrank.ALONE)  # each rank has its own call
     assert torch.equal(dst.weight.to_local(), src.weight.chunk(2)[dist.get_rank()])
-
-
-def job_no_group() -> None:
-    given: Any
-    for given in ([0, 1], 3, "all"):
-        with pytest.raises(TypeError, match="process_group= takes a group"):
-            anyrank.sync(net(), net(), process_group=given)
-    group = dist.new_group([0, 1])
-    dist.barrier()  # torch's own groups have none: the peer may still be connecting to this one
-    dist.destroy_process_group(group)
-    with pytest.raises(TypeError, match="that has not been destroyed"):
-        anyrank.sync(net(), net(), process_group=group)
 
 
 JOBS = {name.removeprefix("job_"): job for name, job in globals().items() if name[:4] == "job_"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.testing import run_ranks
+from anyrank.testing import RanksFailed, run_ranks
 
 WIDTH, VOCAB, TOKENS = 4, 12, 8
 D = torch.float64
@@ -165,32 +166,34 @@ def test_count_as_documented_gives_the_mean_over_the_tokens_of_all_ranks(wrapper
     assert run_ranks(2, job_count, wrapper) == [True] * 2
 
 
-def job_collectives_of_tiles() -> list[int]:
-    """How many collectives a call makes under tensor parallelism, plain and in tiles."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    counts: list[int] = []
-    for chunk_size in (None, TOKENS, 2):
-        torch.manual_seed(0)
-        mlp = nn.Sequential(nn.Linear(WIDTH, 6, dtype=D), nn.Linear(6, WIDTH, dtype=D))
-        model = nn.ModuleDict({"mlp": mlp})
-        parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        if chunk_size is not None:
-            anyrank.tile_(model, "mlp", chunk_size=chunk_size)
-        made = 0
-        all_reduce = dist.all_reduce
-
-        def counted(*args: Any, reduce: Any = all_reduce, **kwargs: Any) -> Any:
-            nonlocal made
-            made += 1
-            return reduce(*args, **kwargs)
-
-        dist.all_reduce = counted
-        with torch.no_grad():
-            mlp(torch.ones(1, TOKENS, WIDTH, dtype=D))
-        dist.all_reduce = all_reduce
-        counts.append(made)
-    return counts
+def job_unit_in_tiles(how: str) -> list[bool]:
+    """Ranks with different numbers of rows, where each call of the module is a collective."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH))
+    module, plain = layers.double(), copy.deepcopy(layers)
+    if how == "inside":
+        anyrank.tile_(module, "", chunk_size=4)
+    unit: Any = fully_shard(module, reshard_after_forward=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(1, 10 - rank if how == "equal" else (3, 10)[rank], WIDTH, dtype=D)
+    fn: Any = unit
+    if how == "loss":
+        labels = torch.zeros(x.shape[:2], dtype=torch.int64)
+        fn = lambda x: anyrank.tiled_loss(unit, x, labels, chunk_size=4)  # noqa: E731
+    elif how != "inside":
+        fn = anyrank.tile(unit, chunk_size=4)
+    fn(x).sin().sum().backward()
+    plain(x).sin().sum().backward()
+    for ours, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(expected.grad)
+        torch.testing.assert_close(whole(ours), expected.grad / size)
+    return [parameter.grad is not None for parameter in module.parameters()]
 
 
-def test_tiles_of_a_tensor_parallel_module_compare_nothing() -> None:
-    assert run_ranks(2, job_collectives_of_tiles) == [[0, 0, 0]] * 2
+def test_ranks_with_different_numbers_of_tiles_do_not_wait_for_each_other() -> None:
+    for how in ("around", "loss"):
+        with pytest.raises(RanksFailed, match="between 1 and 3") as caught:
+            run_ranks(2, job_unit_in_tiles, how)
+        assert "RankError" in str(caught.value)
+    for how in ("inside", "equal"):
+        assert run_ranks(2, job_unit_in_tiles, how) == [[True] * 4] * 2

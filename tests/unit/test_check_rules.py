@@ -15,6 +15,7 @@ import anyrank
 from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.facts import LINES, Facts, Known, differences
 from anyrank.watching.rules import run_rules
+from anyrank.watching.slow import find_model
 from anyrank.world.ranks import one_process
 
 LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0, "")
@@ -115,3 +116,15 @@ def test_several_optimizers_are_taken_together() -> None:
     assert [found.where for found in anyrank.check(model, several[:1])] == [
         "1.weight, 1.bias, rank 0"
     ]
+
+
+def test_the_model_is_the_outermost_module_with_the_optimizers_parameters() -> None:
+    inner, loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
+    outer = nn.Sequential(inner, nn.Linear(2, 2))
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(outer.parameters())
+    assert find_model([loss, other, outer, inner], [optimizer]) is outer
+    assert find_model([inner, loss], [optimizer]) is inner
+    assert find_model([loss, other], [optimizer]) is None
+    other(torch.zeros(1, 2)).sum().backward()
+    assert find_model([loss, other], [optimizer]) is other  # the optimizer is stale

@@ -28,7 +28,7 @@ BUDGETS = {
     "frozen": 535,
     "inspection": 1285,
     "integrations": 3210,
-    "memory": 2830,
+    "memory": 2835,
     "model": 2885,
     "peers": 385,
     "random_state": 495,

@@ -408,7 +408,7 @@ def test_paths_in_docstrings_of_tests_exist() -> None:
 
 
 def test_a_lost_path_is_found() -> None:
-    text = "`src/anyrank/cli` `tests/unit/test_no.py` `benchmarks/load.py --device cuda`"
+    text = "`src/anyrank/cli` `tests/unit/test_no.py` `benchmarks/load.py --quick`"
     text += " `test_docs.py` `test_no.py` `src/no/*.py`"
     lost = ["tests/unit/test_no.py", "tests/**/test_no.py", "src/no/*.py"]
     assert find_lost_paths(text) == lost

@@ -166,6 +166,15 @@ class Stream(IterableDataset[int]):
             "sampler is a RandomSampler, whose order",
         ),
         (
+            lambda: DataLoader(DATA, sampler=torch.utils.data.DistributedSampler(DATA, 1, 0)),
+            "has a DistributedSampler: anyrank divides the data",
+        ),
+        (
+            lambda: DataLoader(DATA, sampler=torch.utils.data.SubsetRandomSampler(range(9))),
+            "sampler is a SubsetRandomSampler, whose order is not known",
+        ),
+        (lambda: DataLoader(DATA, worker_init_fn=print), "worker_init_fn, which is not called"),
+        (
             lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 3)),
             "as many draws as the dataset has samples",
         ),

@@ -180,7 +180,7 @@ class ExactRun:
         before = self._samples.get(id(parameter))
         if before is None or parameter.grad is None:
             return False
-        return not is_scaled_by_two(before, _sample_of(parameter))
+        return not _is_scaled_by_two(before, _sample_of(parameter))
 
     def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that has parameters of a model, and others. One without any may step.
@@ -234,7 +234,7 @@ def _sample_of(parameter: Any) -> torch.Tensor:
     return part[tuple(slice(CORNER) for _ in part.shape)].clone()
 
 
-def is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
+def _is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether all elements were multiplied by one power of two, as `GradScaler.unscale_` does."""
     if before.shape != now.shape:
         return False

@@ -1,0 +1,40 @@
+"""What a rank of a test is told, and for what its ranks meet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from anyrank.world.ranks import Ranks
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Generator[list[str]]:
+    """What a logger gets at WARNING."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@contextlib.contextmanager
+def meetings() -> Generator[list[str]]:
+    """What the ranks meet for; one of a single rank is none."""
+    met: list[str] = []
+    usual = Ranks._gather
+
+    def spied(self: Ranks, connections: Any, value: Any, what: str) -> Any:
+        met.append(what)
+        return usual(self, connections, value, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "_gather", spied)
+        yield met
