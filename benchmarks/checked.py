@@ -3,8 +3,9 @@
     python benchmarks/checked.py             # some minutes on 1 to 4 ranks; results/checked.json
     python benchmarks/checked.py --quick     # small, nothing is written
 
-Replicas: what comparing them takes of ten saves in a row, nine of which compare everything.
-Verified: a resume with verify=True against one with verify=False, in turn, on the ranks that
+Replicas: what comparing them takes of ten saves in a row, nine of which compare everything; and
+what `replicas_every=100` takes of a training, one comparison on the slower rank over 100 median
+steps. Verified: a resume with verify=True against one with verify=False, in turn, on the ranks that
 saved and on one, from files in the page cache and from the disk, by the clock and by CPU time,
 which on a machine with other work tells more. Extra bytes: read beyond those needed, on other
 ranks than saved. A layer has 4 MiB, three times that with Adam's state.
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import gc
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,14 +32,17 @@ from bench import Case, Run, Runs, ratios, slowest, spread, tell
 from launch import Launcher
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.resume import checkpoints
 from anyrank.saving import collect
 
 SAVES = 10  # of which nine compare all of the replicas
+STEPS, EVERY, ROWS = 10, 100, 64  # of a training that compares once
 WIDTH, WIDTHS = 1024, [512, 1024, 768, 1536]
 SAVED_ON, RESUMED_ON = 4, (1, 2, 3)
-GOALS = {"replicas": 0.1, "verified": 1.1, "extra": 0.02}
+GOALS = {"replicas": 0.1, "every": 0.01, "verified": 1.1, "extra": 0.02}
 
 
 def network(widths: list[int]) -> Any:
@@ -92,6 +97,27 @@ def compare_in_saves(path: str, layers: int) -> float:
             state.step = number + 1
             ckpts.save()
         return sum(spent) / sum(record.seconds for record in ckpts.stats())
+
+
+def compare_in_steps(path: str, layers: int) -> Run:
+    """Seconds of one comparison under DDP, and of the median step without it, on this rank."""
+    model = DistributedDataParallel(network([WIDTH] * layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = anyrank.ElasticLoader(torch.randn(256, WIDTH), global_batch=ROWS, microbatch=ROWS // 2)
+    state, steps = anyrank.TrainState(model, optimizer, data=loader), list[float]()
+    with (
+        seconds_in(checkpoints, "check_replicas") as spent,
+        anyrank.Checkpoints(path, state, replicas_every=STEPS) as ckpts,
+    ):
+        start = time.perf_counter()
+        for step in ckpts.steps(until=STEPS):
+            for x in step.microbatches(model):
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(time.perf_counter() - start)
+            start = time.perf_counter()
+    return {"sec": sum(spent), "step_sec": statistics.median(steps[1:])}
 
 
 def save(path: str, widths: list[int]) -> None:
@@ -154,9 +180,14 @@ def measure(options: argparse.Namespace) -> Run:
             what = f"bytes beyond, saved on {SAVED_ON}, resumed on {ranks}"
             record(what, spread([read / needed - 1]), "extra")
         parts: list[float] = []
+        shares: list[float] = []
         for number in range(repeats):
             parts.append(max(launcher.values(2, compare_in_saves, f"{top}/{number}", layers)))
+            each = launcher.values(2, compare_in_steps, f"{top}/steps-{number}", layers)
+            sec, step_sec = (max(run[figure] for run in each) for figure in ("sec", "step_sec"))
+            shares.append(sec / (EVERY * step_sec))
         record("replicas", spread(parts), "replicas")
+        record(f"replicas_every={EVERY}", spread(shares), "every")
     shape = {"replicas_mib": layers * 12, "saves": SAVES, "verified_mib": layers * 12}
     return shape | {"widths": WIDTHS, "figures": figures}
 

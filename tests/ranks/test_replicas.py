@@ -64,20 +64,27 @@ def test_replicas_that_diverged_are_refused(tmp_path: Path, what: str, backgroun
     assert not list(tmp_path.glob("step-*"))
 
 
-def job_update_from_a_buffer(path: str) -> str:
+def job_update_from_a_buffer(path: str) -> list[str]:
     net, optimizer = build()
     net[1].register_buffer("usage", torch.full((8,), float(dist.get_rank() % 2)))
     with torch.no_grad():
         net[1].weight += net[1].usage
-    return complaint(anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer)))
+    ckpts = anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer), replicas_every=1)
+    saved = complaint(ckpts)
+    try:
+        ckpts.step_done()
+    except anyrank.CheckpointError as error:
+        return [saved, str(error)]
+    return [saved, ""]
 
 
 def test_buffers_that_differ_beside_the_weights_are_named(tmp_path: Path) -> None:
-    for text in run_ranks(2, job_update_from_a_buffer, str(tmp_path)):
-        assert text.startswith("step 0: nothing was saved, as ranks hold different values")
-        assert "model.1.weight: ranks [0] unlike ranks [1]" in text
-        assert "which they may, unless an update reads them: model.1.usage" in text
-        assert text.endswith("so the rest may differ on other ranks")
+    for saved, stepped in run_ranks(2, job_update_from_a_buffer, str(tmp_path)):
+        assert "so the rest may differ on other ranks: Checkpoints(replicas_every=1)" in saved
+        assert stepped.startswith("step 1: ranks hold different values")
+        for text in (saved, stepped):
+            assert "model.1.weight: ranks [0] unlike ranks [1]" in text
+            assert "which they may, unless an update reads them: model.1.usage" in text
 
 
 def job_hybrid(path: str) -> list[str]:
@@ -179,6 +186,86 @@ def test_an_optimizer_that_is_sharded_is_told_to_say_so(tmp_path: Path) -> None:
         assert "exp_avg: ranks [0] unlike ranks [1] unlike ranks [2]" in text
         assert "the weights agree, so optimizer is sharded" in text
         assert "Hold them as DTensors" in text
+
+
+# -- between saves --------------------------------------------------------------------------------
+
+
+def job_compared(path: str, what: str) -> tuple[int, str, int]:
+    """At which step a divergence after step 3 is noticed; the message; how many steps are saved."""
+    net, optimizer = build()
+    wrapped: Any = DistributedDataParallel(net)
+    state = anyrank.TrainState(wrapped, optimizer)
+    ckpts = anyrank.Checkpoints(path, state, replicas_every=5)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(1, 11):
+        forward = net if what == "around the wrapper" and step == 3 else wrapped
+        forward(torch.randn(2, 8, generator=draw)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3 and dist.get_rank() == 1 and what == "model":
+            flip(net[1].weight)
+        if step == 3 and dist.get_rank() == 1 and what == "optimizer":
+            flip(optimizer.state[net[1].weight]["exp_avg"])
+        try:
+            ckpts.step_done()
+        except anyrank.CheckpointError as error:
+            return state.step, str(error), len(ckpts.saved())
+    return state.step, "", len(ckpts.saved())
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """A bit of the last element, as a fault of the memory would; no rounding takes it back."""
+    with torch.no_grad():
+        tensor.view(torch.int32).view(-1)[-1] ^= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("model", "model.1.weight"),
+        ("optimizer", "optimizer.state.1.weight.exp_avg"),
+        ("around the wrapper", "model.0.weight"),
+    ],
+)
+def test_a_flipped_bit_is_named_within_so_many_steps(tmp_path: Path, what: str, name: str) -> None:
+    for noticed, text, saved in run_ranks(3, job_compared, str(tmp_path), what):
+        alike = "ranks [0] unlike ranks [1] unlike ranks [2]"
+        alike = alike if what == "around the wrapper" else "ranks [0, 2] unlike ranks [1]"
+        assert (noticed, saved) == (5, 0)
+        assert text.startswith("step 5: ranks hold different values")
+        assert f"{name}: {alike}" in text
+
+
+def job_alike(path: str) -> list[int]:
+    """A run with a buffer that each rank has its own way, compared at each step."""
+    net, optimizer = build()
+    net.append(nn.BatchNorm1d(8))
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(path, state, replicas_every=1) as ckpts:
+        for _ in range(3):
+            net[4].running_mean += dist.get_rank()
+            ckpts.step_done()
+    return [saved.step for saved in ckpts.saved()]
+
+
+def test_what_may_differ_is_not_compared_between_saves(tmp_path: Path) -> None:
+    assert run_ranks(2, job_alike, str(tmp_path)) == [[3], [3]]
+
+
+def job_unlike_models(path: str) -> str:
+    state = anyrank.TrainState(nn.ModuleDict({f"net{dist.get_rank()}": nn.Linear(2, 2)}))
+    ckpts = anyrank.Checkpoints(path, state, replicas_every=1)
+    try:
+        ckpts.step_done()
+    except anyrank.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_models_of_other_names_are_not_compared(tmp_path: Path) -> None:
+    for text in run_ranks(2, job_unlike_models, str(tmp_path)):
+        assert text.startswith("step 1: the ranks hold tensors of different names")
 
 
 def job_hashed(path: str) -> dict[str, int]:

@@ -29,6 +29,7 @@ from anyrank.saving.collect import Snapshot, check_boundary, collect
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import SaveRecord, write
+from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
@@ -67,6 +68,8 @@ class Checkpoints:
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
         peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
             which a restart goes on; or after so many steps, or a time, as for `every`.
+        replicas_every: compare the whole of what ranks hold alike, model and optimizers, every so
+            many steps; saves compare parts of it. What differs is an error that names it.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
@@ -101,6 +104,7 @@ class Checkpoints:
         keep_every: int | Callable[[int], bool] | None = None,
         on_commit: Callable[[SaveRecord], object] | None = None,
         peers: bool | int | str = False,
+        replicas_every: int | None = None,
         process_group: Group = None,
     ) -> None:
         self.path = check_path("path", path)
@@ -108,7 +112,9 @@ class Checkpoints:
         if on_commit is not None:
             check_function("on_commit", on_commit)
         check_group(process_group)
-        self._options = RunOptions(self.path, keep, every, background, verify, keep_every, peers)
+        self._options = RunOptions(
+            self.path, keep, every, background, verify, keep_every, peers, replicas_every
+        )
         self._folder = RunFolder(storage_for(self.path), self.path)
         self._state = state
         self._on_commit = on_commit
@@ -251,8 +257,8 @@ class Checkpoints:
         last save, then SystemExit) and SIGUSR1 (a save) that any rank got.
 
         Raises:
-            CheckpointError: the step is not complete, and counts on no rank; or a save
-                failed, and the last committed step is still there.
+            CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
+                a save failed, and the last committed step is still there.
 
         Example::
 
@@ -285,6 +291,8 @@ class Checkpoints:
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
             self.wait()
+        if ranks.size > 1 and options.compares_replicas(number):
+            check_replicas(self._state, ranks)
         if first.snapshot_is_due and self._memory is not None:
             snapshot = collect(self._state, ranks)
             self._state.run = snapshot.manifest.run

@@ -127,12 +127,15 @@ class RunOptions:
     verify: bool
     keep_every: int | Callable[[int], bool] | None
     peers: bool | int | str = False
+    replicas_every: int | None = None
 
     def __post_init__(self) -> None:
         check_int("keep", self.keep, 2)  # the newest may turn out damaged
         check_bool(background=self.background, verify=self.verify)
         if self.keep_every is not None and not callable(self.keep_every):
             check_int("keep_every", self.keep_every, 1)
+        if self.replicas_every is not None:
+            check_int("replicas_every", self.replicas_every, 0)
         parse_cadence(self.every)
         parse_cadence(_as_every(self.peers), "peers")
 
@@ -141,6 +144,10 @@ class RunOptions:
         if callable(self.keep_every):
             return self.keep_every(step)
         return self.keep_every is not None and step % self.keep_every == 0
+
+    def compares_replicas(self, step: int) -> bool:
+        """Whether the replicas are compared at the end of a step."""
+        return bool(self.replicas_every) and step % (self.replicas_every or 1) == 0
 
     @property
     def cadence(self) -> Cadence:

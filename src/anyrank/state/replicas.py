@@ -2,13 +2,15 @@
 
 A save takes each element from one rank. Where replicas differ there is no such thing as the run's
 value: for what is trained that is an error, for anything else the first rank's is saved. Each save
-compares a ninth of every tensor, in turns, so that nine saves have compared all.
+compares a ninth of every tensor, in turns, so that nine saves have compared all; a run may ask for
+more between its saves, of the whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,8 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.state.digests import digests_of
 from anyrank.state.part_types import SHOWN, Saved
-from anyrank.tensors.sharded_tensor import Coordinates, replicas
+from anyrank.state.train_state import TrainState
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
 
@@ -64,7 +67,11 @@ def compare_replicas(
     wrong = {name: groups for name, groups in differing.items() if name not in may_differ}
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
-        raise CheckpointError(_in_words(step, wrong, parts, others))
+        raise CheckpointError(
+            _in_words(f"step {step}: nothing was saved, as", wrong, parts, others)
+            + "\na ninth of each tensor was compared, so the rest may differ on other ranks: "
+            "Checkpoints(replicas_every=1) compares all, and names the first step"
+        )
     if ranks.index == 0:
         log.warning(
             "%d tensors differ between the ranks; the first rank's are saved: %s",
@@ -72,6 +79,34 @@ def compare_replicas(
             ", ".join(sorted(differing)[:SHOWN]),
         )
     return sorted(differing)
+
+
+def check_replicas(state: TrainState, ranks: Ranks) -> None:
+    """Compare the whole of the model and the optimizers, and save nothing. All ranks.
+
+    Raises:
+        CheckpointError: a tensor differs that must not; names it, the ranks and the step.
+    """
+
+    def look() -> tuple[dict[str, Saved], tuple[int, Coordinates]]:
+        parts = state.parts.save_tensors(ranks.index)
+        tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+        names = "\n".join(sharded.name for sharded in tensors)
+        return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
+
+    parts, answers = ranks.run_and_gather("looking at the replicas", look)
+    if len({names for names, _ in answers}) > 1:
+        raise CheckpointError(
+            f"step {state.step}: the ranks hold tensors of different names: build the model and "
+            "the optimizer alike on all ranks; save() says which differ"
+        )
+    coordinates = {r: coords for r, (_, coords) in zip(ranks.ranks, answers, strict=True)}
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    own_replicas = _replicas(parts, coordinates, None, ranks.rank)
+    differing = _differing([r for r in own_replicas if r.name not in may_differ], ranks)
+    if differing:
+        others = _differing([r for r in own_replicas if r.name in may_differ], ranks)
+        raise CheckpointError(_in_words(f"step {state.step}:", differing, parts, sorted(others)))
 
 
 def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
@@ -103,7 +138,7 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
 
 
 def _replicas(
-    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int, rank: int
+    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int | None, rank: int
 ) -> list[_Replica]:
     """What is compared of the tensors that this rank holds with others."""
     own_replicas: list[_Replica] = []
@@ -111,7 +146,8 @@ def _replicas(
     for index, sharded in enumerate(tensors):
         for members in replicas(index, sharded, coordinates).values():
             if len(members) > 1 and rank in members:
-                own_replicas.append(_Replica(sharded.name, members, _ninth(sharded.local(), turn)))
+                values = sharded.local() if turn is None else _ninth(sharded.local(), turn)
+                own_replicas.append(_Replica(sharded.name, members, values))
     return own_replicas
 
 
@@ -134,7 +170,7 @@ def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[str]) -> dic
 
 
 def _in_words(
-    step: int,
+    head: str,
     wrong: Mapping[str, list[list[int]]],
     parts: Mapping[str, Saved],
     others: Sequence[str],
@@ -142,7 +178,7 @@ def _in_words(
     """What differs, and what has happened: replicas have diverged, or an optimizer is sharded.
 
     Args:
-        step: that was to be saved.
+        head: what was not done for it, or at which step.
         wrong: name of each tensor that must not differ -> the ranks that are alike.
         parts: of the state.
         others: names of tensors that differ too, and may.
@@ -177,10 +213,8 @@ def _in_words(
             names = ", ".join(others[:SHOWN])
             reason += f"\nthese differ too, which they may, unless an update reads them: {names}"
     lines = [
-        f"step {step}: nothing was saved, as ranks hold different values of what they should hold "
-        "alike:",
+        f"{head} ranks hold different values of what they should hold alike:",
         *(f"  {line}" for line in first_few(texts, SHOWN)),
         reason,
-        "a ninth of each tensor was compared, so the rest may differ on other ranks",
     ]
     return "\n".join(lines)

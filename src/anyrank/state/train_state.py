@@ -236,6 +236,21 @@ class RunParts:
 
     def save(self, rank: int) -> dict[str, Saved]:
         """What every part contributes to a save, as this rank sees it."""
+        tensors, saved = self.save_tensors(rank), dict[str, Saved]()
+        for part, value in self.parts.items():
+            if part in tensors:
+                saved[part] = tensors[part]
+                continue
+            saved[part] = save_stateful(part, cast("Stateful", value), rank)
+            if part in self.first_rank:
+                saved[part].agreement = "first"
+        if self.base is not None:
+            targets = targets_of(self.parts["model"])
+            saved["model"].record["base"] = self.base.record(targets, self._trained())
+        return saved
+
+    def save_tensors(self, rank: int) -> dict[str, Saved]:
+        """The same of the modules and the optimizers alone."""
         targets = self.targets()
         names = names_of(targets)
         stepped = self._trained()
@@ -246,14 +261,6 @@ class RunParts:
             elif isinstance(value, Optimizer):
                 saved[part] = save_optimizer(part, value, names, rank)
                 self._warn_of_unsaved(part, saved[part].unsaved, rank)
-            else:
-                saved[part] = save_stateful(part, cast("Stateful", value), rank)
-                if part in self.first_rank:
-                    saved[part].agreement = "first"
-        if self.base is not None:
-            saved["model"].record["base"] = self.base.record(
-                targets_of(self.parts["model"]), stepped
-            )
         return saved
 
     def _warn_of_unsaved(self, part: str, unsaved: Sequence[str], rank: int) -> None:
