@@ -103,9 +103,10 @@ def count_of_steps(folder: str) -> list[list[str]]:
 
 
 def test_a_step_meets_once_and_its_save_counts_the_samples_too(tmp_path: Path) -> None:
-    for _, save, second, _ in run_ranks(2, count_of_steps, str(tmp_path / "run"), timeout=60):
+    for first, save, second, _ in run_ranks(2, count_of_steps, str(tmp_path / "run"), timeout=60):
         assert save == ["comparing the samples", *SAVE]
         assert second == ["completing the step"]
+        assert "looking at the optimizers" in first  # once, when they have their state
 
 
 def fails_last(path: str) -> str:

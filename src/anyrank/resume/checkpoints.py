@@ -25,7 +25,7 @@ from anyrank.resume.options import ResumeArguments, RunOptions
 from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.background import BackgroundSave
-from anyrank.saving.collect import Snapshot, check_boundary, collect
+from anyrank.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import SaveRecord, write
@@ -287,7 +287,8 @@ class Checkpoints:
         with self._counter.guard_boundary():
             reports = ranks.together("completing the step", report)
             self._counter.count()
-        self._log.note_step(reports)
+        if self._log.note_step(reports):
+            warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
             self.wait()

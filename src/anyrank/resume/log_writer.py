@@ -75,11 +75,11 @@ class LogWriter:
         """The times of this rank's last steps if they are due; mostly nothing."""
         return [] if self._pace is None else self._pace.take_window()
 
-    def note_step(self, reports: Sequence[BoundaryReport]) -> None:
-        """Record a counted step. All ranks."""
+    def note_step(self, reports: Sequence[BoundaryReport]) -> bool:
+        """Record a counted step; returns whether it is the first. All ranks."""
         self._steps_sec, self._last = self._steps_sec + self._since_last(), time.monotonic()
-        if not self._has_begun:
-            self._has_begun = True
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first:
             self._start_pace()
             self._write(self._state.step - 1, event=START, lost=self._lost)
         spent = [report.spent for report in reports]
@@ -90,6 +90,7 @@ class LogWriter:
             weight = sum(weight for _, weight in losses)
             loss = sum(loss for loss, _ in losses) / weight if weight else None
             self._write(self._state.step, loss)
+        return is_first
 
     def note_save(self) -> None:
         """Record a save, which has ended or goes on in the background. All ranks."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from anyrank.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.saving")
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,20 @@ def check_boundary(state: TrainState) -> None:
             "save() within a step, whose samples are not accounted for: save after the body "
             "of steps(), or call step_done first"
         )
+
+
+def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
+    """Warn after the first step, when optimizers have their state, if no save can hold it.
+    All ranks.
+    """
+    problem: str | None = None
+    try:
+        state.parts.check_optimizers(ranks.index)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [*filter(None, ranks.gather(problem, "looking at the optimizers"))]
+    if problems and ranks.index == 0:
+        log.warning("after the first step: the next save will fail: %s", problems[0])
 
 
 # -- collect ---------------------------------------------------------------------------------------
