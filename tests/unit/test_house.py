@@ -457,7 +457,6 @@ def test_front_pages_are_short(name: str, limit: int) -> None:
 
 def test_no_other_knob_is_read_or_documented() -> None:
     pages = [path for path in list_texts() if path.is_relative_to(ROOT / "docs")]
-    pages = [path for path in pages if "dev" not in path.parts]  # which tells of what was, too
     texts = [page.read_text(encoding="utf-8") for page in [*pages, ROOT / "README.md"]]
     named = re.findall(r"\bANYRANK_\w+", "\n".join([*read_sources(SRC).values(), *texts]))
     commands = {settings.PEERS_FOLDER}
