@@ -57,7 +57,7 @@ CALLS: dict[str, Any] = {
 WORDS = {
     **{name: f"{name}= differs between ranks: " for name in (*OPTIONS, *CALLS)},
     **{name: f"TrainState(): {name}= differs between ranks" for name in STATES},
-    "wrong on one": "not -5 (on rank 1)",
+    "wrong on one": "[rank 1] resume takes 'auto', 'must', a step or a path, not -5",
     "another folder": "path= differs",
     "another rate": "groups.0.options.lr: 0.1 and 0.2: make it alike on all ranks",
 }
