@@ -269,6 +269,8 @@ def job_wrong(change: str) -> str:
         given["up.bias"] = (mesh, [Shard(1)])
     elif change == "absent":
         given["up.bias"] = ([0, 1, 2], [Shard(0)])
+    elif change == "own first":
+        given["up.bias"] = ([rank, 1 - rank], [Shard(0)])
     functions: dict[str, Any] = {"raises": {}.__getitem__, "answers": lambda name: [name]}
     with pytest.raises(TypeError if change == "answers" else anyrank.LoadError) as caught:
         anyrank.load(part, whole().state_dict(), layout=functions.get(change, given))
@@ -284,6 +286,7 @@ def job_wrong(change: str) -> str:
         ("differs", "the model has shape [4, 5], the source [8, 5]"),
         ("intervals", "up.weight: rank 0 holds [4, 5], and its part of [8, 5] by layout= is [3"),
         ("absent", "up.bias: its layout= has rank 2 in its mesh, which takes no part in the call"),
+        ("own first", "up.bias: the ranks' layout= make no whole, as the ranks at each place of"),
         ("dim", "up.bias: layout= shards dim 1 of a tensor of 1 dims"),
         ("raises", "layout= failed for up.weight: KeyError: 'up.weight'"),
         ("answers", "layout= of up.weight: give (mesh, placements), not ['up.weight']"),
@@ -305,12 +308,15 @@ def job_no_whole(change: str) -> str:
         ends = ({"w": torch.zeros(8)}, {"w": torch.zeros(4)} if rank == 0 else None)
     elif change == "dst":
         ends, layout = (ends[1], {"w": torch.zeros(8)}), ({"w": given}, None)
+    elif change == "dst, own first":
+        ends, given = ({"w": torch.zeros(4)}, {"w": torch.ones(8)}), ([rank, 1 - rank], [Shard(0)])
+        layout = ({"w": given}, None)
     elif change == "dst on one":
         ends = ({"w": torch.zeros(4)} if rank == 0 else None, {"w": torch.zeros(8)})
         layout = ({"w": given}, None)
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.sync(*ends, layout=layout)
-    assert not any(end["w"].any() for end in ends if end)
+    assert ends[0] is None or not ends[0]["w"].any()
     return str(caught.value)
 
 
@@ -320,6 +326,7 @@ def job_no_whole(change: str) -> str:
         ("src", "w: ranks hold it in different ways in src: rank 0 as float32[8] S0 on 2"),
         ("src on one", "hold 4 of the 8 elements"),
         ("dst", "the model has shape [6], the source [8]"),
+        ("dst, own first", "w: the ranks' layout= make no whole"),
         ("dst on one", "w: dst lies on 2 ranks, and 1 of them passed it"),
     ],
 )

@@ -20,6 +20,7 @@ from anyrank.filling.match import (
     sources_of,
 )
 from anyrank.filling.report import SyncReport
+from anyrank.model.given_layouts import check_parts
 from anyrank.model.match import ModelMatch
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
@@ -145,6 +146,8 @@ class Planner:
         ]
         coordinates = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
         check_all_shards(ends, coordinates, len(self.summaries))
+        for end, known in zip(ends, coordinates, strict=True):
+            check_parts([(row.keys[0], row.layout) for row in end.rows], known)
         flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))

@@ -19,7 +19,7 @@ from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
 from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
-from anyrank.model.given_layouts import apply_layout, warn_of_unused
+from anyrank.model.given_layouts import apply_layout, check_parts, warn_of_unused
 from anyrank.model.match import ModelMatch, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
@@ -196,6 +196,7 @@ def plan_load(
     _compare_frozen([summary.frozen for summary in summaries], ranks)
     places = (summary.coordinates for summary in summaries)
     coordinates = dict(zip(ranks.ranks, places, strict=True))
+    check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
     caches = caches_of(ranks.ranks, ranks.nodes, listing)
     repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
     visible = [info.visible for info in sources]

@@ -6,7 +6,7 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -16,7 +16,7 @@ from anyrank.errors import LoadError, WrongType, WrongValue
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
-from anyrank.tensors.sharded_tensor import placement_of
+from anyrank.tensors.sharded_tensor import Coordinates, placement_of
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.load")
@@ -164,6 +164,34 @@ def apply_layout(
     return meshes
 
 
+def check_parts(
+    layouts: Iterable[tuple[str, Layout | None]], coordinates: Mapping[int, Coordinates]
+) -> None:
+    """Refuse parts of which the ranks' own `layout=` make no whole: each place on the mesh is that
+    of equally many ranks.
+
+    Args:
+        layouts: name and layout of each tensor.
+        coordinates: of every rank that has them.
+
+    Raises:
+        LoadError: names the tensor, and which ranks have the same part. The same on all ranks.
+    """
+    for index, (name, layout) in enumerate(layouts):
+        if layout is None or not layout.is_given:
+            continue
+        holders: dict[Any, list[int]] = {}
+        for rank, known in coordinates.items():
+            holders.setdefault(known.coordinate(index), []).append(rank)
+        counts = {len(ranks) for ranks in holders.values()}
+        if len(holders) != math.prod(layout.mesh_shape) or len(counts) > 1:
+            parts = "; ".join(f"{list(place)}: {ranks}" for place, ranks in holders.items())
+            raise LoadError(
+                f"{name}: the ranks' layout= make no whole, as the ranks at each place of its mesh "
+                f"of {list(layout.mesh_shape)} are {parts}: give all ranks of a mesh the same list"
+            )
+
+
 def warn_of_unused(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
     """Warn of names and patterns that no tensor has, where this rank has tensors of each end.
 
@@ -224,7 +252,11 @@ def _chosen(
             continue
         if id(value) not in known:
             mesh, rules = _checked(tensor.name, value)
-            known[id(value)] = value, meshes.setdefault(mesh, mesh), Layout(mesh.shape, rules)
+            known[id(value)] = (
+                value,
+                meshes.setdefault(mesh, mesh),
+                Layout(mesh.shape, rules, is_given=True),
+            )
         yield index, *known[id(value)][1:]
 
 

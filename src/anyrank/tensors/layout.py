@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -77,10 +77,12 @@ class Layout:
     Attributes:
         mesh_shape: sizes of the mesh axes.
         placements: one for each mesh axis.
+        is_given: whether `layout=` says so, and torch knows nothing of it.
     """
 
     mesh_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
+    is_given: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         """As reports have it, "S0 on 4"; different for layouts that differ."""
