@@ -377,8 +377,9 @@ def test_a_lock_that_was_let_go_is_taken_again_at_the_next_save(tmp_path: Path, 
         for _ in range(2):
             ckpts.step_done()
             assert "another run writes here" in in_a_child(tmp_path / "run")
-            if how == "copied":  # which closes the file
+            if how == "copied":  # which opens and closes the file
                 shutil.copytree(tmp_path / "run", tmp_path / "copy", dirs_exist_ok=True)
+                assert "another run writes here" in in_a_child(tmp_path / "run")
             elif how == "removed":
                 (tmp_path / "run" / ".lock").unlink()
             else:
@@ -402,7 +403,7 @@ def test_a_run_whose_lock_another_has_taken_since_saves_no_more(
     ckpts = anyrank.Checkpoints(tmp_path, build())
     ckpts.step_done()
     ckpts.save()
-    (tmp_path / ".lock").read_text()  # lets go of it
+    (tmp_path / ".lock").unlink()  # as by a user
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(run_ranks, 1, job_hold, str(tmp_path), init=False)
         while not (tmp_path / "held").exists():
@@ -420,26 +421,36 @@ def test_a_run_whose_lock_another_has_taken_since_saves_no_more(
     assert not (tmp_path / ".lock").exists()
 
 
-@pytest.mark.parametrize("function", [os.open, fcntl.lockf], ids=["opened", "locked"])
-def test_a_lock_that_is_removed_while_another_takes_it_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any
-) -> None:
-    """The first releases it when the second has its file open, or its lock."""
-    first, second = (RunLock(LocalStorage(), str(tmp_path)) for _ in range(2))
-    first.take()
+def job_late(path: str) -> str:
+    """Take the lock of a file that its owner removes once it is open here; what others are told."""
+    opened = os.open
 
-    def racing(*given: Any) -> Any:
-        answer = function(*given)
-        if first.is_held:
-            monkeypatch.undo()
-            first.release()
-        return answer
+    def slow(*given: Any) -> int:
+        descriptor = opened(*given)
+        os.open = opened
+        Path(path, "came").touch()
+        while Path(path, ".lock").exists():
+            time.sleep(0.01)
+        return descriptor
 
-    module = os if function is os.open else fcntl
-    monkeypatch.setattr(module, function.__name__, racing)
-    second.take()
-    assert "another run writes here" in in_a_child(tmp_path)
-    second.release()
+    os.open = slow
+    lock = RunLock(LocalStorage(), path)
+    lock.take()
+    told = in_a_child(Path(path))
+    lock.release()
+    return told
+
+
+def test_a_lock_that_is_removed_while_another_takes_it_is_not_taken(tmp_path: Path) -> None:
+    lock = RunLock(LocalStorage(), str(tmp_path))
+    lock.take()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(run_ranks, 1, job_late, str(tmp_path), init=False)
+        while not (tmp_path / "came").exists():
+            assert not other.done(), other.exception()
+            time.sleep(0.01)
+        lock.release()
+        assert "another run writes here" in other.result(60)[0]
 
 
 def test_a_disk_without_locks_is_told_of_once(
@@ -448,7 +459,7 @@ def test_a_disk_without_locks_is_told_of_once(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     with anyrank.Checkpoints(tmp_path, build(), every=1) as ckpts:
         for _ in range(2):
             ckpts.step_done()

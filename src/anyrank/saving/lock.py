@@ -1,8 +1,9 @@
 """The lock of a run folder, by which one process alone writes there.
 
 It is the kernel's (fcntl) on a file of the folder, so it ends with its process, however that ends,
-and holds on all machines that share the disk. Workers that the process forks do not have it, as
-they would have flock's. Object stores have no lock.
+and holds on all machines that share the disk. It belongs to the open file (F_OFD_SETLK), so that a
+copy of the folder, which opens and closes the file too, does not let go of it; workers that the
+process forks close theirs at once, and do not have it. Object stores have no lock.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import logging
 import os
 import socket
+import struct
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -24,13 +26,24 @@ LOCK = ".lock"
 MAX_BYTES = 400  # of the owner's name
 TRIES = 10  # to take a lock that others take and leave meanwhile
 
+_open_files: dict[str, int] = {}  # path -> descriptor, of all locks that this process has
+
+
+def _close_after_fork() -> None:
+    for descriptor in _open_files.values():
+        os.close(descriptor)
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
+
 
 class RunLock:
     """The lock of a run folder. Used by one rank, the first.
 
-    A process lets go of the lock when it closes any descriptor of its file, as one that copies the
-    folder does. So each save asks for it again, and the file is kept open by its number: a Python
-    file would be closed whenever a run that nobody closed is collected.
+    Each save asks for it again, as a user may have removed the file. The file is kept open by its
+    number: a Python file would be closed whenever a run that nobody closed is collected. Several
+    runs of one process in one folder share it.
 
     Attributes:
         is_held: whether it was taken, and not released.
@@ -40,7 +53,11 @@ class RunLock:
         self.store, self.folder = store, folder
         self.path = join_path(folder, LOCK)
         self.is_held = False
-        self._descriptor: int | None = None  # of the file; none in an object store
+
+    @property
+    def _descriptor(self) -> int | None:
+        """Of the file; None in an object store, and where the lock is not held."""
+        return _open_files.get(self.path)
 
     def take(self, check: Callable[[], None] = lambda: None) -> None:
         """Become the folder's writer, or see that this process still is. Before each save.
@@ -81,7 +98,7 @@ class RunLock:
             descriptor, is_new = self._descriptor, self._descriptor is None
             if descriptor is None:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-                self._descriptor = descriptor
+                _open_files[self.path] = descriptor
             try:
                 self._ask_kernel(descriptor)
                 if self._is_in_place(descriptor):
@@ -99,7 +116,8 @@ class RunLock:
     def _ask_kernel(self, descriptor: int) -> None:
         """Lock the file; where it is locked by this process, nothing changes."""
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
         except (BlockingIOError, PermissionError):
             raise CheckpointError(
                 f"{self.folder}: another run writes here: {_read_name(descriptor)}: stop it, or "
@@ -121,9 +139,9 @@ class RunLock:
         return False
 
     def _let_go(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor, self.is_held = None, False
+        if (descriptor := _open_files.pop(self.path, None)) is not None:
+            os.close(descriptor)
+        self.is_held = False
 
 
 def _write_own_name(descriptor: int) -> None:
