@@ -26,7 +26,7 @@ GOALS = {
     "memory": 9,
     "save": 2,
     "sweep": 3,
-    "sync": 18,
+    "sync": 12,
     "traps": 3,
     "watch": 6,
 }

@@ -28,7 +28,7 @@ BUDGETS = {
     "frozen": 535,
     "inspection": 1285,
     "integrations": 3210,
-    "memory": 2835,
+    "memory": 2840,
     "model": 2915,
     "peers": 385,
     "random_state": 495,

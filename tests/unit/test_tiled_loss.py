@@ -338,6 +338,7 @@ def scalar(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shapes": (head(), {"labels": torch.zeros(3, dtype=torch.long)}, r"\[10, 6\] and labels \[3\]"),
     "count": (head(), {"count": 3, "reduction": "sum"}, "count is the divisor"),
+    "counts": (head(), {"count": torch.ones(2)}, r"count has shape \[2\]: give one number"),
     "smoothing": (scalar, {"label_smoothing": 0.1}, "label_smoothing is for a head"),
     "scalar": (scalar, {}, r"scalar returns \[\] for a tile of 4 tokens, expected \[4\]"),
     "fused function": (scalar, {"impl": "fused"}, "not nn.Linear itself"),

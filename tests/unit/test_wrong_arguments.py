@@ -64,7 +64,7 @@ FILLS: dict[str, list[Any]] = {
     "missing": ["erorr", None, 3],
     "unexpected": ["keep", True],
     "cast": ["x", None],
-    "rename": [3, nothing, {"a": 3}, [("(", "")], [3]],
+    "rename": [3, nothing, {"a": 3}, [("(", "")], [("a", r"\1")], [3]],
     "layout": [3, {"weight": 3}],
     "verify": ["full", 1, None],
     "process_group": [3, "all"],

@@ -143,7 +143,10 @@ def divisor(
     """The divisor of the mean; 1 instead of 0, as the sum is 0 then."""
     if count is None:
         return (labels != ignore_index).sum().clamp(min=1)
-    return torch.where(count == 0, 1, count) if isinstance(count, torch.Tensor) else count or 1
+    if isinstance(count, torch.Tensor):
+        count = count.reshape(())
+        return torch.where(count == 0, 1, count)
+    return count or 1
 
 
 def _head_loss(
@@ -263,6 +266,8 @@ def check(
     check_chunk_size(chunk_size, "token")
     if not isinstance(count, torch.Tensor | None):
         check_number("count", count)
+    elif count is not None and count.numel() != 1:
+        raise ValueError(f"count has shape {list(count.shape)}: give one number")
     check_type("label_smoothing", label_smoothing, Real, "a number from 0 to 1")
     if count is not None and reduction != "mean":
         raise ValueError(

@@ -60,6 +60,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
         if wrong:
             raise TypeError(f"{wrong[0]!r} is not text to put in place")
+        for pattern, replacement in pairs:
+            pattern.sub(replacement, "")  # raises for a group that the pattern has not
     except (re.error, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
