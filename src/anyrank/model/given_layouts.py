@@ -185,7 +185,9 @@ def check_parts(
             holders.setdefault(known.coordinate(index), []).append(rank)
         counts = {len(ranks) for ranks in holders.values()}
         if len(holders) != math.prod(layout.mesh_shape) or len(counts) > 1:
-            parts = "; ".join(f"{list(place)}: {ranks}" for place, ranks in holders.items())
+            parts = "; ".join(
+                f"{list(coordinate)}: {ranks}" for coordinate, ranks in holders.items()
+            )
             raise LoadError(
                 f"{name}: the ranks' layout= make no whole, as the ranks at each place of its mesh "
                 f"of {list(layout.mesh_shape)} are {parts}: give all ranks of a mesh the same list"
