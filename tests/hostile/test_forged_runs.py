@@ -136,6 +136,7 @@ def test_an_index_with_a_wrong_field_is_refused_or_of_no_account(step: Path, new
         (("chunks", 0, 1), [10**6, 10**6]),
         (("chunks", 0, 3), -(10**12)),
         (("chunks", 0, 2), 10**6),
+        (("chunks", 0, 0), [0]),
     ],
 )
 def test_a_tensor_is_no_larger_than_its_files(step: Path, where: tuple[Any, ...], new: Any) -> None:

@@ -24,7 +24,7 @@ BUDGETS = {
     "files": 2425,
     "filling": 4045,
     "foreign": 1955,
-    "formats": 2125,
+    "formats": 2130,
     "frozen": 535,
     "inspection": 1285,
     "integrations": 3210,

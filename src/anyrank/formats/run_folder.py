@@ -256,6 +256,8 @@ def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileRecord]) -> 
     for *box, file, offset in table["chunks"]:
         offsets, sizes = (_counts(key, part) for part in box)
         _counts(key, (file, offset))
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"{key}: a piece has not the dims of its tensor")
         if offset + math.prod(sizes) * dtype.itemsize > files[file].size:
             raise ValueError(f"{key}: a piece ends after its file")
         chunks.append(Chunk(Box(offsets, sizes), file, offset, row_major(sizes)))

@@ -97,7 +97,7 @@ class RunLock:
         for _ in range(TRIES):
             descriptor, is_new = self._descriptor, self._descriptor is None
             if descriptor is None:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 _open_files[self.path] = descriptor
             try:
                 self._ask_kernel(descriptor)
