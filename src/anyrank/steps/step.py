@@ -7,26 +7,28 @@ What happens between two steps of the optimizer, in this order:
    begun before and left, are dropped.
 2. This rank's first two batches are fetched. From then on batch i + 1 is fetched before the loop's
    body gets batch i, and the ranks agree that all could fetch theirs while that body runs. Every
-   rank has as many batches as the others: where the step has fewer for it, it gets one again, as a
+   rank has as many batches as the others: one for which the step has fewer repeats its last, as a
    copy of weight 0.
 3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
    body runs forward, and `Step.backward` of the mean loss, times its share of the step.
 4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
-   exact=True DDP exchanges nothing, and FSDP2's units give their gradients to an ordered sum in
-   each backward.
+   exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
+   ordered sum.
 5. The random streams go on as before the loop.
 6. The ranks gather what each has seen (`StepRecord`), and every rank judges all of it (`judge`).
-   They need not where the last backward was an exchange already: a model whose gradients are all a
-   wrapper's, without weights, once a step has shown that each gradient is exchanged once.
-7. What is left is done to the gradients: averaged where no wrapper has done so; with weights scaled
-   by the step's total; with exact=True the ordered sums are exchanged, scaled and put in `.grad`.
+   They skip the gather where all gradients of a model are a wrapper's, no weights are given, and a
+   step before has shown that each gradient is exchanged once.
+7. The rest: with weights gradients are scaled by the step's total, and where no wrapper has done so
+   they are averaged; with exact=True the other ordered sums are exchanged, scaled, and are `.grad`.
 8. The user clips, and steps the optimizer.
 9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called.
    In a run `resume/loop.py` says so, at the end of the body, and `Checkpoints.step_done` does what
    follows: the ranks agree, signals are heard, replicas are compared, and what is due is saved.
 
-A loop that is left within its microbatches, by an exception or `break`, exchanges nothing: the
-streams go on as before, and the loader gives the same step again.
+A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
+a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
+before. The other ranks wait for this one, and learn of it by its end or by name at the next
+agreement.
 """
 
 from __future__ import annotations
@@ -253,7 +255,7 @@ class Step:
         assert sync is not None
         sync.reshard()
         parameters = [*sync.named.values()]
-        if exact is not None:  # changes before cannot be seen after the scaling
+        if exact is not None:  # now, as clipping hides what was changed before
             exact.compare(parameters, self._position.notes)
         norm = clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
         if exact is not None:
@@ -350,14 +352,13 @@ class Step:
         digest = f"{derive(repr(values)):x}"
         record = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
         record = sync.complete(record, is_new)
-        # If each gradient is a wrapper's and no weights are given, the last backward has shown that
-        # all ranks are here. A refusal is each rank's own then: all make the same calls.
-        meets = sync.meets or bool(run.is_weighted) or is_new
-        records = self._ranks.gather(record, "comparing the step") if meets else [record]
+        # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
+        must_gather = sync.meets or bool(run.is_weighted) or is_new
+        records = self._ranks.gather(record, "comparing the step") if must_gather else [record]
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
         check_alike(values, records, self._ranks)
         weights = [weight for record in records for weight in record.weights]
-        if not weights and not own_backward:
+        if not weights and not own_backward:  # no rank has run a backward, as in an evaluation
             sync.drop_unfinished()
             return
         if is_checked:
