@@ -215,10 +215,16 @@ def train(kind: str, steps: int) -> str:
             loader.commit()
             if loader.step == steps:
                 break
-    digest = hashlib.sha256()
+    return digest_of(net, optimizer)
+
+
+def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer, begin: bytes = b"") -> str:
+    """SHA-256 of some bytes, of all weights and of all optimizer state."""
+    digest = hashlib.sha256(begin)
     for parameter in net.parameters():
         state = optimizer.state[parameter]
-        for tensor in (parameter, *(state[name] for name in sorted(state))):
+        tensors: list[Any] = [parameter, *(state[name] for name in sorted(state))]
+        for tensor in tensors:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             digest.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

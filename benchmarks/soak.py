@@ -13,7 +13,6 @@ a run on one rank has, which nothing disturbed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import random
 import tempfile
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import bench
 import torch
 from bench import Run, tell
+from exact import digest_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -71,19 +71,7 @@ def live(folder: str, kind: str, background: bool) -> str:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-    return digest_of(net, optimizer, scheduler.get_last_lr())
-
-
-def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer, rates: list[Any]) -> str:
-    """SHA-256 of all weights, of all optimizer state, and of the learning rates."""
-    digest = hashlib.sha256(repr(rates).encode())
-    for parameter in net.parameters():
-        state = optimizer.state[parameter]
-        tensors: list[Any] = [parameter, *(state[name] for name in sorted(state))]
-        for tensor in tensors:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            digest.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest_of(net, optimizer, repr(scheduler.get_last_lr()).encode())
 
 
 def draw_life(draw: random.Random) -> tuple[int, str, bool, list[Fault]]:

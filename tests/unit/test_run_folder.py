@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -386,6 +386,13 @@ def test_a_lock_that_was_let_go_is_taken_again_at_the_next_save(tmp_path: Path, 
                 shutil.rmtree(tmp_path / "run")
 
 
+def wait_for(path: Path, other: Future[Any]) -> None:
+    """Until another rank has made a file; raises its error if it has failed."""
+    while not path.exists():
+        assert not other.done(), other.exception()
+        time.sleep(0.01)
+
+
 def job_hold(path: str) -> None:
     """Hold the lock until the folder has a file `end`, or for a minute."""
     lock = RunLock(LocalStorage(), path)
@@ -406,9 +413,7 @@ def test_a_run_whose_lock_another_has_taken_since_saves_no_more(
     (tmp_path / ".lock").unlink()  # as by a user
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(run_ranks, 1, job_hold, str(tmp_path), init=False)
-        while not (tmp_path / "held").exists():
-            assert not other.done(), other.exception()
-            time.sleep(0.01)
+        wait_for(tmp_path / "held", other)
         ckpts.step_done()
         for _ in range(2):
             with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
@@ -446,9 +451,7 @@ def test_a_lock_that_is_removed_while_another_takes_it_is_not_taken(tmp_path: Pa
     lock.take()
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(run_ranks, 1, job_late, str(tmp_path), init=False)
-        while not (tmp_path / "came").exists():
-            assert not other.done(), other.exception()
-            time.sleep(0.01)
+        wait_for(tmp_path / "came", other)
         lock.release()
         assert "another run writes here" in other.result(60)[0]
 

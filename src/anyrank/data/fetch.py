@@ -66,15 +66,17 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
         self.collate_fn = collate_fn or default_collate
 
     def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
-        # A collate_fn may draw random numbers too, for instance to mask tokens.
+        # For the samples and for the collate_fn, which may draw too, for instance to mask tokens.
         reseed(derive(self.seed, request.epoch, request.start, "samples"))
-        where = "dataset.__getitems__"
+        where, samples = "dataset.__getitems__", list[Any]()
         try:
             get_items = getattr(self.dataset, "__getitems__", None)
-            samples = [] if get_items is None else list(get_items(list(request.ids)))
-            for sample_id in request.ids if get_items is None else ():
-                where = f"dataset[{sample_id}]"
-                samples.append(self.dataset[sample_id])
+            if get_items is not None:
+                samples += get_items(list(request.ids))
+            else:
+                for sample_id in request.ids:
+                    where = f"dataset[{sample_id}]"
+                    samples.append(self.dataset[sample_id])
             if len(samples) != len(request.ids):
                 raise ValueError(
                     f"{where} returned {len(samples)} samples for {len(request.ids)} ids"

@@ -134,9 +134,7 @@ def _with_intervals(
     )
 
 
-def apply_layout(
-    tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ranks
-) -> dict[int, RankMesh]:
+def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ranks) -> None:
     """Make plain tensors parts of a whole, as `layout=` says; by this rank alone.
 
     Parts are equal in size along a dim that is sharded, or the third element of the layout says
@@ -147,21 +145,14 @@ def apply_layout(
         layout: as it was given to this rank.
         ranks: of the call.
 
-    Returns:
-        Position of each such tensor -> its mesh.
-
     Raises:
         LoadError: of a tensor that has no such dim, is not of the size that its layout says, or
             whose mesh has not this rank, or others that do not take part; a function failed.
         TypeError, ValueError: a function gave no layout.
     """
-    meshes: dict[int, RankMesh] = {}
-    for index, mesh, rules in _chosen(tensors, layout):
-        tensor = tensors[index]
+    for tensor, mesh, rules in _chosen(tensors, layout):
         tensor.shape = _whole(tensor.name, tuple(tensor.tensor.shape), mesh, rules, ranks)
         tensor.layout, tensor.coordinate = rules, mesh.coordinate(ranks.rank)
-        meshes[index] = mesh
-    return meshes
 
 
 def check_parts(
@@ -235,15 +226,14 @@ def _answer(function: Callable[[str], Any], name: str) -> Any:
 
 def _chosen(
     tensors: Sequence[ModelTensor], layout: GivenLayout
-) -> Iterator[tuple[int, RankMesh, Layout]]:
-    """Position, mesh and layout of each plain tensor that has one."""
+) -> Iterator[tuple[ModelTensor, RankMesh, Layout]]:
+    """Each plain tensor that has a layout, with its mesh and the layout."""
     if layout is None:
         return
     table = layout if isinstance(layout, Mapping) else {}
     find = _finder(table)
-    meshes: dict[RankMesh, RankMesh] = {}
     known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
-    for index, tensor in enumerate(tensors):
+    for tensor in tensors:
         names = _names(tensor)
         if callable(layout):
             answers = (_answer(layout, name) for name in names)
@@ -254,12 +244,8 @@ def _chosen(
             continue
         if id(value) not in known:
             mesh, rules = _checked(tensor.name, value)
-            known[id(value)] = (
-                value,
-                meshes.setdefault(mesh, mesh),
-                Layout(mesh.shape, rules, is_given=True),
-            )
-        yield index, *known[id(value)][1:]
+            known[id(value)] = value, mesh, Layout(mesh.shape, rules, is_given=True)
+        yield tensor, *known[id(value)][1:]
 
 
 def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks) -> Shape:

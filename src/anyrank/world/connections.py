@@ -32,8 +32,6 @@ class Connections:
     Args:
         state: the state that the ranks share.
         group: gloo's group; its ranks are positions in `state.ranks`.
-
-    Attributes:
     """
 
     def __init__(self, state: GroupState, group: Any) -> None:
