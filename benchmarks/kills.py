@@ -261,7 +261,9 @@ class Bench:
                     raise RuntimeError(f"{name}: no rank died {blow.at}: {tables}")
                 found.append(self.load(name, folder, blow.at))
             worst = max(found, key=lambda one: severity(one["verdict"]))
-            yield event, {"verdict": worst["verdict"], "instants": found}
+            said = {"said": worst["text"]} if worst["text"] else {}
+            instants = {one["at"]: one["verdict"] for one in found}
+            yield event, {"verdict": worst["verdict"], "instants": instants} | said
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -276,7 +278,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for name in ways:
             for event, cell in every.cells(name, options.events):
                 cells[event][name] = cell
-                tell(f"{name}, {event}", {one["at"]: one["verdict"] for one in cell["instants"]})
+                tell(f"{name}, {event}", cell["instants"])
     rows = [{"event": event, "title": EVENTS[event], "cells": row} for event, row in cells.items()]
     versions = describe_machine()["versions"]
     if "torch_checkpointing" in ways:

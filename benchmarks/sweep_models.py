@@ -114,7 +114,8 @@ def build_small(pair: Pair) -> tuple[Any, Any]:
     import transformers
 
     kind = getattr(transformers, pair.kind)
-    problem: Exception = NotBuilt("no config")
+    too_many = NotBuilt(f"more than {MAX_PARAMETERS:,} parameters")
+    problem: Exception = too_many
     for sizes in (SIZES, SIZES[:7], SIZES[:2] + SIZES[6:7], []):
         try:
             config = small_config(transformers.CONFIG_MAPPING[pair.model_type], sizes)
@@ -122,9 +123,9 @@ def build_small(pair: Pair) -> tuple[Any, Any]:
                 count = sum(parameter.numel() for parameter in kind(config).parameters())
             if count <= MAX_PARAMETERS:
                 return kind, config
-            problem = NotBuilt(f"{count:,} parameters")
+            problem = too_many
         except Exception as error:
-            problem = error if not isinstance(problem, NotBuilt) or sizes is SIZES else problem
+            problem = error if problem is not too_many or sizes is SIZES else problem
     raise problem
 
 

@@ -7,24 +7,24 @@ which may set variables before.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
 import sys
 import threading
-import time
 import traceback
 from typing import Any
 
 from anyrank.errors import AnyrankError
 
 LOOK_SEC = 0.2  # for the group
+END_SEC = 4.0  # for the thread, at the end of the script
 
 
-def _watch_groups(options: dict[str, Any]) -> None:
-    """Begin to watch whenever the script has made a group."""
-    while True:
-        time.sleep(LOOK_SEC)
+def _watch_groups(options: dict[str, Any], ended: threading.Event) -> None:
+    """Begin to watch whenever the script has made a group, until it ends."""
+    while not ended.wait(LOOK_SEC):
         group: Any = sys.modules.get("torch.distributed")
         has_group = getattr(group, "is_initialized", None)
         if has_group is None or not has_group():
@@ -52,9 +52,25 @@ def run_program(program: tuple[str, ...]) -> None:
         runpy.run_path(path, run_name="__main__")
 
 
+def _end(ended: threading.Event, looking: threading.Thread) -> None:
+    """Begin no watch any more: a daemon thread that is in C++ at the end aborts the process."""
+    ended.set()
+    looking.join(END_SEC)
+    if "anyrank.watching.hang" in sys.modules:
+        from anyrank.watching.hang import RUNNING
+
+        for watching in [*RUNNING]:  # one that began while the script ended
+            watching.close()
+
+
 def main(options: str, *program: str) -> None:
     """Run the program; an error of it is shown without what runs it."""
-    threading.Thread(target=_watch_groups, args=[json.loads(options)], daemon=True).start()
+    ended = threading.Event()
+    looking = threading.Thread(
+        target=_watch_groups, args=[json.loads(options), ended], daemon=True, name="anyrank-look"
+    )
+    looking.start()
+    atexit.register(_end, ended, looking)
     try:
         run_program(program)
     except Exception as error:

@@ -76,16 +76,18 @@ class Connections:
 
     def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
         """Start to send up to `length` bytes; returns a function that waits for all. All ranks."""
-        gathered, payload = as_tensor(b"", length * self.size), as_tensor(data, length)
+        gathered, padded = as_tensor(b"", length * self.size), data.ljust(length, b"\0")
         if length <= DIRECT_BYTES:
-            work = self.group.alltoall_base(gathered, payload.repeat(self.size), [], [])
+            copies = as_tensor(padded * self.size, len(gathered))
+            work = self.group.alltoall_base(gathered, copies, [], [])
         else:
-            work = self.group.allgather([*gathered.split(length)], payload)
+            work = self.group.allgather([*gathered.split(length)], as_tensor(padded, length))
         wait = self._collective(work, what)
 
         def received() -> list[bytes]:
             wait()
-            return [_as_bytes(tensor) for tensor in gathered.split(length)]
+            whole = _as_bytes(gathered)
+            return [whole[start : start + length] for start in range(0, len(whole), length)]
 
         return received
 
@@ -144,7 +146,6 @@ class Connections:
             with self._fail_on_error(Wait(self.state, what, self.find_closed, number)) as waiting:
                 while not _ends_within(work, waiting.poll_sec):
                     waiting.poll()
-                work.wait()
 
         return wait
 
@@ -178,10 +179,18 @@ class Connections:
 
 
 def _ends_within(work: Any, limit_sec: float) -> bool:
-    """Wait for a collective of gloo; returns whether it succeeded or failed meanwhile."""
-    with contextlib.suppress(RuntimeError):  # it goes on, or failed: then the next wait raises
+    """Wait for a collective of gloo; returns whether it ended.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    try:
         work.wait(timedelta(seconds=limit_sec))
-    return work.is_completed()
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises if it failed, and not where it ended just after the time was over
+    return True
 
 
 def _close(group: Any, index: int, size: int) -> None:
