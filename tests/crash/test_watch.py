@@ -208,6 +208,12 @@ raise KeyError("of the script")
     assert not (tmp_path / "out").exists()
 
 
+THREADS = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
@@ -221,10 +227,12 @@ def test_a_watched_script_ends_as_it_does_alone(
     ending: str, code: int, said: str, tmp_path: Path
 ) -> None:
     checks = "import os, sys\nassert (sys.argv[1:], __name__) == (['--x'], '__main__')\n"
-    (tmp_path / "train.py").write_text(f"{checks}{ending}\n")
+    (tmp_path / "train.py").write_text(f"{checks}{THREADS}{ending}\n")
     start = time.monotonic()
     done = run(tmp_path, *ANYRANK, "run", "--ranks=1", "--watch=60s", "train.py", "--x")
     assert done.returncode == code
     assert said in done.stderr
     assert "launched.py" not in done.stderr
+    # One that is in C++ at the end would abort the process.
+    assert ("['MainThread']" in done.stdout) == ("_exit" not in ending)
     assert time.monotonic() - start < LIMIT_SEC

@@ -18,7 +18,6 @@ from anyrank.wording import count
 
 LOG = "log.jsonl"
 START, END = "start", "end"
-TEXTS = ("event", "loss")  # fields that are no numbers, or may be None
 SECONDS = ("steps_sec", "saves_sec", "restart_sec", "waiting_sec")
 MAX_LINE = 4096  # characters
 MOST_RANKS = 8  # rank counts that are told
@@ -103,13 +102,8 @@ def read_log(folder: str) -> Iterator[LogLine]:
 
 
 def _line(text: str) -> LogLine | None:
-    """The line of a text, None for what is none: the log is a user's to edit."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        line = LogLine(**json.loads(text))
-        values: dict[str, Any] = vars(line)
-        numbers = [values["loss"] or 0.0, *(v for k, v in values.items() if k not in TEXTS)]
-        if isinstance(values["event"], str) and all(isinstance(n, int | float) for n in numbers):
-            return line
+        return LogLine(**json.loads(text))
     return None
 
 

@@ -7,7 +7,6 @@ which may set variables before.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import runpy
@@ -52,17 +51,6 @@ def run_program(program: tuple[str, ...]) -> None:
         runpy.run_path(path, run_name="__main__")
 
 
-def _end(ended: threading.Event, looking: threading.Thread) -> None:
-    """Begin no watch any more: a daemon thread that is in C++ at the end aborts the process."""
-    ended.set()
-    looking.join(END_SEC)
-    if "anyrank.watching.hang" in sys.modules:
-        from anyrank.watching.hang import RUNNING
-
-        for watching in [*RUNNING]:  # one that began while the script ended
-            watching.close()
-
-
 def main(options: str, *program: str) -> None:
     """Run the program; an error of it is shown without what runs it."""
     ended = threading.Event()
@@ -70,7 +58,6 @@ def main(options: str, *program: str) -> None:
         target=_watch_groups, args=[json.loads(options), ended], daemon=True, name="anyrank-look"
     )
     looking.start()
-    atexit.register(_end, ended, looking)
     try:
         run_program(program)
     except Exception as error:
@@ -80,6 +67,9 @@ def main(options: str, *program: str) -> None:
                 trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+    finally:  # a daemon thread that is in C++ when the interpreter ends aborts the process
+        ended.set()
+        looking.join(END_SEC)
 
 
 if __name__ == "__main__":
