@@ -20,7 +20,7 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import bench
@@ -234,19 +234,23 @@ def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer, begin: bytes = b
 
 
 def times_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
-    """Medians, quartiles and ratios of a case's steps."""
+    """Times of a case's steps, and the medians of their ratios."""
     given = (case["rounds"], options.width, options.repeats)
     runs = launcher.values(case["ranks"], time_steps, *given)[0]
-    seconds = {name: [run["seconds"] for run in runs[name]] for name in runs}
     return {
         "n": options.repeats,
-        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
-        "spread": {name: statistics.quantiles(each, n=4)[::2] for name, each in seconds.items()},
+        "seconds": {name: quartiles(run["seconds"] for run in runs[name]) for name in runs},
         "ratios": {
             f"{name} / {other}": ratios(runs[name], runs[other], "seconds")["median"]
             for name, other, _ in RATIOS
         },
     }
+
+
+def quartiles(values: Iterable[float]) -> Run:
+    """The middle half of some values."""
+    low, median, high = (round(cut, 4) for cut in statistics.quantiles(values, n=4))
+    return {"median": median, "quartiles": [low, high]}
 
 
 def memory_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
@@ -256,9 +260,10 @@ def memory_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run
 
 
 def bits_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
-    """The digest of a run; several, if ranks differ."""
+    """The first half of a run's digest; several, if ranks differ."""
     given = (case["ranks"], train, case["kind"], options.steps)
-    return {"sha256": " ".join(sorted(set(launcher.values(*given, timeout_sec=1800))))}
+    digests = {digest[:32] for digest in launcher.values(*given, timeout_sec=1800)}
+    return {"sha256": " ".join(sorted(digests))}
 
 
 def are_alike(rows: list[Run]) -> bool:

@@ -17,6 +17,7 @@ import re
 import shutil
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -262,7 +263,7 @@ class Bench:
                 found.append(self.load(name, folder, blow.at))
             worst = max(found, key=lambda one: severity(one["verdict"]))
             said = {"said": worst["text"]} if worst["text"] else {}
-            instants = {one["at"]: one["verdict"] for one in found}
+            instants = dict(Counter(one["verdict"] for one in found))
             yield event, {"verdict": worst["verdict"], "instants": instants} | said
 
 

@@ -67,7 +67,6 @@ def measure(options: argparse.Namespace) -> Run:
         "of": len(every),
         "seed": options.seed,
         "outcomes": {outcome: len(same) for outcome, same in rows.items()},
-        "equal": [named(row) for row in rows["equal"]],
         "others": {o: by_reason(same) for o, same in rows.items() if same and o != "equal"},
     }
     return result | {"goals": goals_of(result)}

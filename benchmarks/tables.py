@@ -87,7 +87,7 @@ def memory_cell(row: dict[str, Any] | None) -> str:
         return ""
     if "peak_x" not in row:
         return "too large" if "memory" in row.get("not_run", "") else "not run"
-    return f"{row['peak_x']['most']:.3f}" + (" WRONG" if row["wrong"] else "")
+    return f"{row['peak_x']['most']:.3f}" + (" WRONG" if "wrong" in row else "")
 
 
 def time_cell(row: dict[str, Any] | None) -> str:
@@ -282,7 +282,7 @@ def kill_table(result: dict[str, Any]) -> str:
 
 def instants(row: dict[str, Any]) -> str:
     """At how many instants an event was tried, where that is more than one."""
-    counts = sorted({len(cell["instants"]) for cell in row["cells"].values()})
+    counts = sorted({sum(cell["instants"].values()) for cell in row["cells"].values()})
     if counts == [1]:
         return ""
     return f" ({'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} instants)"

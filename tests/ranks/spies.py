@@ -31,9 +31,9 @@ def meetings() -> Generator[list[str]]:
     met: list[str] = []
     usual = Ranks._gather
 
-    def spied(self: Ranks, connections: Any, value: Any, what: str) -> Any:
+    def spied(self: Ranks, connections: Any, data: bytes, what: str) -> Any:
         met.append(what)
-        return usual(self, connections, value, what)
+        return usual(self, connections, data, what)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_gather", spied)

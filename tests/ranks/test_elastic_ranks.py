@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -399,6 +400,31 @@ def test_the_loss_so_far_is_that_of_all_ranks() -> None:
         assert losses == pytest.approx([(sums[0] + sums[2]) / 2, sum(sums) / 4])
 
 
+def job_rank_losses(how: str) -> list[tuple[float, float]]:
+    """Of each step, the loss, and this rank's part of it."""
+    net = build("ddp")
+    loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, shuffle=False)
+    losses: list[tuple[float, float]] = []
+    for step in loader:
+        for x, *_ in step.microbatches(net):
+            with pytest.raises(ValueError, match="after the loop over microbatches"):
+                step.rank_loss()
+            weights = {"tokens": float(step.k), "nothing": 0.0}
+            step.backward(net(x).square().mean(), weights.get(how))
+        losses.append((step.loss(), float(step.rank_loss())))
+        net.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("how", ["samples", "tokens", "nothing"])
+def test_the_mean_of_the_ranks_losses_is_the_loss(how: str) -> None:
+    for rows in zip(*run_ranks(3, job_rank_losses, how), strict=True):
+        loss = rows[0][0]
+        assert (loss == 0) == (how == "nothing")
+        assert sum(part for _, part in rows) / 3 == pytest.approx(loss, rel=1e-12)
+        assert how == "nothing" or len({part for _, part in rows}) == 3
+
+
 def job_rarely_used() -> list[torch.Tensor | None]:
     """Gradients where one parameter is used by one microbatch, and one by none."""
     net = nn.ModuleList([nn.Linear(6, 1, bias=False).double() for _ in range(3)])
@@ -462,6 +488,53 @@ def test_what_a_dataset_raises_on_one_rank_all_ranks_raise(kind: str, workers: i
         assert "KeyError" in text
         assert "raised by dataset[11], epoch 0, microbatch [10, 11]" in text
         assert seconds < 20
+
+
+def job_bad_next(workers: int, folder: str) -> list[Any]:
+    """A run whose second step cannot be read: steps begun, what is raised, what is saved."""
+    net = build("ddp")
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    loader = anyrank.ElasticLoader(
+        BadRow(), global_batch=8, microbatch=2, shuffle=False, num_workers=workers
+    )
+    state = anyrank.TrainState(net, optimizer, data=loader)
+    begun: list[int] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        try:
+            for step in ckpts.steps(epochs=1):
+                begun.append(step.number)
+                for x, *_ in step.microbatches(net):
+                    step.backward(net(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        except anyrank.AnyrankError as error:
+            text = str(error)
+    return [begun, text, [saved.step for saved in ckpts.saved()], step.number]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_step_counts_though_the_next_one_cannot_be_read(workers: int, tmp_path: Path) -> None:
+    # Samples 8 to 11 are rank 0's of the second step: it fetches them as the first one ends.
+    for begun, text, saved, last in run_ranks(2, job_bad_next, workers, str(tmp_path)):
+        assert "[rank 0]" in text
+        assert "raised by dataset[11], epoch 0, microbatch [10, 11]" in text
+        assert (begun, saved, last) == ([0, 1], [1], 1)
+
+
+def job_end_before_bad(folder: str) -> list[int]:
+    net = build("ddp")
+    loader = anyrank.ElasticLoader(BadRow(), global_batch=8, microbatch=2, shuffle=False)
+    ckpts = anyrank.Checkpoints(folder, anyrank.TrainState(net, data=loader))
+    with ckpts:
+        for step in ckpts.steps(until=1):
+            for x, *_ in step.microbatches(net):
+                step.backward(net(x).mean())
+    return [saved.step for saved in ckpts.saved()]
+
+
+def test_a_run_that_ends_before_a_bad_sample_ends_well(tmp_path: Path) -> None:
+    assert run_ranks(2, job_end_before_bad, str(tmp_path)) == [[1], [1]]
 
 
 def job_bypass(how: str) -> tuple[int, str]:

@@ -1,10 +1,13 @@
 """How often the ranks agree in a step: once as they fetch, and once at its end where they must.
 
-Which ranks those are: plain DDP and FSDP2 meet in the wrapper's own exchange. With weights, with
+In a run they agree on the first batches of a step as they count the one before. Where they must
+meet at a step's end: plain DDP and FSDP2 meet in the wrapper's own exchange. With weights, with
 exact=True, and for parameters without a wrapper the ranks tell each other what they have seen.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests.ranks.spies import meetings
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 import anyrank
 from anyrank.testing import run_ranks
@@ -69,6 +73,55 @@ def test_the_ranks_agree_once_at_the_end_of_a_step(
 ) -> None:
     for steps in run_ranks(2, job_agreements, kind, exact, weight, rounds):
         assert steps == [agreements] * 2
+
+
+def job_run_agreements(rounds: int, folder: str) -> tuple[list[list[str]], list[int]]:
+    """As `job_agreements`, in a run; and how many samples were read by the end of each step."""
+    net = build("ddp")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    batch = 2 * rounds * dist.get_world_size()
+    read: list[int] = []
+
+    class Rows(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 5 * batch
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            read.append(index)
+            return torch.full((WIDTH,), float(index))
+
+    loader = anyrank.ElasticLoader(Rows(), global_batch=batch, microbatch=2)
+    state = anyrank.TrainState(net, optimizer, data=loader)
+    agreed: list[list[str]] = []
+    counts: list[int] = []
+    with meetings() as met, anyrank.Checkpoints(folder, state) as ckpts:
+        for step in ckpts.steps(epochs=1):
+            agreed.append([*met])
+            met.clear()
+            for rows in step.microbatches(net):
+                step.backward(net(rows).square().mean())
+            counts.append(len(read))
+            optimizer.step()
+            optimizer.zero_grad()
+    return agreed[3:], counts
+
+
+@pytest.mark.parametrize(
+    ("rounds", "agreements"),
+    [
+        (1, ["completing the step"]),
+        (2, ["completing the step"]),
+        (3, [FETCH, "completing the step"]),
+    ],
+)
+def test_the_ranks_of_a_run_agree_once_a_step(
+    rounds: int, agreements: list[str], tmp_path: Path
+) -> None:
+    ahead = 2 * min(rounds, 2)
+    for steps, counts in run_ranks(2, job_run_agreements, rounds, str(tmp_path)):
+        assert steps == [agreements] * 2
+        whole = 2 * rounds
+        assert counts == [*(number * whole + ahead for number in range(1, 5)), 5 * whole]
 
 
 def job_kinds() -> None:

@@ -64,9 +64,9 @@ def job_half_a_broadcast() -> Any:
     start = time.monotonic()
     usual = connections.as_tensor
 
-    def spied(data: bytes, length: int) -> torch.Tensor:
-        tensor = usual(data, length)
-        if length > NUMEL:
+    def spied(data: bytes) -> torch.Tensor:
+        tensor = usual(data)
+        if len(data) > NUMEL:
             threading.Thread(target=tell_when_it_begins, args=(tensor,), daemon=True).start()
         return tensor
 

@@ -75,7 +75,7 @@ def train(model: nn.Module, folder: str) -> str:
         for step in ckpts.steps(until=100):
             for batch in step.microbatches(model):
                 step.backward(model(batch).mean())
-            print(step.loss())
+            print(step.loss(), step.rank_loss().item())
             optimizer.step()
             optimizer.zero_grad()
         print([saved.step for saved in ckpts.saved()], ckpts.stats(), ckpts.latest())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from anyrank.checks import check_choice, check_type
 from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
-from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
+from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import ALONE, check_group
@@ -139,23 +139,18 @@ class Position:
         """Count the current step as completed; raises as `check_complete`. No collectives."""
         raise NotImplementedError
 
-    def receipt(self, plan: StepPlan, slot: MicrobatchSlot, ids: Sequence[int]) -> Receipt:
-        """Of a microbatch's samples. Copies are in no receipt."""
-        real = [] if slot.is_copy else ids
-        return receipt_of(plan.epoch, torch.tensor(real, dtype=torch.int64, device="cpu"))
-
     def next_step(self) -> StepPlan:
         """The next step, in this epoch or the following one."""
         step = self.schedule.next_step(self.epoch, self.step, self.consumed)
         assert step is not None  # advance and load_state_dict leave a finished epoch
         return step
 
-    def advance(self, step: StepPlan, seen: Receipt) -> None:
-        """Count a completed step, of which this rank has run the samples `seen`."""
+    def advance(self, step: StepPlan, seen: Sequence[int]) -> None:
+        """Count a completed step, of which this rank has run the samples `seen`, copies apart."""
         account = self.accounts[-1]
-        ids = self.schedule.order.ids(step.epoch, step.start, step.stop)
-        account.planned += receipt_of(step.epoch, ids)
-        account.seen += seen
+        planned = self.schedule.order.ids(step.epoch, step.start, step.stop)
+        account.planned += receipt_of(step.epoch, planned)
+        account.seen += receipt_of(step.epoch, torch.tensor(seen, dtype=torch.int64, device="cpu"))
         self.step += 1
         self.samples += step.samples
         self.consumed = step.stop

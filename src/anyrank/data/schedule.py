@@ -163,12 +163,16 @@ class Schedule:
             return None
         return StepPlan(epoch, number, consumed, min(stop, n), self.microbatch)
 
+    def following(self, step: StepPlan) -> StepPlan | None:
+        """The step after a step; None at the end of its epoch."""
+        return self.next_step(step.epoch, step.number + 1, step.stop)
+
     def rest(self, step: StepPlan) -> Iterator[StepPlan]:
         """A step and the following steps of its epoch."""
         current: StepPlan | None = step
         while current is not None:
             yield current
-            current = self.next_step(step.epoch, current.number + 1, current.stop)
+            current = self.following(current)
 
     def ids(self, step: StepPlan, k: int) -> list[int]:
         """Sample ids of one microbatch."""

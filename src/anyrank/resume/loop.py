@@ -38,6 +38,7 @@ class BoundaryReport(NamedTuple):
         signal: SIGTERM or SIGUSR1, if the rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
         snapshot_is_due: whether a snapshot in the machines' memory is due.
+        fetch_failed: whether the fetch of the next step's first batches has failed.
         loss: of its share, in a step that the log has a line of.
         spent: medians of the parts of its steps, each twentieth step.
     """
@@ -46,6 +47,7 @@ class BoundaryReport(NamedTuple):
     signal: int | None
     save_is_due: bool
     snapshot_is_due: bool
+    fetch_failed: bool
     loss: tuple[float, float] | None = None
     spent: Sequence[Spent] = ()
 
@@ -193,6 +195,17 @@ class StepCounter:
             reason = "it was interrupted while it was counted"
             self._state.parts.unusable = _lost_step_text(self._state.step, reason)
             raise
+
+    def has_failed_ahead(self) -> bool:
+        """Whether this rank could not fetch the first batches of the next step."""
+        data = self._state.data
+        ahead = data.position.ahead if isinstance(data, ElasticLoader) else None
+        return ahead is not None and ahead.failure is not None
+
+    def learn_ahead(self, has_failed: bool) -> None:
+        """The ranks have agreed whether any of them could not."""
+        if isinstance(self._state.data, ElasticLoader):
+            self._state.data.position.learn_ahead(has_failed)
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
         """Whether steps were counted, and none is under way: then leaving saves. All ranks.

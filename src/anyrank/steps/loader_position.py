@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -13,6 +14,8 @@ from anyrank.data.position import OnBatchChange, Position
 from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError
+from anyrank.steps.fetch import AHEAD, Fetch
+from anyrank.steps.pace import loading
 from anyrank.steps.step_run import StepRun
 from anyrank.world.ranks import Ranks
 
@@ -34,6 +37,7 @@ class LoaderPosition(Position):
         num_passes: how often the loader was iterated, or loaded a state.
         ranks: the data-parallel ranks; None outside of an iteration.
         batches: those still to be fetched in it; the first one starts the fetching.
+        ahead: of the next step's first batches; None if none were fetched.
         checked: models whose gradient exchange was verified, by id.
         exponent: of the power of two near the first `weight`; None before it.
     """
@@ -56,6 +60,7 @@ class LoaderPosition(Position):
         self.num_passes = 0
         self.ranks: Ranks | None = None
         self.batches: Iterator[FetchedBatch] = iter(())
+        self.ahead: Fetch | None = None
         self.exponent: int | None = None
         self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
@@ -67,15 +72,50 @@ class LoaderPosition(Position):
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
         """An iteration of the loader begins."""
-        self.ranks, self.batches = ranks, batches
+        self.ranks, self.batches, self.ahead = ranks, batches, None
 
     def end_pass(self) -> None:
         """Release workers and ranks: a user may keep a step after its loop."""
-        self.ranks, self.batches = None, iter(())
+        self.ranks, self.batches, self.ahead = None, iter(()), None
 
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
         """The microbatches of a step that this rank runs."""
         return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
+
+    def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        """The next batch, which is that of a slot of a step.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        ids = self.schedule.ids(plan, slot.k)
+        fetched = next(self.batches, None)
+        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
+        if fetched is None or samples != (plan.epoch, ids):
+            got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
+            raise CheckpointError(
+                f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
+                f"workers returned {got}: start a new iteration of the loader"
+            )
+        return fetched
+
+    def fetch_ahead(self) -> None:
+        """Fetch the first batches of the step after the current one, if its epoch has one, once."""
+        assert self.current is not None
+        plan = self.schedule.following(self.current.plan)
+        if plan is not None and self.ahead is None:
+            with loading():
+                self.ahead = Fetch(partial(self.fetch, plan), self.slots(plan)[:AHEAD])
+
+    def learn_ahead(self, has_failed: bool) -> None:
+        """The ranks have agreed whether that has failed on any of them."""
+        if self.ahead is not None:
+            self.ahead.learn(has_failed)
+
+    def take_ahead(self) -> Fetch | None:
+        """What was fetched ahead, for the step that begins."""
+        ahead, self.ahead = self.ahead, None
+        return ahead
 
     def begin_step(self) -> StepRun:
         """The next step begins."""

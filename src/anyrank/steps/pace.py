@@ -1,18 +1,20 @@
 """Which rank is slow, and in which part of a step: what each rank does until it waits for others.
 
 Torch's hooks divide a rank's time, from one step of its optimizer to the next: loader, up to the
-model's forward; forward, up to the first gradient; backward, up to the last; then it waits. Waits
-of anyrank's own agreements are in none of these, so that a part is long on the rank that is slow,
-and on those that wait for it the end is. Of twenty steps a rank tells the others its medians: a
-rank whose median stands out from the others', and from chance, is the one that they wait for.
+model's forward; forward, up to the first gradient; backward, up to the last; then it waits. The
+loader's part is also what it fetches of the next step by then. Waits of anyrank's own agreements
+are in no part, so that a part is long on the rank that is slow, and on those that wait for it the
+end is. Of twenty steps a rank tells the others its medians: a rank whose median stands out from the
+others', and from chance, is the one that they wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,8 +92,7 @@ class Pace:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step: what it does not do alone is over."""
-        if self._has_gradient:
-            self.waited_sec += time.perf_counter() - self._last - self._agreements()
+        self._end_wait()
         self._has_gradient = self._in_forward = False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -110,6 +111,19 @@ class Pace:
         """What was done since the last event belongs to no part of a step."""
         self._agreements()
         self._last = time.perf_counter()
+
+    @contextlib.contextmanager
+    def loading(self) -> Generator[None, None, None]:
+        """What is done here is the loader's, though the step's last gradient was there before."""
+        self._end_wait()
+        yield
+        self._add("loader")
+
+    def _end_wait(self) -> None:
+        """The time since the last gradient was a wait, but for agreements."""
+        if self._has_gradient:
+            self.waited_sec += time.perf_counter() - self._last - self._agreements()
+        self.pause()
 
     def take_window(self) -> list[Spent]:
         """What each part took over the last window, once; empty until the next is full."""
@@ -184,3 +198,8 @@ def _begin_forward(module: nn.Module, args: Any) -> None:
         return
     if Pace.running is not None and torch.is_grad_enabled():
         Pace.running.begin_forward()
+
+
+def loading() -> contextlib.AbstractContextManager[None]:
+    """Count what is done here as the loader's time, if a pace is taken."""
+    return contextlib.nullcontext() if Pace.running is None else Pace.running.loading()

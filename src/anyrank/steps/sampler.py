@@ -15,7 +15,6 @@ from anyrank.checks import check_int, check_model
 from anyrank.data.fetch import length_of
 from anyrank.data.order import Order
 from anyrank.data.position import ElasticData, Position
-from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan, Tail
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, own_accelerator, seeded
@@ -78,7 +77,7 @@ class SamplerPosition(Position):
     Attributes:
         first: the step that the last iteration began with.
         yielded: how many batches of each step it has yielded, by the step's number, and the
-            receipt of their samples.
+            ids of their samples, copies apart.
     """
 
     owner = "ElasticSampler"
@@ -86,7 +85,7 @@ class SamplerPosition(Position):
     def __init__(self, schedule: Schedule, group: Any) -> None:
         super().__init__(schedule, None, group, None)
         self.first: StepPlan | None = None
-        self.yielded: dict[int, tuple[int, Receipt]] = {}
+        self.yielded: dict[int, tuple[int, list[int]]] = {}
 
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
         """The microbatches of a step that this rank runs."""
@@ -99,18 +98,18 @@ class SamplerPosition(Position):
         return self._batches(self.first, self.yielded)
 
     def _batches(
-        self, first: StepPlan, yielded: dict[int, tuple[int, Receipt]]
+        self, first: StepPlan, yielded: dict[int, tuple[int, list[int]]]
     ) -> Iterator[list[int]]:
         for plan in self.schedule.rest(first):
             for slot in self.slots(plan):
-                num_batches, seen = yielded.get(plan.number, (0, Receipt()))
+                num_batches, seen = yielded.get(plan.number, (0, []))
                 ids = self.schedule.ids(plan, slot.k)
-                yielded[plan.number] = num_batches + 1, seen + self.receipt(plan, slot, ids)
+                yielded[plan.number] = num_batches + 1, seen if slot.is_copy else [*seen, *ids]
                 yield ids
 
     def num_yielded(self, plan: StepPlan) -> int:
         """How many batches of a step were yielded."""
-        return self.yielded.get(plan.number, (0, Receipt()))[0]
+        return self.yielded.get(plan.number, (0, []))[0]
 
     def check_complete(self) -> None:
         if self.first is None or self.epoch != self.first.epoch:

@@ -5,16 +5,18 @@ What happens between two steps of the optimizer, in this order:
 1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it looks at the model's
    wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of the same step, if it was
    begun before and left, are dropped.
-2. This rank's first two batches are fetched. From then on batch i + 1 is fetched before the loop's
-   body gets batch i, and the ranks agree that all could fetch theirs while that body runs. Every
-   rank has as many batches as the others: one for which the step has fewer repeats its last, as a
-   copy of weight 0.
+2. This rank's first two batches are there, of the end of the step before (see 5), or are fetched.
+   From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
+   all could fetch theirs while that body runs. Every rank has as many batches as the others: one
+   for which the step has fewer repeats its last, as a copy of weight 0.
 3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
    body runs forward, and `Step.backward` of the mean loss, times its share of the step.
 4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
    exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
    ordered sum.
-5. The random streams go on as before the loop.
+5. The first two batches of the epoch's next step are fetched: whether all ranks could is known at
+   the end of this step in a run, else when the next one begins. An error is raised there, so this
+   step counts. The random streams go on as before the loop.
 6. The ranks gather what each has seen (`StepRecord`), and every rank judges all of it (`judge`).
    They skip the gather where all gradients of a model are a wrapper's, no weights are given, and a
    step before has shown that each gradient is exchanged once.
@@ -34,18 +36,20 @@ agreement.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from anyrank.checks import check_model, check_type
-from anyrank.data.fetch import request_for
+from anyrank.data.fetch import FetchedBatch, request_for
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
+from anyrank.steps.fetch import one_ahead
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
@@ -54,9 +58,6 @@ from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class Step:
@@ -148,25 +149,31 @@ class Step:
         devices = accelerators_of(sync.named.values())
         slots = self._position.slots(run.plan)
         again = (run.num_passes,) if run.num_passes else ()
-        take = self._take_again if run.num_passes else self._take
         # A generator: nothing is fetched before the loop below asks for the first batch.
-        batches = _one_ahead(self._ranks, "fetching a batch", take, slots)
+        if again:
+            batches = one_ahead(self._ranks, self._fetch_again, slots)
+        else:
+            fetch = partial(self._position.fetch, run.plan)
+            batches = one_ahead(self._ranks, fetch, slots, self._position.take_ahead())
         run.begin_pass(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
         seed = self._position.schedule.order.seed
         try:
             with kept(devices), sync.active(), watching:
-                for number, (slot, batch) in enumerate(zip(slots, batches, strict=True)):
+                for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
                     reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
                     # Under an autocast around the loop, the gradient of a cast that was kept would
                     # come after FSDP2's reduction.
                     torch.clear_autocast_cache()
+                    if not (again or slot.is_copy):
+                        run.seen += fetched.request.ids
                     with sync.on(slot, number + 1 == len(slots)):
                         run.slot = slot
-                        yield batch
+                        yield fetched.batch
                         run.slot = None
                     if not own_backward:
                         run.end_microbatch(slot)
+                self._position.fetch_ahead()
             self._exchange(model, sync, own_backward, is_new)
             run.is_complete = True
         finally:
@@ -273,25 +280,24 @@ class Step:
         """
         return self._run.mean_loss(self._ranks)
 
-    def _take(self, slot: MicrobatchSlot) -> Any:
-        """The batch of a slot, compared with the plan."""
-        run = self._run
-        ids = self._position.schedule.ids(run.plan, slot.k)
-        fetched = next(self._position.batches, None)
-        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
-        if fetched is None or samples != (self.epoch, ids):
-            got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
-            raise CheckpointError(
-                f"step {self.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
-                f"workers returned {got}: start a new iteration of the loader"
-            )
-        run.seen += self._position.receipt(run.plan, slot, ids)
-        return fetched.batch
+    def rank_loss(self) -> torch.Tensor:
+        """This rank's part of `loss()`, without an exchange or a wait for the device. Any rank.
 
-    def _take_again(self, slot: MicrobatchSlot) -> Any:
-        """The batch of a slot for a further pass: it is in the receipt already."""
+        For a log that is averaged over the ranks when it is written, and not in each step: the mean
+        of the ranks' parts is `loss()`, up to rounding.
+
+        Returns:
+            One value, float32, where this rank's losses are.
+
+        Raises:
+            ValueError: before the end of the loop over `microbatches`, or without `backward` in it.
+        """
+        return self._run.rank_loss(self._ranks.size)
+
+    def _fetch_again(self, slot: MicrobatchSlot) -> FetchedBatch:
+        """The batch of a slot for a further pass."""
         request = request_for(self._position.schedule, self._run.plan, slot.k)
-        return self._position.dataset[request].batch
+        return self._position.dataset[request]
 
     def _current_slot(self) -> MicrobatchSlot:
         if self._run.slot is None:
@@ -363,11 +369,11 @@ class Step:
             return
         if is_checked:
             self._position.checked[id(model)] = model
+        run.total = math.fsum(weights) if must_gather else self.samples
         factor: float | None = None  # of the gradients, where the losses had weights
         if run.is_weighted:
-            total = math.fsum(weights)
             assert run.divisor is not None  # of the losses' weights, by the first of them
-            factor = run.divisor / total if total else 0.0
+            factor = run.divisor / run.total if run.total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
             self._position.exact.remember_gradients([*sync.named.values()])
@@ -380,53 +386,3 @@ class Step:
                 f"step {self.number}: the loop over the loader has ended; use the step within it"
             )
         return self._position.ranks
-
-
-# -- values that every rank computes by itself, and whose failure is raised on all ---------------
-
-
-def _one_ahead(ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """`work` of each of at least one item, once all ranks have theirs. All ranks.
-
-    The next result is computed before one is returned, so that no rank waits for another longer
-    than one takes. The ranks so agree on the first two at once.
-
-    Raises:
-        Exception: in one process, what `work` raises; on several ranks an AnyrankError as from
-            `Ranks.together`, with the exception of each rank.
-    """
-    *first, last = _start(ranks, what, work, items[:2])()
-    yield from first
-    del first  # else its memory stays until the end
-    for item in items[2:]:
-        ahead = _start(ranks, what, work, [item])
-        yield last
-        (last,) = ahead()
-    yield last
-
-
-def _start(
-    ranks: Ranks, what: str, work: Callable[[S], T], items: Sequence[S]
-) -> Callable[[], list[T]]:
-    """Compute this rank's values at once. Returns what waits until all ranks have theirs.
-
-    Between the two the rank may do other work: the ranks exchange their success meanwhile.
-    """
-    values: list[T] = []
-    failure: Exception | None = None
-    try:
-        values += map(work, items)
-    except Exception as error:
-        failure = error
-    failed = ranks.start_any(failure is not None, what)
-
-    def fail() -> None:
-        if failure is not None:
-            raise failure
-
-    def finish() -> list[T]:
-        if failed():
-            ranks.together(what, fail)
-        return values
-
-    return finish

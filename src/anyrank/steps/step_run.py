@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from anyrank.checks import as_float, check_type
-from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.step_record import check_backwards
@@ -28,7 +27,7 @@ class StepRun:
     Attributes:
         plan: the step.
         is_repeated: whether it was begun before, and left: gradients of that may be there.
-        seen: receipt of the samples that this rank fetched, without copies and repeats.
+        seen: ids of the samples that this rank has run, without copies and repeats.
         num_passes: calls of `microbatches`.
         is_complete: whether the last pass ran to its end.
         divisor: of weights until their total is known, once a weight is given.
@@ -37,6 +36,7 @@ class StepRun:
         is_weighted: whether weights are given; None before the first backward.
         weights: by microbatch, without copies.
         losses: of the same microbatches, with their weights.
+        total: of the weights of all ranks, once the pass has ended.
         without: the microbatches that had no backward.
         in_own_backward: whether a backward of a loss that was given runs, or is to come.
         saw_other_backward: whether a watched parameter got a gradient of another loss.
@@ -44,7 +44,7 @@ class StepRun:
 
     plan: StepPlan
     is_repeated: bool = False
-    seen: Receipt = field(default_factory=Receipt)
+    seen: list[int] = field(default_factory=list[int])
     num_passes: int = 0
     is_complete: bool = False
     divisor: float | None = None
@@ -55,6 +55,7 @@ class StepRun:
     losses: list[tuple[float, torch.Tensor]] = field(
         default_factory=list[tuple[float, torch.Tensor]]
     )
+    total: float = 0.0
     without: list[int] = field(default_factory=list[int])
     in_own_backward: bool = False
     saw_other_backward: bool = False
@@ -128,3 +129,22 @@ class StepRun:
             raise ValueError(f"step {self.plan.number}: no loss yet, call step.backward first")
         terms = [weight * loss for losses, _ in rows for weight, loss in losses if weight]
         return math.fsum(terms) / total if total else 0.0
+
+    def rank_loss(self, size: int) -> torch.Tensor:
+        """This rank's part of the mean loss, whose mean over all `size` ranks is that.
+
+        Raises:
+            ValueError: the pass has not ended, or no rank has had a backward.
+        """
+        if not self.is_complete or self.is_weighted is None:
+            raise ValueError(
+                f"step {self.plan.number}: call rank_loss() after the loop over microbatches(), "
+                "with a step.backward in it"
+            )
+        terms = [weight * _wide(loss) for weight, loss in self.losses if weight]
+        return torch.stack(terms).sum() * (size / self.total) if terms else torch.zeros(())
+
+
+def _wide(loss: torch.Tensor) -> torch.Tensor:
+    """A loss in at least float32, so that a sum of many loses nothing."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))

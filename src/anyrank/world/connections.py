@@ -76,12 +76,13 @@ class Connections:
 
     def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
         """Start to send up to `length` bytes; returns a function that waits for all. All ranks."""
-        gathered, padded = as_tensor(b"", length * self.size), data.ljust(length, b"\0")
+        padded = data.ljust(length, b"\0")
+        gathered = as_tensor(bytes(length * self.size))
         if length <= DIRECT_BYTES:
-            copies = as_tensor(padded * self.size, len(gathered))
+            copies = as_tensor(padded * self.size)
             work = self.group.alltoall_base(gathered, copies, [], [])
         else:
-            work = self.group.allgather([*gathered.split(length)], as_tensor(padded, length))
+            work = self.group.allgather([*gathered.split(length)], as_tensor(padded))
         wait = self._collective(work, what)
 
         def received() -> list[bytes]:
@@ -100,7 +101,7 @@ class Connections:
             index: the rank's position.
             what: for messages.
         """
-        payload = as_tensor(data, length)
+        payload = as_tensor(data if index == self.index else bytes(length))
         options = dist.BroadcastOptions()
         options.rootRank = index
         self._collective(self.group.broadcast([payload], options), what)()
@@ -132,7 +133,7 @@ class Connections:
             try:
                 if rank != self.state.rank:
                     # Raises at once if the connection is closed; else waits for nothing.
-                    self.group.recv([as_tensor(b"", 1)], self.state.ranks.index(rank), PROBE_TAG)
+                    self.group.recv([as_tensor(bytes(1))], self.state.ranks.index(rank), PROBE_TAG)
             except RuntimeError:
                 closed.append(rank)
         return closed
@@ -197,15 +198,13 @@ def _close(group: Any, index: int, size: int) -> None:
     """Close all connections of a group: gloo closes one when a wait for its message times out."""
     for peer in set(range(size)) - {index}:
         with contextlib.suppress(RuntimeError):
-            work = group.recv([as_tensor(b"", 1)], peer, CLOSE_TAG)
+            work = group.recv([as_tensor(bytes(1))], peer, CLOSE_TAG)
             work.wait(timedelta(milliseconds=1))
 
 
-def as_tensor(data: bytes, length: int) -> torch.Tensor:
-    """Bytes as a tensor of at least their length, padded with zeros."""
-    tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
-    ctypes.memmove(tensor.data_ptr(), data, min(len(data), length))
-    return tensor
+def as_tensor(data: bytes) -> torch.Tensor:
+    """A copy of some bytes as a tensor of uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from anyrank.errors import AnyrankError, RankError
 
@@ -29,14 +28,6 @@ class _Failure:
     kind: type[AnyrankError] | None
     text: str
     is_foreign: bool = False
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One rank's result and failure."""
-
-    value: Any
-    failure: _Failure | None
 
 
 def argument_text(value: object) -> str:

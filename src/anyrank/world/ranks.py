@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from anyrank.world.connections import Connections
-from anyrank.world.failures import Answer, Interrupted, as_failure, describe_values, join_failures
+from anyrank.world.failures import Interrupted, as_failure, describe_values, join_failures
 from anyrank.world.group import Group, find_members, name_ranks
 from anyrank.world.rendezvous import get_connections, use_channel, used_channels
 
@@ -143,23 +143,24 @@ class Ranks:
             result, value = work()
             return result, [value]
         connections = self._ready()
-        result, packed, cause = None, b"", None
+        result, cause = None, None
         self._depth += 1
         try:
             result, value = work()
-            packed = pickle.dumps(value)
+            answer = pickle.dumps((value, None))
         except Exception as error:
             if connections.has_failed:  # the other ranks raise its error as well
                 raise connections.state.as_error() from error
             cause = error
+            answer = pickle.dumps((None, as_failure(error)))
         finally:
             self._depth -= 1
-        answers = self._gather(connections, Answer(packed, cause and as_failure(cause)), what)()
-        failures = {r: a.failure for r, a in zip(self.ranks, answers, strict=True) if a.failure}
+        answers = self._gather(connections, answer, what)()
+        by_rank = zip(self.ranks, answers, strict=True)
+        failures = {rank: failure for rank, (_, failure) in by_rank if failure is not None}
         if failures:
             raise join_failures(what, failures, self.size) from cause
-        values = [pickle.loads(answer.value) for answer in answers]  # noqa: S301 - from our own ranks
-        return cast("S", result), values
+        return cast("S", result), [value for value, _ in answers]
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Ranks:
         """As `gather`, in two halves: sends the value, and returns a function that waits."""
         if self.connections is None:
             return lambda: [value]
-        return self._gather(self._ready(), value, what)
+        return self._gather(self._ready(), pickle.dumps(value), what)
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -202,22 +203,22 @@ class Ranks:
             return self._connect()
         return connections
 
-    def _gather(self, connections: Connections, value: T, what: str) -> Callable[[], list[T]]:
-        data = pickle.dumps(value)
-        name = self.number, self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS]
-        head = pickle.dumps((name, data[: HEAD_BYTES + 1]))
-        if len(head) > HEAD_BYTES:
-            head = pickle.dumps((name, len(data)))
-        wait_for_heads = connections.allgather(head, HEAD_BYTES, what)
+    def _gather(self, connections: Connections, data: bytes, what: str) -> Callable[[], list[Any]]:
+        """Send a pickled value; returns a function that waits for every rank's."""
+        texts = (str(self.number), self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS])
+        start = b"".join(text.encode() + b"\0" for text in (*texts, str(len(data))))
+        is_short = len(start) + len(data) <= HEAD_BYTES
+        wait_for_heads = connections.allgather(start + data * is_short, HEAD_BYTES, what)
 
-        def wait() -> list[T]:
-            heads = [pickle.loads(data) for data in wait_for_heads()]  # noqa: S301 - as above
-            names = {r: name for r, (name, _) in zip(self.ranks, heads, strict=True)}
-            if len({*names.values()}) > 1:
+        def wait() -> list[Any]:
+            heads = [head.split(b"\0", len(texts) + 1) for head in wait_for_heads()]
+            names = {r: head[: len(texts)] for r, head in zip(self.ranks, heads, strict=True)}
+            if any(name != heads[0][: len(texts)] for name in names.values()):
                 text = _describe_crossing(names, self.name_ranks)
                 raise connections.fail(connections.state.end(text))
-            values: list[Any] = [inline for _, inline in heads]
-            sizes = {index: size for index, size in enumerate(values) if isinstance(size, int)}
+            values = [inline for *_, inline in heads]
+            sizes = {index: int(size) for index, (*_, size, _) in enumerate(heads)}
+            sizes = {index: size for index, size in sizes.items() if size > len(values[index])}
             limit_bytes = max(2 * sum(sizes.values()), PADDED_BYTES * self.size)
             if len(sizes) > 1 and max(sizes.values()) * self.size <= limit_bytes:
                 payload = data if self.index in sizes else b""
@@ -229,7 +230,7 @@ class Ranks:
             else:
                 for index, size in sizes.items():
                     values[index] = connections.broadcast(data, size, index, what)
-            return [pickle.loads(data) for data in values]  # noqa: S301 - as above
+            return [pickle.loads(value) for value in values]  # noqa: S301 - from our own ranks
 
         return wait
 
@@ -319,13 +320,16 @@ def open_ranks(
 
 
 def _describe_crossing(
-    names: Mapping[int, tuple[int, str, str]], name_ranks: Callable[[Sequence[int]], str]
+    names: Mapping[int, Sequence[bytes]], name_ranks: Callable[[Sequence[int]], str]
 ) -> str:
-    """An error's text for ranks that do different things."""
-    actions = {rank: what for rank, (_, _, what) in names.items()}
+    """An error's text for ranks that do different things: the number and name of a call, and what
+    it does.
+    """
+    texts = {rank: [part.decode() for part in name] for rank, name in names.items()}
+    actions = {rank: what for rank, (_, _, what) in texts.items()}
     if len({*actions.values()}) == 1:
-        actions = {rank: call for rank, (_, call, _) in names.items()}
+        actions = {rank: call for rank, (_, call, _) in texts.items()}
     if len({*actions.values()}) == 1:
-        actions = {rank: f"{call}, its call {number}" for rank, (number, call, _) in names.items()}
+        actions = {rank: f"{call}, its call {number}" for rank, (number, call, _) in texts.items()}
     text = describe_values("ranks do different things at the same place", actions, name_ranks)
     return f"{text}: make the same calls on all ranks, in the same order"
