@@ -416,6 +416,26 @@ def job_rank_losses(how: str) -> list[tuple[float, float]]:
     return losses
 
 
+def job_rank_loss_of_copies() -> list[torch.Tensor]:
+    """Of the short last step, in which the first of four ranks has copies alone."""
+    net = build("ddp")
+    loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, shuffle=False)
+    for step in loader:
+        for x, *_ in step.microbatches(net):
+            step.backward(net(x).square().mean())
+        net.zero_grad()
+        losses = [step.rank_loss(), torch.tensor(step.loss(), dtype=torch.float64)]
+    return losses
+
+
+def test_a_rank_with_copies_alone_has_a_loss_of_0() -> None:
+    rows = run_ranks(4, job_rank_loss_of_copies)
+    parts = [part for part, _ in rows]
+    assert [part.dtype for part in parts] == [torch.float32, *[torch.float64] * 3]
+    assert float(sum(parts)) / 4 == pytest.approx(float(rows[0][1]), rel=1e-12)
+    assert not parts[0]
+
+
 @pytest.mark.parametrize("how", ["samples", "tokens", "nothing"])
 def test_the_mean_of_the_ranks_losses_is_the_loss(how: str) -> None:
     for rows in zip(*run_ranks(3, job_rank_losses, how), strict=True):
@@ -623,3 +643,52 @@ def test_two_phases_of_a_step_are_the_same_on_any_number_of_ranks(kind: str) -> 
     expected = run_ranks(1, job_two_phases, "plain")[0]
     for losses in run_ranks(3, job_two_phases, kind):
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def job_left_in_a_second_pass(leaves: bool) -> list[list[torch.Tensor]]:
+    """Gradients of both nets at the end of the first step, whose second pass may be left once."""
+    nets = [build("ddp"), build("ddp")]
+    loader = anyrank.ElasticLoader(Rows(), global_batch=SIZE, microbatch=MICRO, shuffle=False)
+    for attempt in range(1 + leaves):
+        is_left = leaves and not attempt
+        for step in loader:
+            for number, net in enumerate(nets):
+                for x, y, _ in step.microbatches(net):
+                    step.backward((net(x) - y).square().mean())
+                    if is_left and number == 1:
+                        break
+            break
+    return [gradients(net) for net in nets]
+
+
+def test_a_second_pass_that_was_left_leaves_nothing_behind() -> None:
+    left, whole = (run_ranks(2, job_left_in_a_second_pass, how) for how in (True, False))
+    for found, expected in zip(left, whole, strict=True):
+        for grads, others in zip(found, expected, strict=True):
+            assert all(map(torch.equal, grads, others))
+
+
+def job_bad_next_beside_tensor_parallel(folder: str) -> tuple[int, str]:
+    """A run in which one data-parallel group of two cannot read its part of the second step."""
+    net = build("tp")
+    loader = anyrank.ElasticLoader(
+        BadRow(), global_batch=8, microbatch=2, shuffle=False, process_group=net.data_group
+    )
+    state = anyrank.TrainState(net, data=loader)
+    number = -1
+    try:
+        with anyrank.Checkpoints(folder, state) as ckpts:
+            for step in ckpts.steps(epochs=1):
+                number = step.number
+                for x, *_ in step.microbatches(net):
+                    step.backward(net(x).mean())
+                net.zero_grad()
+    except anyrank.AnyrankError as error:
+        return number, str(error)
+    raise AssertionError("a sample that cannot be read went unnoticed")
+
+
+def test_all_ranks_of_a_run_raise_what_one_data_parallel_group_cannot_fetch(tmp_path: Path) -> None:
+    for number, text in run_ranks(4, job_bad_next_beside_tensor_parallel, str(tmp_path)):
+        assert number == 1
+        assert text.startswith("fetching a batch failed on 2 of 4 ranks, so on all")

@@ -32,14 +32,14 @@ BUDGETS = {
     "model": 2905,
     "peers": 385,
     "random_state": 495,
-    "resume": 2015,
+    "resume": 2025,
     "saving": 1360,
     "state": 2215,
     "steps": 2345,
     "tensors": 2365,
     "testing": 1310,
     "watching": 2965,
-    "world": 1500,
+    "world": 1520,
     "": 675,  # the modules that are in no room
 }
 AROUND = (

@@ -280,7 +280,7 @@ class Checkpoints:
                 signal=self._signals.find_pending(),
                 save_is_due=options.cadence.is_due(number, self._last_save),
                 snapshot_is_due=self._memory is not None and self._memory.is_due(number),
-                fetch_failed=self._counter.has_failed_ahead(),
+                failed_ahead=self._counter.failed_ahead,
                 loss=self._log.take_loss(number),
                 spent=self._log.take_window(),
             )
@@ -288,7 +288,7 @@ class Checkpoints:
         with self._counter.guard_boundary():
             reports = ranks.together("completing the step", report)
             self._counter.count()
-        self._counter.learn_ahead(any(report.fetch_failed for report in reports))
+            self._counter.learn_ahead(ranks, reports)
         if self._log.note_step(reports):
             warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}

@@ -19,10 +19,12 @@ from anyrank.errors import CheckpointError
 from anyrank.saving.collect import is_within_step
 from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
+from anyrank.steps.agreed_batches import OwnBatches
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.pace import Spent
 from anyrank.steps.step import Step
 from anyrank.steps.step_listeners import tell_of_step
+from anyrank.world.failures import Failure
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -38,16 +40,16 @@ class BoundaryReport(NamedTuple):
         signal: SIGTERM or SIGUSR1, if the rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
         snapshot_is_due: whether a snapshot in the machines' memory is due.
-        fetch_failed: whether the fetch of the next step's first batches has failed.
-        loss: of its share, in a step that the log has a line of.
-        spent: medians of the parts of its steps, each twentieth step.
+        failed_ahead: why it could not fetch the first batches of the next step.
+        loss: weighted sum and weight of its losses, in a step that the log has a line of.
+        spent: what the parts of its steps took, each twentieth step.
     """
 
     save_failed: bool
     signal: int | None
     save_is_due: bool
     snapshot_is_due: bool
-    fetch_failed: bool
+    failed_ahead: Failure | None
     loss: tuple[float, float] | None = None
     spent: Sequence[Spent] = ()
 
@@ -196,16 +198,21 @@ class StepCounter:
             self._state.parts.unusable = _lost_step_text(self._state.step, reason)
             raise
 
-    def has_failed_ahead(self) -> bool:
-        """Whether this rank could not fetch the first batches of the next step."""
+    @property
+    def _ahead(self) -> OwnBatches | None:
+        """The first batches of the next step, if they were fetched."""
         data = self._state.data
-        ahead = data.position.ahead if isinstance(data, ElasticLoader) else None
-        return ahead is not None and ahead.failure is not None
+        return data.position.ahead if isinstance(data, ElasticLoader) else None
 
-    def learn_ahead(self, has_failed: bool) -> None:
-        """The ranks have agreed whether any of them could not."""
-        if isinstance(self._state.data, ElasticLoader):
-            self._state.data.position.learn_ahead(has_failed)
+    @property
+    def failed_ahead(self) -> Failure | None:
+        """Why this rank could not fetch them."""
+        return None if self._ahead is None else self._ahead.failure
+
+    def learn_ahead(self, ranks: Ranks, reports: Sequence[BoundaryReport]) -> None:
+        """The ranks know now which of them could not."""
+        if self._ahead is not None:
+            self._ahead.learn(ranks, [report.failed_ahead for report in reports])
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
         """Whether steps were counted, and none is under way: then leaving saves. All ranks.

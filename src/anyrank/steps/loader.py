@@ -217,8 +217,8 @@ class ElasticLoader(ElasticData):
         position, exact = self.position, self.position.exact
         position.data_rank()
         position.current = None
-        position.num_passes += 1
-        epoch, number = position.epoch, position.num_passes
+        position.num_iterations += 1
+        epoch, number = position.epoch, position.num_iterations
         with ExitStack() as stack:
             ranks = stack.enter_context(open_ranks(position.group, "the loop over the loader"))
             position.check_same(ranks)
@@ -229,7 +229,7 @@ class ElasticLoader(ElasticData):
             try:
                 while position.epoch == epoch:
                     yield Step(position.begin_step(), position)
-                    if position.num_passes != number:
+                    if position.num_iterations != number:
                         raise CheckpointError(
                             "the loader was iterated again, or loaded a state, within this loop: "
                             "leave the loop, and start a new one"
@@ -237,7 +237,7 @@ class ElasticLoader(ElasticData):
                     position.commit()
                 position.check_receipt(ranks)
             finally:
-                if position.num_passes == number:
+                if position.num_iterations == number:
                     position.end_pass()
                     # A complete step stays current: in_step is true until it is committed.
                     if not position.is_step_complete:

@@ -9,12 +9,13 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from anyrank.data.fetch import FetchedBatch, MicrobatchDataset
+from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
 from anyrank.data.position import OnBatchChange, Position
 from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError
-from anyrank.steps.fetch import AHEAD, Fetch
+from anyrank.steps.agreed_batches import OwnBatches, fetch_first
+from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.pace import loading
 from anyrank.steps.step_run import StepRun
 from anyrank.world.ranks import Ranks
@@ -33,11 +34,11 @@ class LoaderPosition(Position):
 
     Attributes:
         current: the step that was begun and is not counted.
-        was_left: whether the next step was begun before, and left.
-        num_passes: how often the loader was iterated, or loaded a state.
+        begun: exchanges of this step's passes, and of those of earlier tries at it.
+        num_iterations: how often the loader was iterated, or loaded a state.
         ranks: the data-parallel ranks; None outside of an iteration.
         batches: those still to be fetched in it; the first one starts the fetching.
-        ahead: of the next step's first batches; None if none were fetched.
+        ahead: the first batches of the next step, if they were fetched.
         checked: models whose gradient exchange was verified, by id.
         exponent: of the power of two near the first `weight`; None before it.
     """
@@ -56,11 +57,11 @@ class LoaderPosition(Position):
         super().__init__(schedule, key, group, on_batch_change)
         self.dataset, self.exact = dataset, exact
         self.current: StepRun | None = None
-        self.was_left = False
-        self.num_passes = 0
+        self.begun: list[GradientSync] = []
+        self.num_iterations = 0
         self.ranks: Ranks | None = None
         self.batches: Iterator[FetchedBatch] = iter(())
-        self.ahead: Fetch | None = None
+        self.ahead: OwnBatches | None = None
         self.exponent: int | None = None
         self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
@@ -99,29 +100,32 @@ class LoaderPosition(Position):
             )
         return fetched
 
+    def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        """The batch of a slot, for a further pass over its step; in this process."""
+        return self.dataset[request_for(self.schedule, plan, slot.k)]
+
     def fetch_ahead(self) -> None:
         """Fetch the first batches of the step after the current one, if its epoch has one, once."""
-        assert self.current is not None
-        plan = self.schedule.following(self.current.plan)
+        plan = None if self.current is None else self.schedule.following(self.current.plan)
         if plan is not None and self.ahead is None:
             with loading():
-                self.ahead = Fetch(partial(self.fetch, plan), self.slots(plan)[:AHEAD])
+                self.ahead = fetch_first(partial(self.fetch, plan), self.slots(plan))
 
-    def learn_ahead(self, has_failed: bool) -> None:
-        """The ranks have agreed whether that has failed on any of them."""
-        if self.ahead is not None:
-            self.ahead.learn(has_failed)
-
-    def take_ahead(self) -> Fetch | None:
+    def take_ahead(self) -> OwnBatches | None:
         """What was fetched ahead, for the step that begins."""
         ahead, self.ahead = self.ahead, None
         return ahead
 
     def begin_step(self) -> StepRun:
         """The next step begins."""
-        self.current = StepRun(self.next_step(), self.was_left)
-        self.was_left = True
+        self.current = StepRun(self.next_step())
         return self.current
+
+    def drop_begun(self) -> None:
+        """Drop the gradients of earlier tries at the current step."""
+        for sync in self.begun:
+            sync.drop_gradients()
+        self.begun.clear()
 
     @property
     def is_step_complete(self) -> bool:
@@ -140,7 +144,8 @@ class LoaderPosition(Position):
         self.check_complete()
         if self.current is not None:
             self.advance(self.current.plan, self.current.seen)
-            self.current, self.was_left = None, False
+            self.current = None
+            self.begun.clear()
 
     def abandon_step(self) -> None:
         """Forget the current step, whose optimizer has not stepped: it will be repeated."""
@@ -174,5 +179,5 @@ class LoaderPosition(Position):
                 f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
             )
         self.current = None
-        self.num_passes += 1
+        self.num_iterations += 1
         self.end_pass()

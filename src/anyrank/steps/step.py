@@ -8,15 +8,15 @@ What happens between two steps of the optimizer, in this order:
 2. This rank's first two batches are there, of the end of the step before (see 5), or are fetched.
    From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
    all could fetch theirs while that body runs. Every rank has as many batches as the others: one
-   for which the step has fewer repeats its last, as a copy of weight 0.
+   for which the step has fewer repeats one, as a copy of weight 0.
 3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
    body runs forward, and `Step.backward` of the mean loss, times its share of the step.
 4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
    exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
    ordered sum.
-5. The first two batches of the epoch's next step are fetched: whether all ranks could is known at
-   the end of this step in a run, else when the next one begins. An error is raised there, so this
-   step counts. The random streams go on as before the loop.
+5. The first two batches of the epoch's next step are fetched. Whether all ranks could is known at
+   the end of this step in a run (9), else as the next one begins; an error is raised as the next
+   one begins, so that this one counts. The random streams go on as before the loop.
 6. The ranks gather what each has seen (`StepRecord`), and every rank judges all of it (`judge`).
    They skip the gather where all gradients of a model are a wrapper's, no weights are given, and a
    step before has shown that each gradient is exchanged once.
@@ -29,8 +29,8 @@ What happens between two steps of the optimizer, in this order:
 
 A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
 a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
-before. The other ranks wait for this one, and learn of it by its end or by name at the next
-agreement.
+before. The other ranks wait for this one. Its end closes its connections, which ends their next
+agreement; an exception that leaves `Checkpoints` also tells them why.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_model, check_type
-from anyrank.data.fetch import FetchedBatch, request_for
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
-from anyrank.steps.fetch import one_ahead
+from anyrank.steps.agreed_batches import one_ahead
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
@@ -144,36 +143,37 @@ class Step:
             )
         is_new = id(model) not in self._position.checked
         sync = self._sync(model, own_backward, is_new)
-        if run.is_repeated and not run.num_passes:
-            sync.drop_gradients()
+        if not run.num_passes:
+            self._position.drop_begun()
         devices = accelerators_of(sync.named.values())
         slots = self._position.slots(run.plan)
-        again = (run.num_passes,) if run.num_passes else ()
-        # A generator: nothing is fetched before the loop below asks for the first batch.
-        if again:
-            batches = one_ahead(self._ranks, self._fetch_again, slots)
-        else:
-            fetch = partial(self._position.fetch, run.plan)
-            batches = one_ahead(self._ranks, fetch, slots, self._position.take_ahead())
+        is_first, position = not run.num_passes, self._position
+        pass_seed = () if is_first else (run.num_passes,)
+        fetch = partial(position.fetch if is_first else position.fetch_again, run.plan)
+        first = position.take_ahead() if is_first else None
+        # A generator: a fetch seeds the streams, so it has to come where they are kept.
+        batches = one_ahead(self._ranks, fetch, slots, first)
         run.begin_pass(sync)
+        position.begun.append(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
         seed = self._position.schedule.order.seed
         try:
-            with kept(devices), sync.active(), watching:
-                for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
-                    reseed(derive(seed, self.number, slot.k, "microbatch", *again), devices)
-                    # Under an autocast around the loop, the gradient of a cast that was kept would
-                    # come after FSDP2's reduction.
-                    torch.clear_autocast_cache()
-                    if not (again or slot.is_copy):
-                        run.seen += fetched.request.ids
-                    with sync.on(slot, number + 1 == len(slots)):
-                        run.slot = slot
-                        yield fetched.batch
-                        run.slot = None
-                    if not own_backward:
-                        run.end_microbatch(slot)
-                self._position.fetch_ahead()
+            with kept(devices):
+                with sync.active(), watching:
+                    for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
+                        reseed(derive(seed, self.number, slot.k, "microbatch", *pass_seed), devices)
+                        # Under an autocast around the loop, the gradient of a cast that was kept
+                        # would come after FSDP2's reduction.
+                        torch.clear_autocast_cache()
+                        if is_first and not slot.is_copy:
+                            run.seen += fetched.request.ids
+                        with sync.on(slot, number + 1 == len(slots)):
+                            run.slot = slot
+                            yield fetched.batch
+                            run.slot = None
+                        if not own_backward:
+                            run.end_microbatch(slot)
+                position.fetch_ahead()
             self._exchange(model, sync, own_backward, is_new)
             run.is_complete = True
         finally:
@@ -287,17 +287,12 @@ class Step:
         of the ranks' parts is `loss()`, up to rounding.
 
         Returns:
-            One value, float32, where this rank's losses are.
+            One value, at least float32, where this rank's losses are; on the CPU if it has none.
 
         Raises:
             ValueError: before the end of the loop over `microbatches`, or without `backward` in it.
         """
         return self._run.rank_loss(self._ranks.size)
-
-    def _fetch_again(self, slot: MicrobatchSlot) -> FetchedBatch:
-        """The batch of a slot for a further pass."""
-        request = request_for(self._position.schedule, self._run.plan, slot.k)
-        return self._position.dataset[request]
 
     def _current_slot(self) -> MicrobatchSlot:
         if self._run.slot is None:

@@ -26,7 +26,6 @@ class StepRun:
 
     Attributes:
         plan: the step.
-        is_repeated: whether it was begun before, and left: gradients of that may be there.
         seen: ids of the samples that this rank has run, without copies and repeats.
         num_passes: calls of `microbatches`.
         is_complete: whether the last pass ran to its end.
@@ -43,7 +42,6 @@ class StepRun:
     """
 
     plan: StepPlan
-    is_repeated: bool = False
     seen: list[int] = field(default_factory=list[int])
     num_passes: int = 0
     is_complete: bool = False
@@ -142,7 +140,9 @@ class StepRun:
                 "with a step.backward in it"
             )
         terms = [weight * _wide(loss) for weight, loss in self.losses if weight]
-        return torch.stack(terms).sum() * (size / self.total) if terms else torch.zeros(())
+        if not terms:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        return torch.stack(terms).sum() * (size / self.total)
 
 
 def _wide(loss: torch.Tensor) -> torch.Tensor:

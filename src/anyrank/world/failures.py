@@ -16,7 +16,7 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """One rank's exception, as it is sent.
 
     Attributes:
@@ -47,21 +47,21 @@ def describe_values(
     return f"{title}: {', '.join(parts)}"
 
 
-def as_failure(error: Exception) -> _Failure:
+def as_failure(error: Exception) -> Failure:
     if isinstance(error, Interrupted):
-        return _Failure(None, "stopped, because another rank failed")
+        return Failure(None, "stopped, because another rank failed")
     if isinstance(error, RankError):
-        return _Failure(RankError, str(error))
+        return Failure(RankError, str(error))
     if isinstance(error, AnyrankError):
-        return _Failure(type(error), str(error))
+        return Failure(type(error), str(error))
     text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    return _Failure(RankError, text, is_foreign=True)
+    return Failure(RankError, text, is_foreign=True)
 
 
-def join_failures(what: str, failures: dict[int, _Failure], size: int) -> AnyrankError:
+def join_failures(what: str, failures: dict[int, Failure], size: int) -> AnyrankError:
     """One error for all ranks, equal on all of them."""
     raised = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
-    first = next(iter(raised.values()), _Failure(RankError, "all ranks stopped for one another"))
+    first = next(iter(raised.values()), Failure(RankError, "all ranks stopped for one another"))
     causes = {rank: failure.text for rank, failure in raised.items()}
     texts = set(causes.values())
     if len(raised) == size and len(texts) == 1:

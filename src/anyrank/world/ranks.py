@@ -17,7 +17,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from anyrank.world.connections import Connections
-from anyrank.world.failures import Interrupted, as_failure, describe_values, join_failures
+from anyrank.world.failures import (
+    Failure,
+    Interrupted,
+    as_failure,
+    describe_values,
+    join_failures,
+)
 from anyrank.world.group import Group, find_members, name_ranks
 from anyrank.world.rendezvous import get_connections, use_channel, used_channels
 
@@ -156,11 +162,36 @@ class Ranks:
         finally:
             self._depth -= 1
         answers = self._gather(connections, answer, what)()
-        by_rank = zip(self.ranks, answers, strict=True)
-        failures = {rank: failure for rank, (_, failure) in by_rank if failure is not None}
-        if failures:
-            raise join_failures(what, failures, self.size) from cause
+        self.judge(what, [failure for _, failure in answers], cause)
         return cast("S", result), [value for value, _ in answers]
+
+    def start_together(self, what: str, cause: Exception | None) -> Callable[[], None]:
+        """As `together` of work that is done, in two halves: sends what it raised, if anything, and
+        returns a function that waits for all, and raises if any rank has failed. All ranks.
+        """
+        failure = None if cause is None else as_failure(cause)
+        if self.connections is None:
+            return lambda: self.judge(what, [failure], cause)
+        wait = self._gather(self._ready(), pickle.dumps(failure), what)
+        return lambda: self.judge(what, wait(), cause)
+
+    def judge(self, what: str, failures: Sequence[Failure | None], cause: Exception | None) -> None:
+        """Raise if any of the ranks has failed.
+
+        Args:
+            what: as for `together`.
+            failures: of each rank.
+            cause: what this rank's work raised.
+
+        Raises:
+            AnyrankError: as `together`; of one process the cause itself.
+        """
+        if self.connections is None and cause is not None:
+            raise cause
+        by_rank = zip(self.ranks, failures, strict=True)
+        known = {rank: failure for rank, failure in by_rank if failure is not None}
+        if known:
+            raise join_failures(what, known, self.size) from cause
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -174,13 +205,9 @@ class Ranks:
         Raises:
             RankError: a rank has died or did not come, named if known; or does something else.
         """
-        return self.start_gather(value, what)()
-
-    def start_gather(self, value: T, what: str) -> Callable[[], list[T]]:
-        """As `gather`, in two halves: sends the value, and returns a function that waits."""
         if self.connections is None:
-            return lambda: [value]
-        return self._gather(self._ready(), pickle.dumps(value), what)
+            return [value]
+        return self._gather(self._ready(), pickle.dumps(value), what)()
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -188,12 +215,7 @@ class Ranks:
         Raises:
             RankError: as `gather`.
         """
-        return self.start_any(flag, what)()
-
-    def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
-        """As `any`, in two halves: sends the flag, and returns a function that waits."""
-        gathered = self.start_gather(flag, what)
-        return lambda: any(gathered())
+        return any(self.gather(flag, what))
 
     def _ready(self) -> Connections:
         """The connections; new ones if the ranks have failed on them and all of them live."""
@@ -216,7 +238,7 @@ class Ranks:
             if any(name != heads[0][: len(texts)] for name in names.values()):
                 text = _describe_crossing(names, self.name_ranks)
                 raise connections.fail(connections.state.end(text))
-            values = [inline for *_, inline in heads]
+            values = [inline for *_, inline in heads]  # with zeros behind it: a pickle has an end
             sizes = {index: int(size) for index, (*_, size, _) in enumerate(heads)}
             sizes = {index: size for index, size in sizes.items() if size > len(values[index])}
             limit_bytes = max(2 * sum(sizes.values()), PADDED_BYTES * self.size)
