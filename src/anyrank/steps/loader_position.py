@@ -38,6 +38,7 @@ class LoaderPosition(Position):
         num_iterations: how often the loader was iterated, or loaded a state.
         ranks: the data-parallel ranks; None outside of an iteration.
         batches: those still to be fetched in it; the first one starts the fetching.
+        is_last: whether no step is wanted after the current one.
         ahead: the first batches of the next step, if they were fetched.
         checked: models whose gradient exchange was verified, by id.
         exponent: of the power of two near the first `weight`; None before it.
@@ -61,6 +62,7 @@ class LoaderPosition(Position):
         self.num_iterations = 0
         self.ranks: Ranks | None = None
         self.batches: Iterator[FetchedBatch] = iter(())
+        self.is_last = False
         self.ahead: OwnBatches | None = None
         self.exponent: int | None = None
         self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -73,7 +75,7 @@ class LoaderPosition(Position):
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
         """An iteration of the loader begins."""
-        self.ranks, self.batches, self.ahead = ranks, batches, None
+        self.ranks, self.batches, self.is_last, self.ahead = ranks, batches, False, None
 
     def end_pass(self) -> None:
         """Release workers and ranks: a user may keep a step after its loop."""
@@ -105,9 +107,13 @@ class LoaderPosition(Position):
         return self.dataset[request_for(self.schedule, plan, slot.k)]
 
     def fetch_ahead(self) -> None:
-        """Fetch the first batches of the step after the current one, if its epoch has one, once."""
-        plan = None if self.current is None else self.schedule.following(self.current.plan)
-        if plan is not None and self.ahead is None:
+        """Fetch the first batches of the step after the current one, once, if there is to be one in
+        its epoch.
+        """
+        if self.current is None or self.is_last or self.ahead is not None:
+            return
+        plan = self.schedule.following(self.current.plan)
+        if plan is not None:
             with loading():
                 self.ahead = fetch_first(partial(self.fetch, plan), self.slots(plan))
 

@@ -80,7 +80,7 @@ class Step:
             norm = step.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            print(step.number, step.loss())
+            print(step.number, step.loss(), step.rank_loss().item())
     """
 
     def __init__(self, run: StepRun, position: LoaderPosition) -> None:
