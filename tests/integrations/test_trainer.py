@@ -120,7 +120,7 @@ def job(
     some: Any = data if rows is None else Subset(data, range(rows))
     trainer = Trainer(model(kind), arguments(out, **more), train_dataset=some, callbacks=[log])
     trainer = elastic(trainer, f"{out}/run", global_batch=GLOBAL, every=2)
-    trainer.train(resume_from_checkpoint=True)
+    output = trainer.train(resume_from_checkpoint=True)
     report, loader, state = trainer.elastic.report, trainer.elastic.loader, trainer.state
     return {
         "lines": log.lines,
@@ -129,6 +129,7 @@ def job(
         "epoch": state.epoch,
         "flos": state.total_flos,
         "tokens": state.num_input_tokens_seen,
+        "train_loss": output.training_loss,
         "history": [line.get("loss") for line in state.log_history if "loss" in line],
         "components": None if report is None else report.components,
         "receipts": loader.receipts,
@@ -167,6 +168,13 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
     assert results[0]["history"] == pytest.approx(expected["history"], rel=1e-6)
     assert [epoch for epoch, *_ in expected["receipts"]] == [0, 1]
     assert expected["samples"] == 2 * ROWS + GLOBAL
+
+
+def test_the_loss_of_steps_that_were_not_logged_is_that_of_all_ranks(tmp_path: Path) -> None:
+    more = {"max_steps": 3, "logging_steps": 100}
+    alone = run_ranks(1, job, str(tmp_path / "one"), **more)[0]["train_loss"]
+    for result in run_ranks(2, job, str(tmp_path / "two"), **more):
+        assert result["train_loss"] == pytest.approx(alone, rel=1e-6)
 
 
 def exact(out: str, kind: str, stop: int | None = None) -> tuple[list[bytes], list[str]]:

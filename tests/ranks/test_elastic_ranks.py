@@ -431,7 +431,7 @@ def job_rank_loss_of_copies() -> list[torch.Tensor]:
 def test_a_rank_with_copies_alone_has_a_loss_of_0() -> None:
     rows = run_ranks(4, job_rank_loss_of_copies)
     parts = [part for part, _ in rows]
-    assert [part.dtype for part in parts] == [torch.float32, *[torch.float64] * 3]
+    assert {part.dtype for part in parts} == {torch.float64}
     assert float(sum(parts)) / 4 == pytest.approx(float(rows[0][1]), rel=1e-12)
     assert not parts[0]
 
@@ -672,7 +672,12 @@ def job_bad_next_beside_tensor_parallel(folder: str) -> tuple[int, str]:
     """A run in which one data-parallel group of two cannot read its part of the second step."""
     net = build("tp")
     loader = anyrank.ElasticLoader(
-        BadRow(), global_batch=8, microbatch=2, shuffle=False, process_group=net.data_group
+        BadRow(),
+        global_batch=8,
+        microbatch=2,
+        shuffle=False,
+        num_workers=1,
+        process_group=net.data_group,
     )
     state = anyrank.TrainState(net, data=loader)
     number = -1
@@ -688,6 +693,7 @@ def job_bad_next_beside_tensor_parallel(folder: str) -> tuple[int, str]:
     raise AssertionError("a sample that cannot be read went unnoticed")
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_all_ranks_of_a_run_raise_what_one_data_parallel_group_cannot_fetch(tmp_path: Path) -> None:
     for number, text in run_ranks(4, job_bad_next_beside_tensor_parallel, str(tmp_path)):
         assert number == 1

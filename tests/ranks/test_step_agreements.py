@@ -1,6 +1,6 @@
 """How often the ranks agree in a step: once as they fetch, and once at its end where they must.
 
-In a run they agree on the first batches of a step as they count the one before. Where they must
+In a run with workers they agree on a step's first batches as they count the one before. Where they must
 meet at a step's end: plain DDP and FSDP2 meet in the wrapper's own exchange. With weights, with
 exact=True, and for parameters without a wrapper the ranks tell each other what they have seen.
 """
@@ -16,7 +16,6 @@ from tests.ranks.spies import meetings
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 
 import anyrank
 from anyrank.testing import run_ranks
@@ -75,53 +74,44 @@ def test_the_ranks_agree_once_at_the_end_of_a_step(
         assert steps == [agreements] * 2
 
 
-def job_run_agreements(rounds: int, folder: str) -> tuple[list[list[str]], list[int]]:
-    """As `job_agreements`, in a run; and how many samples were read by the end of each step."""
+def job_run_agreements(rounds: int, workers: int, folder: str) -> list[list[str]]:
+    """As `job_agreements`, in a run."""
     net = build("ddp")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     batch = 2 * rounds * dist.get_world_size()
-    read: list[int] = []
-
-    class Rows(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 5 * batch
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            read.append(index)
-            return torch.full((WIDTH,), float(index))
-
-    loader = anyrank.ElasticLoader(Rows(), global_batch=batch, microbatch=2)
+    rows = torch.randn(5 * batch, WIDTH, generator=torch.Generator().manual_seed(1))
+    loader = anyrank.ElasticLoader(rows, global_batch=batch, microbatch=2, num_workers=workers)
     state = anyrank.TrainState(net, optimizer, data=loader)
     agreed: list[list[str]] = []
-    counts: list[int] = []
     with meetings() as met, anyrank.Checkpoints(folder, state) as ckpts:
         for step in ckpts.steps(epochs=1):
             agreed.append([*met])
             met.clear()
             for rows in step.microbatches(net):
                 step.backward(net(rows).square().mean())
-            counts.append(len(read))
             optimizer.step()
             optimizer.zero_grad()
-    return agreed[3:], counts
+    return agreed[3:]
+
+
+COMPLETE = "completing the step"
 
 
 @pytest.mark.parametrize(
-    ("rounds", "agreements"),
+    ("rounds", "workers", "agreements"),
     [
-        (1, ["completing the step"]),
-        (2, ["completing the step"]),
-        (3, [FETCH, "completing the step"]),
+        (1, 0, [FETCH, COMPLETE]),
+        (1, 1, [COMPLETE]),
+        (2, 1, [COMPLETE]),
+        (3, 1, [FETCH, COMPLETE]),
     ],
 )
-def test_the_ranks_of_a_run_agree_once_a_step(
-    rounds: int, agreements: list[str], tmp_path: Path
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_ranks_of_a_run_with_workers_agree_once_a_step(
+    rounds: int, workers: int, agreements: list[str], tmp_path: Path
 ) -> None:
-    ahead = 2 * min(rounds, 2)
-    for steps, counts in run_ranks(2, job_run_agreements, rounds, str(tmp_path)):
+    for steps in run_ranks(2, job_run_agreements, rounds, workers, str(tmp_path)):
         assert steps == [agreements] * 2
-        whole = 2 * rounds
-        assert counts == [*(number * whole + ahead for number in range(1, 5)), 5 * whole]
 
 
 def job_kinds() -> None:

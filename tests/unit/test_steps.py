@@ -588,3 +588,58 @@ def test_a_step_whose_microbatches_were_not_all_run_does_not_count(
         train()
     assert run.state.step == 2
     assert numbers(ckpts) == []
+
+
+# -- a dataset that is read in this process ----------------------------------------------------
+
+
+class Changing(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that depend on what was read before, and on what the loop has set."""
+
+    def __init__(self) -> None:
+        self.reads = torch.zeros(16)
+        self.noise = torch.Generator().manual_seed(7)
+        self.level = 0.0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads[index] += 1
+        drawn = torch.rand((), generator=self.noise)
+        return torch.full((4,), index / 16 + self.level / float(self.reads[index]) + float(drawn))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"reads": self.reads.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.reads.copy_(state["reads"])
+
+
+def changing_run(folder: Path, until: int) -> list[float]:
+    """The levels that a run up to this step has seen in its rows, as losses."""
+    torch.manual_seed(0)
+    data, model = Changing(), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(data, global_batch=8, microbatch=2)
+    parts: dict[str, Any] = {"seen": data, "generators": {"noise": data.noise}}
+    losses: list[float] = []
+    with anyrank.Checkpoints(
+        folder, anyrank.TrainState(model, optimizer, data=loader, **parts)
+    ) as run:
+        run.resume()
+        for step in run.steps(until=until):
+            data.level = float(step.number)
+            for rows in step.microbatches(model):
+                assert step.number == 0 or float(rows.mean()) > step.number / 4
+                step.backward(model(rows).square().mean())
+            losses.append(step.loss())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def test_a_dataset_in_this_process_is_read_within_its_step(tmp_path: Path) -> None:
+    whole = changing_run(tmp_path / "whole", 6)
+    parts = changing_run(tmp_path / "parts", 3) + changing_run(tmp_path / "parts", 6)
+    assert parts == whole

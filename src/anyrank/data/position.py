@@ -20,7 +20,7 @@ from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_o
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.world.arguments import compare_arguments
-from anyrank.world.group import ALONE, check_group
+from anyrank.world.group import ALONE, check_group, find_members
 from anyrank.world.ranks import Ranks
 
 OnBatchChange = Literal["error", "rescale"]
@@ -122,10 +122,20 @@ class Position:
 
         Raises:
             CheckpointError: one of them differs; on all ranks, with each value.
+            ValueError: `ranks` lacks some data-parallel ranks.
         """
+
+        def check() -> None:
+            members, _ = find_members(self.group)
+            if missing := sorted({*members} - {*ranks.ranks}):
+                raise ValueError(
+                    f"the ranks {ranks.ranks} are not all of the {len(members)} data-parallel "
+                    f"ranks of the {self.owner}: call with {ranks.name_ranks(missing)} too"
+                )
+
         position = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
         arguments = self.arguments() | {"position": position}
-        compare_arguments(ranks, self.owner, arguments, CheckpointError)
+        compare_arguments(ranks, self.owner, arguments, CheckpointError, check)
 
     def check_complete(self) -> None:
         """Check that `commit` may count a step. No collectives.

@@ -16,9 +16,6 @@ from collections.abc import Generator, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Unpack
 
-import torch
-import torch.distributed as dist
-
 import anyrank
 from anyrank.integrations.framework_names import check_names
 from anyrank.integrations.lightning_loops import (
@@ -275,16 +272,8 @@ class Elastic(_Callback):
                 )
             strategy.backward(step.scale(loss), optimizer)
         self._run.note_step()
-        mean = self._mean_loss(step, loss)
+        mean = self._run.mean_loss(step).to(loss.dtype).to(loss.device)
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean
-
-    def _mean_loss(self, step: Any, loss: torch.Tensor) -> torch.Tensor:
-        """The mean loss of the global batch, as `loss`. The host waits for it with exact=True."""
-        if self._run.is_exact or not dist.is_initialized():
-            return loss.detach().new_tensor(step.loss())
-        part = step.rank_loss().to(loss.device)
-        dist.all_reduce(part)
-        return (part / dist.get_world_size()).to(loss.dtype)
 
     def _refuse_ckpt_path(self) -> None:
         path = self._trainer.ckpt_path

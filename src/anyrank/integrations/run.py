@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypedDict
 
+import torch
+import torch.distributed as dist
+
 import anyrank
 from anyrank.integrations.dataloaders import OnBatchChange, elastic_loader
 
@@ -133,6 +136,17 @@ class FrameworkRun:
     def note_step(self, *_: Any) -> None:
         """The optimizer has stepped; also as its hook."""
         self.has_stepped = True
+
+    def mean_loss(self, step: Any) -> torch.Tensor:
+        """The mean loss of a step that is complete, equal on all ranks. All ranks.
+
+        Without exact=True it is averaged on the device, so that the host does not wait for it.
+        """
+        if self.is_exact or not dist.is_initialized():
+            return torch.tensor(step.loss(), dtype=torch.float64)
+        loss = step.rank_loss()
+        dist.all_reduce(loss)
+        return loss / dist.get_world_size()
 
     def count(self) -> None:
         """Count the step whose optimizer has stepped, once, and save when due."""

@@ -316,7 +316,7 @@ class ElasticTrainer(Trainer):
     # -- a step -----------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Forward and backward of this rank's microbatches. Returns its part of the loss."""
+        """Forward and backward of this rank's microbatches. Returns the step's mean loss."""
         training, step = self._elastic, inputs
         training.step = step
         for batch in step.microbatches(model):
@@ -335,9 +335,7 @@ class ElasticTrainer(Trainer):
             finally:
                 training.microbatch = None
         self.elastic.note_step()
-        # The Trainer averages over the ranks when it logs. With exact=True it is to log equal bits.
-        loss = torch.tensor(step.loss()) if self.elastic.is_exact else step.rank_loss()
-        return loss.to(self.args.device)
+        return self.elastic.mean_loss(step).float().to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """With exact=True the step's own, as accelerate adds up by shard."""

@@ -235,18 +235,18 @@ class Checkpoints:
             assert ckpts.saved()[0].samples == 8
         """
         loader = require_loader(self._state)
-        is_over = stop_condition(self._state, until, epochs)
-        return Loop(lambda: self._loop(loader, is_over, {"until": until, "epochs": epochs}))
+        is_finished = stop_condition(self._state, until, epochs)
+        return Loop(lambda: self._loop(loader, is_finished, {"until": until, "epochs": epochs}))
 
     def _loop(
-        self, loader: ElasticLoader, is_over: Callable[[int], bool], limits: Mapping[str, object]
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
         self._counter.leave_body()  # of an earlier loop, whose iterator is still alive
         ranks, check = self._open("steps"), self._state.parts.check_usable
         compare_arguments(ranks, "steps", limits, CheckpointError, check)
         self._is_training = True
-        yield from self._counter.go_over(loader, is_over, self.step_done)
+        yield from self._counter.go_over(loader, is_finished, self.step_done)
         if self._counter.completed:
             self.save(unless_saved=True)
 

@@ -69,7 +69,8 @@ class LogWriter:
         run = data.position.current if isinstance(data, ElasticLoader) else None
         if run is None or number % LINE_STEPS or not run.losses:
             return None
-        return sum(weight * float(loss) for weight, loss in run.losses), sum(run.weights.values())
+        losses = sum(weight * float(loss) for weight, loss in run.losses if weight)
+        return losses, sum(run.weights.values())
 
     def take_window(self) -> list[Spent]:
         """The times of this rank's last steps if they are due; mostly nothing."""

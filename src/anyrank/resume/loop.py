@@ -134,16 +134,12 @@ class StepCounter:
             self._state.data.position.check_complete()
 
     def go_over(
-        self,
-        loader: ElasticLoader,
-        is_over: Callable[[int], bool],
-        step_done: Callable[[], None],
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
     ) -> Generator[Step]:
         """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
         with contextlib.closing(StepHooks(self._state)) as hooks:
-            while not is_over(0):
+            while not is_finished():
                 for step in loader:
-                    loader.position.is_last = is_over(1)
                     hooks.stepped = False
                     self._body = step, hooks
                     try:
@@ -153,7 +149,7 @@ class StepCounter:
                         raise
                     self._end_body(step)
                     step_done()
-                    if is_over(0):
+                    if is_finished():
                         break
 
     def _end_body(self, step: Step) -> None:
@@ -265,11 +261,8 @@ def require_loader(state: TrainState) -> ElasticLoader:
     return state.data
 
 
-def stop_condition(
-    state: TrainState, until: int | None, epochs: int | None
-) -> Callable[[int], bool]:
-    """A function that says whether the run has `until` optimizer steps, or `epochs` epochs, after a
-    number of steps more, of which epochs know nothing.
+def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
+    """A function that says whether the run has `until` optimizer steps, or `epochs` epochs.
 
     Raises:
         ValueError: none or both were given, or a negative number.
@@ -279,7 +272,7 @@ def stop_condition(
         raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
     name, limit = ("until", until) if epochs is None else ("epochs", epochs)
     last = check_int(name, limit, 0)  # counted over the whole run
-    return lambda more: (state.step + more if epochs is None else state.epoch) >= last
+    return lambda: (state.step if epochs is None else state.epoch) >= last
 
 
 def _lost_step_text(number: int, reason: str) -> str:

@@ -137,8 +137,9 @@ class ElasticLoader(ElasticData):
         if isinstance(dataset, Shards):
             dataset.max_open = schedule.num_microbatches
         samples = MicrobatchDataset(dataset, seed, collate_fn)
+        run = _open_exact() if exact else None
         self._position = LoaderPosition(
-            schedule, key, process_group, may_change, samples, _open_exact() if exact else None
+            schedule, key, process_group, may_change, samples, num_workers > 0, run
         )
         self._fetcher = make_fetcher(
             samples,

@@ -29,6 +29,7 @@ class LoaderPosition(Position):
 
     Args:
         dataset: the loader's, by microbatch.
+        has_workers: whether other processes fetch.
         exact: sums gradients in an order that does not depend on the ranks; None: as they come.
         others: as those of `Position`.
 
@@ -38,7 +39,6 @@ class LoaderPosition(Position):
         num_iterations: how often the loader was iterated, or loaded a state.
         ranks: the data-parallel ranks; None outside of an iteration.
         batches: those still to be fetched in it; the first one starts the fetching.
-        is_last: whether no step is wanted after the current one.
         ahead: the first batches of the next step, if they were fetched.
         checked: models whose gradient exchange was verified, by id.
         exponent: of the power of two near the first `weight`; None before it.
@@ -53,16 +53,16 @@ class LoaderPosition(Position):
         group: Any,
         on_batch_change: OnBatchChange | None,
         dataset: MicrobatchDataset,
+        has_workers: bool,
         exact: ExactRun | None,
     ) -> None:
         super().__init__(schedule, key, group, on_batch_change)
-        self.dataset, self.exact = dataset, exact
+        self.dataset, self.has_workers, self.exact = dataset, has_workers, exact
         self.current: StepRun | None = None
         self.begun: list[GradientSync] = []
         self.num_iterations = 0
         self.ranks: Ranks | None = None
         self.batches: Iterator[FetchedBatch] = iter(())
-        self.is_last = False
         self.ahead: OwnBatches | None = None
         self.exponent: int | None = None
         self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -75,7 +75,7 @@ class LoaderPosition(Position):
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
         """An iteration of the loader begins."""
-        self.ranks, self.batches, self.is_last, self.ahead = ranks, batches, False, None
+        self.ranks, self.batches, self.ahead = ranks, batches, None
 
     def end_pass(self) -> None:
         """Release workers and ranks: a user may keep a step after its loop."""
@@ -107,13 +107,13 @@ class LoaderPosition(Position):
         return self.dataset[request_for(self.schedule, plan, slot.k)]
 
     def fetch_ahead(self) -> None:
-        """Fetch the first batches of the step after the current one, once, if there is to be one in
-        its epoch.
+        """Fetch the first batches of the step after the current one, if its epoch has one, once.
+
+        Of workers alone: what this process reads may depend on what the loop does before the step,
+        and may draw from what a save between the two holds.
         """
-        if self.current is None or self.is_last or self.ahead is not None:
-            return
-        plan = self.schedule.following(self.current.plan)
-        if plan is not None:
+        plan = None if self.current is None else self.schedule.following(self.current.plan)
+        if plan is not None and self.has_workers and self.ahead is None:
             with loading():
                 self.ahead = fetch_first(partial(self.fetch, plan), self.slots(plan))
 

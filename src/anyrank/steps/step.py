@@ -5,7 +5,7 @@ What happens between two steps of the optimizer, in this order:
 1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it looks at the model's
    wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of the same step, if it was
    begun before and left, are dropped.
-2. This rank's first two batches are there, of the end of the step before (see 5), or are fetched.
+2. This rank's first two batches are fetched, or are there since the end of the step before (5).
    From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
    all could fetch theirs while that body runs. Every rank has as many batches as the others: one
    for which the step has fewer repeats one, as a copy of weight 0.
@@ -14,9 +14,10 @@ What happens between two steps of the optimizer, in this order:
 4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
    exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
    ordered sum.
-5. The first two batches of the epoch's next step are fetched. Whether all ranks could is known at
-   the end of this step in a run (9), else as the next one begins; an error is raised as the next
-   one begins, so that this one counts. The random streams go on as before the loop.
+5. With workers, the first two batches of the epoch's next step are taken from them. Whether all
+   ranks have theirs is known at the end of this step in a run (9), else as the next one begins; an
+   error is raised as the next one begins, so that this one counts. The random streams go on as
+   before the loop.
 6. The ranks gather what each has seen (`StepRecord`), and every rank judges all of it (`judge`).
    They skip the gather where all gradients of a model are a wrapper's, no weights are given, and a
    step before has shown that each gradient is exchanged once.
@@ -173,7 +174,8 @@ class Step:
                             run.slot = None
                         if not own_backward:
                             run.end_microbatch(slot)
-                position.fetch_ahead()
+                if run is position.current:  # not a step that was kept, and is run again
+                    position.fetch_ahead()
             self._exchange(model, sync, own_backward, is_new)
             run.is_complete = True
         finally:
@@ -287,10 +289,11 @@ class Step:
         of the ranks' parts is `loss()`, up to rounding.
 
         Returns:
-            One value, at least float32, where this rank's losses are; on the CPU if it has none.
+            One value, at least float32, on the losses' device.
 
         Raises:
-            ValueError: before the end of the loop over `microbatches`, or without `backward` in it.
+            ValueError: before the end of the loop over `microbatches`, without `backward` in it, or
+                with own_backward=True.
         """
         return self._run.rank_loss(self._ranks.size)
 
@@ -359,16 +362,18 @@ class Step:
         is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
         check_alike(values, records, self._ranks)
         weights = [weight for record in records for weight in record.weights]
+        if run.is_weighted is not None and not own_backward:
+            run.total = math.fsum(weights) if must_gather else self.samples
         if not weights and not own_backward:  # no rank has run a backward, as in an evaluation
             sync.drop_unfinished()
             return
         if is_checked:
             self._position.checked[id(model)] = model
-        run.total = math.fsum(weights) if must_gather else self.samples
         factor: float | None = None  # of the gradients, where the losses had weights
         if run.is_weighted:
             assert run.divisor is not None  # of the losses' weights, by the first of them
-            factor = run.divisor / run.total if run.total else 0.0
+            total = math.fsum(weights)
+            factor = run.divisor / total if total else 0.0
         sync.finish(records, factor)
         if self._position.exact is not None:
             self._position.exact.remember_gradients([*sync.named.values()])

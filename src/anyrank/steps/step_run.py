@@ -34,8 +34,8 @@ class StepRun:
         slot: the microbatch of the loop's current body.
         is_weighted: whether weights are given; None before the first backward.
         weights: by microbatch, without copies.
-        losses: of the same microbatches, with their weights.
-        total: of the weights of all ranks, once the pass has ended.
+        losses: of all microbatches, with their weights, which are 0 for copies.
+        total: of the weights of all ranks, once the pass has ended without own_backward.
         without: the microbatches that had no backward.
         in_own_backward: whether a backward of a loss that was given runs, or is to come.
         saw_other_backward: whether a watched parameter got a gradient of another loss.
@@ -53,7 +53,7 @@ class StepRun:
     losses: list[tuple[float, torch.Tensor]] = field(
         default_factory=list[tuple[float, torch.Tensor]]
     )
-    total: float = 0.0
+    total: float | None = None
     without: list[int] = field(default_factory=list[int])
     in_own_backward: bool = False
     saw_other_backward: bool = False
@@ -63,6 +63,7 @@ class StepRun:
         self.num_passes += 1
         self.is_complete, self.sync = False, sync
         self.is_weighted, self.weights, self.losses, self.without = None, {}, [], []
+        self.total = None
         self.in_own_backward = self.saw_other_backward = False
 
     @contextmanager
@@ -97,7 +98,7 @@ class StepRun:
             )
         if not slot.is_copy:
             self.weights[slot.k] = units
-            self.losses.append((units, loss.detach()))
+        self.losses.append((0.0 if slot.is_copy else units, loss.detach()))
         # Before the wrapper's backward, which would wait for ranks that are elsewhere.
         check_backwards(self.plan.number, self.weights, self.without)
         self.in_own_backward = True
@@ -120,31 +121,29 @@ class StepRun:
         Raises:
             ValueError: no rank has had a backward.
         """
-        own_losses = [(weight, float(loss)) for weight, loss in self.losses]
-        rows = ranks.gather((own_losses, list(self.weights.values())), "step.loss()")
-        total = math.fsum(weight for _, weights in rows for weight in weights)
-        if not any(losses for losses, _ in rows):
+        terms = [weight * float(loss) for weight, loss in self.losses if weight]
+        rows = ranks.gather((terms, list(self.weights.values())), "step.loss()")
+        weights = [weight for _, row in rows for weight in row]
+        if not weights:
             raise ValueError(f"step {self.plan.number}: no loss yet, call step.backward first")
-        terms = [weight * loss for losses, _ in rows for weight, loss in losses if weight]
-        return math.fsum(terms) / total if total else 0.0
+        total = math.fsum(weights)
+        return math.fsum(term for row, _ in rows for term in row) / total if total else 0.0
 
     def rank_loss(self, size: int) -> torch.Tensor:
         """This rank's part of the mean loss, whose mean over all `size` ranks is that.
 
         Raises:
-            ValueError: the pass has not ended, or no rank has had a backward.
+            ValueError: the pass has not ended, had no backward, or was one with own_backward.
         """
-        if not self.is_complete or self.is_weighted is None:
+        if not self.is_complete or self.total is None:
             raise ValueError(
                 f"step {self.plan.number}: call rank_loss() after the loop over microbatches(), "
-                "with a step.backward in it"
+                "with a step.backward in each of them, and without own_backward=True"
             )
-        terms = [weight * _wide(loss) for weight, loss in self.losses if weight]
-        if not terms:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        return torch.stack(terms).sum() * (size / self.total)
-
-
-def _wide(loss: torch.Tensor) -> torch.Tensor:
-    """A loss in at least float32, so that a sum of many loses nothing."""
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+        _, first = self.losses[0]
+        # In at least float32, so that a sum of many loses nothing.
+        total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+        for weight, loss in self.losses:
+            if weight:
+                total += weight * size / self.total * loss
+        return total.reshape(())
