@@ -1,8 +1,8 @@
 """How often the ranks agree in a step: once as they fetch, and once at its end where they must.
 
-In a run with workers they agree on a step's first batches as they count the one before. Where they must
-meet at a step's end: plain DDP and FSDP2 meet in the wrapper's own exchange. With weights, with
-exact=True, and for parameters without a wrapper the ranks tell each other what they have seen.
+In a run with workers they agree on a step's first batches as they count the one before. Where they
+must meet at a step's end: plain DDP and FSDP2 meet in the wrapper's own exchange. With weights,
+with exact=True, and for parameters without a wrapper the ranks tell each other what they have seen.
 """
 
 from __future__ import annotations
