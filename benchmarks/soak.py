@@ -3,8 +3,8 @@
     python benchmarks/soak.py                # 200 kills, about 20 minutes; results/soak.json
     python benchmarks/soak.py --kills 10
 
-A run of two epochs lives on: each of its lives has 1 to 4 ranks, no wrapper, DDP or FSDP2, saves in
-the background or not, and ends by SIGKILL of one rank or of all, at a random passage of a random
+A run of two epochs lives on: each of its lives has 1 to 4 ranks, no wrapper, DDP or FSDP2, a worker
+a rank or none, saves in the background or not, and ends by SIGKILL of one rank or of all, at a random passage of a random
 event: a microbatch, a part of a save, an operation on a file. Runs follow each other until there
 were enough kills. Each must end with the SHA-256 of weights, optimizer state and learning rate that
 a run on one rank has, which nothing disturbed.
@@ -49,7 +49,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return rows * (1 + 0.1 * torch.rand(()))
 
 
-def live(folder: str, kind: str, background: bool) -> str:
+def live(folder: str, kind: str, workers: int, background: bool) -> str:
     """Go on with the run to its end, unless a kill comes before; returns the digest."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(5, 13), nn.GELU(), nn.Dropout(0.1), nn.Linear(13, 3))
@@ -59,7 +59,8 @@ def live(folder: str, kind: str, background: bool) -> str:
     net = DistributedDataParallel(net) if kind == "ddp" else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    loader = anyrank.ElasticLoader(Samples(), global_batch=10, microbatch=2, seed=3, exact=True)
+    sizes: dict[str, Any] = {"global_batch": 10, "microbatch": 2, "num_workers": workers}
+    loader = anyrank.ElasticLoader(Samples(), **sizes, seed=3, exact=True)
     state = anyrank.TrainState(net, optimizer, scheduler=scheduler, data=loader)
     with anyrank.Checkpoints(folder, state, every=1, background=background) as ckpts:
         ckpts.resume("auto")
@@ -74,23 +75,25 @@ def live(folder: str, kind: str, background: bool) -> str:
     return digest_of(net, optimizer, repr(scheduler.get_last_lr()).encode())
 
 
-def draw_life(draw: random.Random) -> tuple[int, str, bool, list[Fault]]:
-    """Rank count, wrapper, whether saves are in the background, and the kills."""
+def draw_life(draw: random.Random) -> tuple[int, str, int, bool, list[Fault]]:
+    """Ranks, wrapper, workers of a rank, whether saves are in the background, and the kills."""
     size = draw.randint(1, 4)
     kind = "plain" if size == 1 else draw.choice(["ddp", "fsdp"])
     event, nth = draw.choice(EVENTS), draw.randint(1, MOST_PASSAGES)
     victims = [*range(size)] if draw.random() < 0.5 else [draw.randrange(size)]
-    return size, kind, draw.random() < 0.5, [Fault(one, event, "kill", nth) for one in victims]
+    kills = [Fault(one, event, "kill", nth) for one in victims]
+    return size, kind, draw.randint(0, 1), draw.random() < 0.5, kills
 
 
 def end_run(pool: RankPool, folder: Path, draw: random.Random) -> tuple[set[str], list[Run]]:
     """A run to its end: the ranks' digests there, and its lives that were killed."""
     killed: list[Run] = []
     while True:
-        size, kind, background, kills = draw_life(draw)
-        life = {"ranks": size, "kind": kind, "background": background, "of": len(kills)}
+        size, *options, kills = draw_life(draw)
+        names = ("kind", "workers", "background")
+        life = {"ranks": size, **dict(zip(names, options, strict=True)), "of": len(kills)}
         try:
-            pool.run(size, live, str(folder), kind, background, faults=kills, grace=GRACE_SEC)
+            pool.run(size, live, str(folder), *options, faults=kills, grace=GRACE_SEC)
         except FaultNotReached as whole:  # the life ended before its kills
             return {*whole.results}, killed
         except RanksFailed as failure:  # the survivors of a killed rank raise, each its own error
@@ -106,7 +109,7 @@ def measure(options: argparse.Namespace) -> Run:
     """Kills until there are enough, and the runs that ended with other bits."""
     draw = random.Random(options.seed)
     with RankPool(4) as pool, tempfile.TemporaryDirectory() as root:
-        expected = pool.run(1, live, str(Path(root, "whole")), "plain", False)[0]
+        expected = pool.run(1, live, str(Path(root, "whole")), "plain", 0, False)[0]
         runs, wrong, killed = 0, 0, list[Run]()
         while len(killed) < options.kills:
             digests, lives = end_run(pool, Path(root, str(runs)), draw)
