@@ -4,10 +4,10 @@
     python benchmarks/soak.py --kills 10
 
 A run of two epochs lives on: each of its lives has 1 to 4 ranks, no wrapper, DDP or FSDP2, a worker
-a rank or none, saves in the background or not, and ends by SIGKILL of one rank or of all, at a random passage of a random
-event: a microbatch, a part of a save, an operation on a file. Runs follow each other until there
-were enough kills. Each must end with the SHA-256 of weights, optimizer state and learning rate that
-a run on one rank has, which nothing disturbed.
+a rank or none, saves in the background or not, and ends by SIGKILL of one rank or of all, at a
+random passage of a random event: a microbatch, a part of a save, an operation on a file. Runs
+follow each other until there were enough kills. Each must end with the SHA-256 of weights,
+optimizer state and learning rate that a run on one rank has, which nothing disturbed.
 """
 
 from __future__ import annotations
