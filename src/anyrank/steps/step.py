@@ -28,6 +28,10 @@ What happens between two steps of the optimizer, in this order:
    In a run `resume/loop.py` says so, at the end of the body, and `Checkpoints.step_done` does what
    follows: the ranks agree, signals are heard, replicas are compared, and what is due is saved.
 
+So the ranks of a run agree once a step, as it counts (9); once more as it begins, where the loader
+has no workers (2); once for each batch of a rank after its second (2); and once in 6, unless it is
+skipped. A model's first steps, and the first step of an epoch, have more.
+
 A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
 a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
 before. The other ranks wait for this one. Its end closes its connections, which ends their next
