@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
-WIDTH = 100
+WIDTH = 100  # of a line of results
 MIB, GIB = 1 << 20, 1 << 30
 PAGE = 4096
 MADV_POPULATE_WRITE = 23  # Linux 5.14

@@ -535,7 +535,7 @@ def job_bad_next(workers: int, folder: str) -> list[Any]:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_step_counts_though_the_next_one_cannot_be_read(workers: int, tmp_path: Path) -> None:
-    # Samples 8 to 11 are rank 0's of the second step: it fetches them as the first one ends.
+    # Samples 8 to 11 are rank 0's of the second step: of a worker it takes them as the first ends.
     for begun, text, saved, last in run_ranks(2, job_bad_next, workers, str(tmp_path)):
         assert "[rank 0]" in text
         assert "raised by dataset[11], epoch 0, microbatch [10, 11]" in text
@@ -544,7 +544,9 @@ def test_a_step_counts_though_the_next_one_cannot_be_read(workers: int, tmp_path
 
 def job_end_before_bad(folder: str) -> list[int]:
     net = build("ddp")
-    loader = anyrank.ElasticLoader(BadRow(), global_batch=8, microbatch=2, shuffle=False)
+    loader = anyrank.ElasticLoader(
+        BadRow(), global_batch=8, microbatch=2, shuffle=False, num_workers=1
+    )
     ckpts = anyrank.Checkpoints(folder, anyrank.TrainState(net, data=loader))
     with ckpts:
         for step in ckpts.steps(until=1):
@@ -553,6 +555,7 @@ def job_end_before_bad(folder: str) -> list[int]:
     return [saved.step for saved in ckpts.saved()]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_run_that_ends_before_a_bad_sample_ends_well(tmp_path: Path) -> None:
     assert run_ranks(2, job_end_before_bad, str(tmp_path)) == [[1], [1]]
 

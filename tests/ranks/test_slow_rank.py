@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import anyrank
+from anyrank.steps.pace import WINDOW, Pace, loading
 from anyrank.testing import run_ranks
 
 SLOW, SLOW_SEC = 2, 0.03
@@ -127,6 +129,20 @@ def check(every: list[list[tuple[int, str]]], where: str) -> None:
     assert text.endswith(f" ms a step for it, in its {where}")
     assert step <= STEPS
     assert 20 <= int(text.split()[7]) <= 60
+
+
+def test_what_is_loaded_before_the_optimizer_steps_is_no_wait() -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with contextlib.closing(Pace(net, [optimizer])) as pace:
+        for _ in range(WINDOW):
+            net(torch.ones(1)).sum().backward()
+            with loading():
+                time.sleep(0.02)
+            optimizer.step()
+        (loader, _), *_ = pace.take_window()
+    assert loader >= 0.02
+    assert pace.waited_sec < 0.02 * WINDOW / 2
 
 
 @pytest.mark.parametrize(

@@ -263,15 +263,8 @@ class Position:
         Raises:
             CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
                 steps.
-            ValueError: `ranks` lacks some data-parallel ranks.
         """
-        _, size = self.data_rank()
         rows = ranks.gather(self.rank_accounts(), "comparing the samples")
-        if {row.index for row in rows} != set(range(size)):
-            raise ValueError(
-                f"the ranks {ranks.ranks} are not all of the {size} data-parallel ranks: "
-                "call with all of them"
-            )
         steps = [row.step for row in rows]
         by_index = {row.index: row.seen for row in rows}
         if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):

@@ -44,7 +44,7 @@ class OwnBatches:
 
     def learn(self, ranks: Ranks, failures: Sequence[Failure | None]) -> None:
         """The ranks, of which others may have other loaders, have told each other."""
-        self._wait = partial(ranks.judge, WHAT, failures, self._cause)
+        self._wait = partial(ranks.raise_failures, WHAT, failures, self._cause)
 
     def take(self, ranks: Ranks) -> list[FetchedBatch]:
         """The batches, once. All ranks.

@@ -106,14 +106,14 @@ class LoaderPosition(Position):
         """The batch of a slot, for a further pass over its step; in this process."""
         return self.dataset[request_for(self.schedule, plan, slot.k)]
 
-    def fetch_ahead(self) -> None:
-        """Fetch the first batches of the step after the current one, if its epoch has one, once.
+    def fetch_ahead(self, step: StepPlan) -> None:
+        """Fetch the first batches of the step after this one, if its epoch has one.
 
         Of workers alone: what this process reads may depend on what the loop does before the step,
         and may draw from what a save between the two holds.
         """
-        plan = None if self.current is None else self.schedule.following(self.current.plan)
-        if plan is not None and self.has_workers and self.ahead is None:
+        plan = self.schedule.following(step)
+        if plan is not None and self.has_workers:
             with loading():
                 self.ahead = fetch_first(partial(self.fetch, plan), self.slots(plan))
 

@@ -146,13 +146,13 @@ class Step:
             raise ValueError(
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
-        is_new = id(model) not in self._position.checked
+        position, is_first = self._position, not run.num_passes
+        is_new = id(model) not in position.checked
         sync = self._sync(model, own_backward, is_new)
-        if not run.num_passes:
-            self._position.drop_begun()
+        if is_first:
+            position.drop_begun()
         devices = accelerators_of(sync.named.values())
-        slots = self._position.slots(run.plan)
-        is_first, position = not run.num_passes, self._position
+        slots = position.slots(run.plan)
         pass_seed = () if is_first else (run.num_passes,)
         fetch = partial(position.fetch if is_first else position.fetch_again, run.plan)
         first = position.take_ahead() if is_first else None
@@ -161,25 +161,24 @@ class Step:
         run.begin_pass(sync)
         position.begun.append(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
-        seed = self._position.schedule.order.seed
+        seed = position.schedule.order.seed
         try:
-            with kept(devices):
-                with sync.active(), watching:
-                    for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
-                        reseed(derive(seed, self.number, slot.k, "microbatch", *pass_seed), devices)
-                        # Under an autocast around the loop, the gradient of a cast that was kept
-                        # would come after FSDP2's reduction.
-                        torch.clear_autocast_cache()
-                        if is_first and not slot.is_copy:
-                            run.seen += fetched.request.ids
-                        with sync.on(slot, number + 1 == len(slots)):
-                            run.slot = slot
-                            yield fetched.batch
-                            run.slot = None
-                        if not own_backward:
-                            run.end_microbatch(slot)
-                if run is position.current:  # not a step that was kept, and is run again
-                    position.fetch_ahead()
+            with kept(devices), sync.active(), watching:
+                for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
+                    reseed(derive(seed, self.number, slot.k, "microbatch", *pass_seed), devices)
+                    # Under an autocast around the loop, the gradient of a cast that was kept would
+                    # come after FSDP2's reduction.
+                    torch.clear_autocast_cache()
+                    if is_first and not slot.is_copy:
+                        run.seen += fetched.request.ids
+                    with sync.on(slot, number + 1 == len(slots)):
+                        run.slot = slot
+                        yield fetched.batch
+                        run.slot = None
+                    if not own_backward:
+                        run.end_microbatch(slot)
+            if is_first:
+                position.fetch_ahead(run.plan)
             self._exchange(model, sync, own_backward, is_new)
             run.is_complete = True
         finally:

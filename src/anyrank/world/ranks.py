@@ -162,7 +162,7 @@ class Ranks:
         finally:
             self._depth -= 1
         answers = self._gather(connections, answer, what)()
-        self.judge(what, [failure for _, failure in answers], cause)
+        self.raise_failures(what, [failure for _, failure in answers], cause)
         return cast("S", result), [value for value, _ in answers]
 
     def start_together(self, what: str, cause: Exception | None) -> Callable[[], None]:
@@ -171,11 +171,13 @@ class Ranks:
         """
         failure = None if cause is None else as_failure(cause)
         if self.connections is None:
-            return lambda: self.judge(what, [failure], cause)
+            return lambda: self.raise_failures(what, [failure], cause)
         wait = self._gather(self._ready(), pickle.dumps(failure), what)
-        return lambda: self.judge(what, wait(), cause)
+        return lambda: self.raise_failures(what, wait(), cause)
 
-    def judge(self, what: str, failures: Sequence[Failure | None], cause: Exception | None) -> None:
+    def raise_failures(
+        self, what: str, failures: Sequence[Failure | None], cause: Exception | None
+    ) -> None:
         """Raise if any of the ranks has failed.
 
         Args:
