@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -206,7 +207,7 @@ class Reads(TorchDispatchMode):
 
 
 def tiled(path: str, device: torch.device) -> Any:
-    """A tensor-parallel MLP in tiles: its reads on the host, and whether it is the plain one."""
+    """A tensor-parallel MLP in tiles: what the host waits for, and whether it is the plain one."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(device)
     mesh = init_device_mesh("sim", (2,))
@@ -215,9 +216,10 @@ def tiled(path: str, device: torch.device) -> Any:
     plain = net(x)
     parallelize_module(net, mesh, plan)
     anyrank.tile_(net, "", chunk_size=2, dim=0)
-    with Reads() as reads:
+    agreements = Mock(wraps=dist.all_reduce)
+    with Reads() as reads, patch.object(dist, "all_reduce", agreements):
         tiles = net(x)
-    return reads.num, torch.allclose(tiles, plain, atol=1e-6)
+    return reads.num + agreements.call_count, torch.allclose(tiles, plain, atol=1e-6)
 
 
 def exact(path: str, device: torch.device) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tests.device.build_sim import build, why_not
 ROOT = Path(__file__).parents[2]
 # A rank whose device is not the current one, two threads, more than one slot's worth of bytes.
 SHARP = {"LOCAL_RANK": "1", "ANYRANK_READ_THREADS": "2", "ANYRANK_CUDA_BUFFER_BYTES": str(1 << 18)}
-PART = ["tests/device", "tests/gpu/test_load_device.py", "tests/gpu/test_resume_device.py"]
+PART = ["tests/device", *(f"tests/gpu/test_{n}_device.py" for n in ("load", "resume", "memory"))]
 
 
 @pytest.mark.builds_sim

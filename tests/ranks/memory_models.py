@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
@@ -185,16 +191,16 @@ def build(feature: Feature, ours: bool) -> Net:
     return net
 
 
-def batch(feature: Feature, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Input of this rank: ranks have different numbers of rows, and so of tiles."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def batch(wrapper: str, feature: Feature, step: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Input of this rank: ranks have different numbers of rows, and so of tiles, where they may."""
+    rank = dist.get_rank() if dist.is_initialized() and wrapper != "tp" else 0
     generator = torch.Generator().manual_seed(17 * rank + step)
     rows = feature.rows if feature.rows is not None else 10 - 3 * (rank % 3) - step
     dtype = torch.float32 if feature.autocast else torch.float64
     x = torch.randn(2, rows, WIDTH, generator=generator, dtype=dtype)
     if feature.transposed:
         x = torch.randn(rows, 3, WIDTH, generator=generator, dtype=dtype).transpose(0, 1)
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, Any] = {}
     if feature.keyword:
         named["scale"] = torch.randn(*x.shape[:2], 1, generator=generator, dtype=dtype)
     if feature.experts:
@@ -240,6 +246,14 @@ def fsdp(unit: str = "layer", **options: Any) -> Callable[[Net], nn.Module]:
     return wrap
 
 
+def tensor_parallel(net: Net) -> nn.Module:
+    """The MLPs' matrices over all ranks, which have the same input."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net.layers:
+        parallelize_module(layer.mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return net
+
+
 WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
     "plain": lambda net: net,
     "ddp": ddp(),
@@ -253,6 +267,7 @@ WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
     "fsdp, no reshard": fsdp(reshard_after_forward=False),
     "fsdp, mixed precision": fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)),
     "fsdp, sync off": fsdp(),
+    "tp": tensor_parallel,
 }
 
 

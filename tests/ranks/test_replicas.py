@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.state import digests
+from anyrank.files import content_hash
 from anyrank.state.replicas import TURNS
 from anyrank.testing import run_ranks
 
@@ -268,8 +270,9 @@ def test_models_of_other_names_are_not_compared(tmp_path: Path) -> None:
         assert text.startswith("step 1: the ranks hold tensors of different names")
 
 
-def job_hashed(path: str) -> dict[str, int]:
+def job_hashed(path: str, exact: bool) -> dict[str, int]:
     """Bytes that a save hashes on this rank to compare replicas, and those of the whole state."""
+    data = anyrank.ElasticLoader(torch.zeros(4, 90), global_batch=2, microbatch=1, exact=exact)
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(90, 40))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -278,21 +281,23 @@ def job_hashed(path: str) -> dict[str, int]:
     tensors = [*net.parameters()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     found = {"state": sum(tensor.nbytes for tensor in tensors), "replicas": 0}
-    content_hash = digests.content_hash
 
-    def count(tensor: torch.Tensor) -> str:
-        found["replicas"] += tensor.nbytes
-        return content_hash(tensor)
+    hash_of = content_hash.hash_of
 
-    digests.content_hash = count
-    try:
-        with anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer)) as ckpts:
-            ckpts.save()
-    finally:
-        digests.content_hash = content_hash
+    def count(parts: Iterable[torch.Tensor]) -> str:
+        parts = [*parts]
+        found["replicas"] += sum(part.nbytes for part in parts)
+        return hash_of(parts)
+
+    with (
+        patch.object(content_hash, "hash_of", count),
+        anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer, data=data)) as ckpts,
+    ):
+        ckpts.save()
     return found
 
 
-def test_a_save_hashes_a_ninth_of_the_replicas(tmp_path: Path) -> None:
-    for row in run_ranks(2, job_hashed, str(tmp_path / "run")):
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_save_hashes_a_ninth_of_the_replicas(tmp_path: Path, exact: bool) -> None:
+    for row in run_ranks(2, job_hashed, str(tmp_path / "run"), exact):
         assert 0 < row["replicas"] < row["state"] / 8

@@ -8,6 +8,7 @@ with exact=True, and for parameters without a wrapper the ranks tell each other 
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -147,6 +148,26 @@ def job_kinds() -> None:
 
 def test_gradients_of_any_kind_are_averaged() -> None:
     run_ranks(2, job_kinds)
+
+
+def job_collectives() -> list[int]:
+    """How many sums a step of eight small layers without a wrapper makes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    loader = anyrank.ElasticLoader(torch.randn(16, WIDTH), global_batch=8, microbatch=2)
+    found: list[int] = []
+    for step in loader:
+        sums = Mock(wraps=dist.all_reduce)
+        with patch.object(dist, "all_reduce", sums):
+            for batch in step.microbatches(net):
+                step.backward(net(batch).square().mean())
+        found.append(sums.call_count)
+        net.zero_grad()
+    return found
+
+
+def test_gradients_without_a_wrapper_go_in_buckets() -> None:
+    assert run_ranks(2, job_collectives) == [[1, 1]] * 2
 
 
 def job_unlike(kind: str, exact: bool) -> str:

@@ -202,8 +202,8 @@ def by_slice(steps: Iterable[Any], body: Body, number: int) -> None:
         body(step)
 
 
-def by_next(steps: Iterable[Any], body: Body, number: int) -> None:
-    iterator = steps if isinstance(steps, Iterator) else iter(steps)
+def by_next(steps: Any, body: Body, number: int) -> None:
+    iterator = iter(steps) if isinstance(steps, Bar) else steps
     for _ in range(number):
         body(next(iterator))
 

@@ -70,9 +70,9 @@ class TreeSum:
         for span, value in nodes:
             self.add(span, value)
 
-    def skip_to(self, leaf: int, first: int = 0) -> None:
-        """Append the leaves up to `leaf`, or from `first` if there are none, without terms."""
-        start = self.nodes[-1][0].stop if self.nodes else first
+    def skip_to(self, leaf: int) -> None:
+        """Append the leaves up to `leaf` that are not there, without terms."""
+        start = self.nodes[-1][0].stop if self.nodes else 0
         for skipped in range(start, leaf):
             self.add(Span(skipped, skipped + 1), None)
 

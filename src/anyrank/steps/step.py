@@ -25,17 +25,19 @@ What happens between two steps of the optimizer, in this order:
    they are averaged; with exact=True the other ordered sums are exchanged, scaled, and are `.grad`.
 8. The user clips, and steps the optimizer.
 9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called.
-   In a run `resume/loop.py` says so, at the end of the body, and `Checkpoints.step_done` does what
-   follows: the ranks agree, signals are heard, replicas are compared, and what is due is saved.
+   In a run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells
+   them of signals; the step counts; replicas are compared; and what is due is saved.
 
-So the ranks of a run agree once a step, as it counts (9); once more as it begins, where the loader
-has no workers (2); once for each batch of a rank after its second (2); and once in 6, unless it is
-skipped. A model's first steps, and the first step of an epoch, have more.
+So the ranks of a run agree once a step, just before it counts (9); once more as it begins, where
+the loader has no workers (2); once for each batch of a rank after its second (2); once in 6, unless
+it is skipped; and once in each call of `clip_grad_norm_` and `loss`. A model's first steps, and the
+first step of an epoch, have more.
 
 A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
 a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
-before. The other ranks wait for this one. Its end closes its connections, which ends their next
-agreement; an exception that leaves `Checkpoints` also tells them why.
+before. The other ranks wait for this one: in an agreement, until this process ends and so closes
+its connections, and an exception that leaves `Checkpoints` also tells them why; in an exchange of
+DDP or FSDP2, until their own process group's timeout.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from anyrank.steps.agreed_batches import one_ahead
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
-from anyrank.steps.step_record import StepRecord, check_alike, judge
+from anyrank.steps.step_record import StepRecord, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.world.arguments import compare_arguments
@@ -362,8 +364,8 @@ class Step:
         # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
         must_gather = sync.meets or bool(run.is_weighted) or is_new
         records = self._ranks.gather(record, "comparing the step") if must_gather else [record]
-        is_checked = judge(self.number, records, [*sync.summed], [*sync.exchanged], self._ranks)
-        check_alike(values, records, self._ranks)
+        names = [*sync.summed], [*sync.exchanged]
+        is_checked = judge(self.number, records, *names, values, self._ranks)
         weights = [weight for record in records for weight in record.weights]
         if run.is_weighted is not None and not own_backward:
             run.total = math.fsum(weights) if must_gather else self.samples

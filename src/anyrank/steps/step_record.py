@@ -50,15 +50,17 @@ def judge(
     records: Sequence[StepRecord],
     summed: Sequence[str],
     exchanged: Sequence[str],
+    values: Mapping[str, str],
     ranks: Ranks,
 ) -> bool:
-    """Judge the records of all ranks.
+    """Judge the records of all ranks. All ranks.
 
     Args:
         number: of the step.
         records: of each rank, in their order.
         summed: names of the parameters that no wrapper exchanges.
         exchanged: of those that DDP does.
+        values: shape and hash of this rank's parameters, of which its record has the hash.
         ranks: the data-parallel ranks.
 
     Returns:
@@ -68,7 +70,8 @@ def judge(
     Raises:
         ValueError: on all ranks: a rank's gradients cannot be summed; some microbatches had a
             backward and some had none; ranks have different parameters, or freeze different ones;
-            a gradient is exchanged twice, or not at all.
+            a gradient is exchanged twice, or not at all; weights that no wrapper keeps equal
+            differ.
     """
     if refusal := next((record.refusal for record in records if record.refusal), None):
         raise ValueError(refusal)
@@ -78,7 +81,9 @@ def judge(
     is_once = _check_not_exchanged(
         [record.squared_norm for record in records], [record.losses for record in records]
     )
-    return _check_exchanged(exchanged, [record.squares for record in records]) and is_once
+    is_exchanged = _check_exchanged(exchanged, [record.squares for record in records])
+    _check_alike(values, records, ranks)
+    return is_exchanged and is_once
 
 
 def check_backwards(number: int, weights: Collection[object], without: Collection[int]) -> None:
@@ -122,7 +127,7 @@ def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks
             raise ValueError(f"{text}: freeze the same parameters on all ranks")
 
 
-def check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks: Ranks) -> None:
+def _check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks: Ranks) -> None:
     """Refuse a model without a wrapper that differs between the ranks. All ranks.
 
     Args:
