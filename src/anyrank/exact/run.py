@@ -42,7 +42,7 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.exact")
 
-MAX_SAMPLES = 4  # parameters: a norm scales all, and an embedding may have no gradient in its corner
+MAX_SAMPLES = 4  # parameters: a norm scales all, but an embedding's corner may have no gradient
 CORNER = 4  # elements of a sample along each dim
 WARNING = (
     "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If by "
