@@ -7,20 +7,25 @@ each.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 import shutil
 import stat
+import sys
 from collections.abc import Sequence
+
+import torch
 
 from anyrank import faults
 from anyrank.files.listing import FileInfo
 
 WRITEBACK_BYTES = 32 << 20  # which the kernel is asked to write at a time
+MADV_POPULATE_READ = 22  # of Linux 5.14
 
 
 class LocalFile:
-    """A file that is read with preadv: no mapping, so nothing ever aliases it."""
+    """A file that is read with preadv. A mapping lasts for one copy, so nothing aliases it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -29,6 +34,22 @@ class LocalFile:
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)
+
+    def mapped(self, start: int, stop: int) -> torch.Tensor | None:
+        """The bytes of a range, to be copied at once; None where they are better read.
+
+        That is so on file systems that map nothing, under Linux before 5.14, and where the file
+        ends early or the device reports an error, of which a read tells more.
+        """
+        low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            # Private to the process, as torch wants memory that it may write to.
+            memory = mmap.mmap(self.descriptor, stop - low, access=mmap.ACCESS_COPY, offset=low)
+            if sys.platform == "linux":  # else an error of the device would end the process
+                memory.madvise(MADV_POPULATE_READ)
+        except (OSError, ValueError):
+            return None
+        return torch.frombuffer(memory, dtype=torch.uint8)[start - low :]
 
     def close(self) -> None:
         os.close(self.descriptor)

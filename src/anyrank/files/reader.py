@@ -14,6 +14,7 @@ from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
 from anyrank.files.listing import FileInfo, Listing
+from anyrank.files.local import LocalFile
 from anyrank.files.quantised import DequantisedFile
 from anyrank.files.segments import (
     ALIGN,
@@ -27,7 +28,6 @@ from anyrank.files.segments import (
 from anyrank.files.storage import OpenFile, fingerprint, read_exactly, storage_for
 from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
-from anyrank.tensors.plan import Runs
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
 
@@ -152,7 +152,7 @@ class Reader:
                     slot,
                     MAX_DIRECT_BYTES,
                     by_block=number in self.sums,
-                    by_run=self.listing.files[number].is_cached,
+                    may_map=self.listing.files[number].is_cached,
                 ),
                 slot,
                 MAX_DIRECT_BYTES,
@@ -250,8 +250,7 @@ class _Worker:
         """Read one batch of a file, and put its staged blocks where they belong."""
         number, batch = item
         faults.point("load.read")
-        if batch[0].runs is not None:
-            self._take_runs(number, batch[0], batch[0].runs)
+        if batch[0].is_mapped and self._take_mapped(number, batch[0]):
             return
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
@@ -285,17 +284,15 @@ class _Worker:
         self._unstage(staged, slot)
         self.reader.count(high - low, self.reader.listing.files[number].quantised)
 
-    def _take_runs(self, number: int, segment: Segment, runs: Runs) -> None:
-        """Read what lies in runs, each by a call of its own."""
-        slot = self._slot([segment])
-        memory = slot.memory if segment.direct is None else segment.direct
-        file, nbytes, offset = self.reader.opened[number], runs.nbytes, runs.start
-        for low in range(0, runs.count * nbytes, nbytes):
-            read_exactly(file, [memory[low : low + nbytes]], offset)
-            offset += runs.step_bytes
-        if segment.direct is None:
-            self._unstage([(segment, 0)], slot)
-        self.reader.count(runs.count * nbytes)
+    def _take_mapped(self, number: int, segment: Segment) -> bool:
+        """Copy a segment out of a mapping of the file, which ends with it; False without one."""
+        file = self.reader.opened[number]
+        data = file.mapped(segment.start, segment.stop) if isinstance(file, LocalFile) else None
+        if data is None or segment.dtype is None or segment.destination is None:
+            return False
+        _unstage(segment, data)
+        self.reader.count(segment.destination.numel() * segment.dtype.itemsize)
+        return True
 
     def _unstage(self, staged: Sequence[tuple[Segment, int]], slot: _Slot) -> None:
         """Put staged bytes where they belong; the slot is busy until all are there."""
@@ -338,8 +335,7 @@ _NOTHING = _Slot(torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(byt
 def _unstage(segment: Segment, scratch: torch.Tensor) -> None:
     assert segment.dtype is not None
     assert segment.destination is not None
-    runs = segment.runs
-    nbytes = segment.stop - segment.start if runs is None else runs.count * runs.nbytes
+    nbytes = segment.stop - segment.start
     usable = nbytes // segment.dtype.itemsize * segment.dtype.itemsize
     elements = scratch[:usable].view(segment.dtype)
     copy_into(segment.destination, elements.as_strided(segment.destination.shape, segment.strides))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,11 +15,9 @@ from anyrank.tensors.plan import (
     GAP_BYTES,
     Block,
     Read,
-    Runs,
     blocks,
     cut_dense,
     plan_reads,
-    runs_of,
 )
 from anyrank.tensors.spec import StoredTensor
 
@@ -50,7 +48,7 @@ class Segment:
     Attributes:
         dtype, strides: of the elements in the staged bytes.
         destination: where these go, of any layout and dtype.
-        runs: where the bytes are in the file, if they do not follow one another there.
+        is_mapped: whether the elements are copied out of a mapping of the file.
     """
 
     start: int
@@ -59,11 +57,11 @@ class Segment:
     dtype: torch.dtype | None = None
     strides: tuple[int, ...] = ()
     destination: torch.Tensor | None = None
-    runs: Runs | None = None
+    is_mapped: bool = False
 
 
 def segments_of(
-    jobs: Sequence[Job], slot: int, most: int, *, by_block: bool, by_run: bool
+    jobs: Sequence[Job], slot: int, most: int, *, by_block: bool, may_map: bool
 ) -> list[Segment]:
     """Byte ranges of one file's jobs, sorted by offset.
 
@@ -72,16 +70,15 @@ def segments_of(
         slot: most bytes of a staged range.
         most: most bytes of one that goes straight to its destination.
         by_block: whether dense ranges are cut where the blocks of checksums end.
-        by_run: whether a call for each run of columns is cheaper than to read the holes as well.
+        may_map: whether what lies in the file with holes between, as columns of a matrix do, may
+            be copied out of a mapping, and the holes left out.
     """
     segments: list[Segment] = []
     for job in jobs:
         dtype = job.read.stored.dtype
-        runs = runs_of(job.read) if by_run and not by_block else None
-        if runs is not None and job.destination.is_contiguous() and runs.nbytes <= slot:
-            segments += _in_runs(job, runs, slot, most)
-            continue
-        for block in blocks(job.read, slot):
+        is_aligned = job.read.chunk.offset % dtype.itemsize == 0
+        maps = may_map and is_aligned and not by_block and job.destination.is_cpu
+        for block in blocks(job.read, slot, slot if maps else GAP_BYTES):
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block.read):
                 memory = memory_of(destination)
@@ -99,27 +96,13 @@ def segments_of(
             else:
                 for small in cut_dense(block, slot) if block.dense else (block,):
                     staged = (None, dtype, small.strides, _part_of(job, small))
-                    segments.append(Segment(small.start, small.stop, *staged))
+                    segment = Segment(small.start, small.stop, *staged)
+                    # A short one is read along with its holes, in one call with its neighbours.
+                    is_long = small.stop - small.start > GAP_BYTES
+                    segment.is_mapped = maps and is_long and not block.dense
+                    segments.append(segment)
     segments.sort(key=lambda segment: segment.start)
     return segments
-
-
-def _in_runs(job: Job, runs: Runs, slot: int, most: int) -> Iterator[Segment]:
-    """Segments of whole runs, each of which is read by a call of its own."""
-    is_direct = _fits(job.destination, job.read)
-    dtype, flat = job.read.stored.dtype, job.destination.view(-1)
-    in_segment = max(1, (most if is_direct else slot) // runs.nbytes)
-    for first in range(0, runs.count, in_segment):
-        count = min(in_segment, runs.count - first)
-        start = runs.start + first * runs.step_bytes
-        part = replace(runs, start=start, count=count)
-        stop = start + (count - 1) * runs.step_bytes + runs.nbytes
-        size = runs.nbytes // dtype.itemsize
-        into = flat[first * size : (first + count) * size]
-        if is_direct:
-            yield Segment(start, stop, memory_of(into), runs=part)
-        else:
-            yield Segment(start, stop, None, dtype, (1,), into, part)
 
 
 def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tuple[int, int]]:
@@ -135,11 +118,11 @@ def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tupl
 
 
 def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[list[Segment]]:
-    """Runs of segments for one call each: near in the file, and staged in one slot."""
+    """Segments for one call each: near in the file, and staged in one slot; or a mapped one."""
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:
-        if segment.runs is not None:
+        if segment.is_mapped:
             if batch:
                 yield batch
             yield [segment]

@@ -14,7 +14,6 @@ from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call to a slow storage
-HOLE_BYTES = 8 << 10  # and one this small than a second call to the page cache
 
 
 @dataclass(slots=True)  # frozen, objects that each tensor needs would take four times as long
@@ -86,49 +85,6 @@ class Block:
     stop: int
     strides: tuple[int, ...]
     dense: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """A box that lies in its file in runs of one length, as far from one another.
-
-    Attributes:
-        start: byte offset of the first one.
-        count: of them; together they are the box in row-major order.
-        nbytes: of each.
-        step_bytes: from the start of one to that of the next.
-    """
-
-    start: int
-    count: int
-    nbytes: int
-    step_bytes: int
-
-
-def runs_of(read: Read) -> Runs | None:
-    """The runs of a read whose holes are dear to read through; None for any other.
-
-    Columns of a matrix are such runs: a rank that reads them one by one reads its own bytes alone.
-    """
-    itemsize, strides = read.stored.dtype.itemsize, read.chunk.strides
-    if read.chunk.box.numel * itemsize <= HOLE_BYTES:
-        return None  # as most tensors of a model are small
-    dims = [d for d, size in enumerate(read.box.sizes) if size > 1]
-    run = step = count = 1
-    for dim in reversed(dims):
-        size, stride = read.box.sizes[dim], strides[dim]
-        if count == 1 and stride == run:
-            run *= size
-        elif count == 1 and stride > run:
-            step, count = stride, size
-        elif stride == step * count:
-            count *= size
-        else:
-            return None
-    if count == 1 or (step - run) * itemsize < HOLE_BYTES:
-        return None
-    start = read.chunk.offset + read.chunk.element_offset(read.box) * itemsize
-    return Runs(start, count, run * itemsize, step * itemsize)
 
 
 def plan_reads(
@@ -221,11 +177,12 @@ def _with_gaps(read: Read, gap_bytes: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def blocks(read: Read, most_bytes: int) -> Iterator[Block]:
+def blocks(read: Read, most_bytes: int, gap_bytes: int = GAP_BYTES) -> Iterator[Block]:
     """Cut a read into blocks whose byte range is at most `most_bytes` long, in file order.
 
-    A dense read of any length is one block, because it can go straight to its destination; the
-    reader cuts it where it must be staged.
+    Rows with a hole of more than `gap_bytes` between them are blocks of their own. A dense read of
+    any length is one block, because it can go straight to its destination; the reader cuts it where
+    it must be staged.
     """
     itemsize = read.stored.dtype.itemsize
     first = read.chunk.element_offset(read.box)
@@ -235,11 +192,11 @@ def blocks(read: Read, most_bytes: int) -> Iterator[Block]:
         yield Block(read, start, start + read.nbytes, strides, True)
         return
     extent = _extent(read.box.sizes, strides) * itemsize
-    if extent <= most_bytes and _gap(read) <= GAP_BYTES:
+    if extent <= most_bytes and _gap(read) <= gap_bytes:
         yield Block(read, start, start + extent, strides, False)
         return
-    for part in _cut(read, most_bytes):
-        yield from blocks(part, most_bytes)
+    for part in _cut(read, most_bytes, gap_bytes):
+        yield from blocks(part, most_bytes, gap_bytes)
 
 
 def cut_dense(block: Block, most_bytes: int) -> Iterator[Block]:
@@ -247,18 +204,18 @@ def cut_dense(block: Block, most_bytes: int) -> Iterator[Block]:
     if block.stop - block.start <= most_bytes:
         yield block
         return
-    for part in _cut(block.read, most_bytes):
+    for part in _cut(block.read, most_bytes, GAP_BYTES):
         for inner in blocks(part, most_bytes):
             yield from cut_dense(inner, most_bytes)
 
 
-def _cut(read: Read, most_bytes: int) -> Iterator[Read]:
+def _cut(read: Read, most_bytes: int, gap_bytes: int) -> Iterator[Read]:
     """Slices along the dim with the longest stride, as many rows each as fit."""
     sizes, strides = read.box.sizes, read.chunk.strides
     dim = _outer_dim(read)
     row = _extent((*sizes[:dim], 1, *sizes[dim + 1 :]), strides) * read.stored.dtype.itemsize
     step = max(1, strides[dim] * read.stored.dtype.itemsize)
-    rows = 1 if step - row > GAP_BYTES else max(1, (most_bytes - row) // step + 1)
+    rows = 1 if step - row > gap_bytes else max(1, (most_bytes - row) // step + 1)
     rows = min(rows, -(-sizes[dim] // 2))  # always make progress
     for part in read.box.split(dim, rows):
         yield read.part(part)
