@@ -113,7 +113,7 @@ def _restore_newest(
     while (step := search.next()) is not None:
         try:
             report = restore_state(state, step, arguments, ranks)
-            snapshot = None if step.memory is None else step.candidate.name
+            snapshot = None if step.candidate.snapshot is None else step.candidate.name
             return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
         except CorruptCheckpoint as error:
             search.reject(step.candidate, str(error))
