@@ -24,6 +24,7 @@ from anyrank.formats.sources import RUN, Source, check_source, list_source, look
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.records import Ignore, record_differences
 from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
+from anyrank.inspection.tool_folders import is_tool_folder, with_optimizers
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, rows
 
@@ -174,7 +175,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     report is of the first step that differs, and says of each part whether it is equal in the
     newest step that both have. Not compared are what differs between equal runs (id, time, rank
     counts, layouts, versions), the random streams, and a part that each rank saved for itself where
-    the rank counts differ. Of other pairs the weights are compared.
+    the rank counts differ. Of two folders of other tools (the Trainer's, Accelerate's, DeepSpeed's)
+    the weights and the tensors of the optimizers are compared, of other pairs the weights.
 
     Called by one process.
 
@@ -196,6 +198,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
     Raises:
         LoadError, UnsafeFile: a source that cannot be read.
+        CheckpointError: a folder of another tool that is not whole.
         TypeError: neither path, list of paths nor dict of tensors; `ignore` is not text.
     """
     check_source(a)
@@ -205,6 +208,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     if steps_a is not None and steps_b is not None:
         return _diff_runs(name_of(a), name_of(b), steps_a, steps_b, ignored)
     in_a, in_b = list_source(a), list_source(b)
+    if is_tool_folder(a) and is_tool_folder(b):
+        in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
     wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
     return _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
 
