@@ -76,7 +76,10 @@ def write_stage_2(folder: Path, net: Any, optimizer: Any, scheduler: Any, world:
             for g, part in enumerate(masters)
         ]
         state = {
-            g: {"step": torch.tensor(3.0), **{key: m[g][rank] for key, m in moments.items()}}
+            g: {
+                "step": torch.tensor(3.0),
+                **{key: m[g][rank].clone() for key, m in moments.items()},
+            }
             for g in range(len(groups))
         }
         saved = {

@@ -52,6 +52,18 @@ def deepspeed(folder: Path) -> None:
     write_stage_2(folder, net, optimizer, scheduler, 2)
 
 
+def megatron(folder: Path) -> None:
+    net, optimizer, _ = tools.trained()
+    optimizer.state[net.scale]["exp_avg"][0, 0] = MARK
+    names = {p: name for name, p in net.named_parameters()}
+    moments = {
+        f"optimizer.state.exp_avg.{names[p]}": state["exp_avg"]
+        for p, state in optimizer.state.items()
+    }
+    dcp.save({**net.state_dict(), **moments}, checkpoint_id=folder)
+    torch.save({"iteration": 3}, folder / "common.pt")
+
+
 def flip(folder: Path) -> Path:
     """Change a bit of the marked value; the file that it is in."""
     for path in sorted(folder.rglob("*")):
@@ -64,13 +76,14 @@ def flip(folder: Path) -> Path:
     raise AssertionError("the value is in no file")
 
 
-@pytest.mark.filterwarnings("ignore:.*state_dict.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(state_dict|single process).*:UserWarning")
 @pytest.mark.parametrize(
     ("write", "said"),
     [
         (trainer, "optimizer.0.exp_avg: record data/"),
         (accelerate, "optimizer.0.exp_avg: record data/"),
-        (deepspeed, "record data/"),
+        (deepspeed, "optimizer.blocks.1.1.weight.exp_avg: record data/"),
+        (megatron, "optimizer.state.exp_avg.scale: record data/"),
     ],
 )
 def test_a_bit_that_flipped_in_an_optimizer_is_found(
@@ -84,6 +97,23 @@ def test_a_bit_that_flipped_in_an_optimizer_is_found(
     assert finding.where == str(damaged)
     assert said in finding.what
     assert "CRC-32" in finding.what
+
+
+@pytest.mark.filterwarnings("ignore:.*(state_dict|single process).*:UserWarning")
+@pytest.mark.parametrize("write", [trainer, accelerate, deepspeed, megatron])
+def test_folders_whose_optimizers_differ_are_not_equal(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name)
+    assert anyrank.diff(tmp_path / "a", tmp_path / "b")
+    flip(tmp_path / "b")
+    report = anyrank.diff(tmp_path / "a", tmp_path / "b")
+    ((name, difference),) = report.values.items()
+    assert "exp_avg" in name
+    assert difference.elements == 1
+    assert anyrank.diff(tmp_path / "a", tmp_path / "b", ignore=name)
+    assert report.equal > anyrank.load(tools.seeded(), tmp_path / "a").tensors
 
 
 def test_what_is_missing_is_named_with_the_rank_that_wrote_it(tmp_path: Path) -> None:

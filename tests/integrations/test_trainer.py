@@ -127,7 +127,6 @@ def job(
         "read": data.read,
         "step": state.global_step,
         "epoch": state.epoch,
-        "flos": state.total_flos,
         "tokens": state.num_input_tokens_seen,
         "train_loss": output.training_loss,
         "history": [line.get("loss") for line in state.log_history if "loss" in line],
@@ -163,8 +162,8 @@ def test_saved_on_3_resumed_on_2_then_on_4_as_on_one_rank(
     for name in ("step", "epoch", "receipts", "samples"):
         assert results[0][name] == expected[name], name
     assert expected["tokens"] == 12 * expected["samples"]
-    for name in ("flos", "tokens"):  # with microbatches that are run again with weight 0
-        assert 0 < expected[name] <= results[0][name] < 1.5 * expected[name], name
+    tokens = results[0]["tokens"]  # with microbatches that are run again with weight 0
+    assert expected["tokens"] <= tokens < 1.5 * expected["tokens"]
     assert results[0]["history"] == pytest.approx(expected["history"], rel=1e-6)
     assert [epoch for epoch, *_ in expected["receipts"]] == [0, 1]
     assert expected["samples"] == 2 * ROWS + GLOBAL

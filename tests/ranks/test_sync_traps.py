@@ -257,6 +257,19 @@ def job_part_of_dst_is_missing() -> None:
     assert torch.equal(dst.weight.to_local(), src.weight.chunk(2)[dist.get_rank()])
 
 
+def job_no_group() -> None:
+    both, first = dist.new_group([0, 1]), dist.new_group([0])
+    dist.barrier()  # torch's own groups have none: the peer may still be connecting to them
+    dist.destroy_process_group(both)
+    not_groups: list[Any] = [[0, 1], both]
+    for group in not_groups:
+        with pytest.raises(TypeError, match=r"takes a group .* not been destroyed"):
+            anyrank.sync(net(), net(), process_group=group)
+    if dist.get_rank() == 1:
+        with pytest.raises(anyrank.RankError, match="rank 1 is not in the process group"):
+            anyrank.sync(net(), net(), process_group=first)
+
+
 JOBS = {name.removeprefix("job_"): job for name, job in globals().items() if name[:4] == "job_"}
 
 

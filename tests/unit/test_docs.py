@@ -658,6 +658,10 @@ NOT_PRIVATE = {"_exit", "_x2", "_rank_", "_world_size_", "_random"}
 NOT_PRIVATE |= {"_replace"}  # of named tuples, whose documentation has it
 NOT_PRIVATE |= {"_scale", "_scale_inv", "_scales", "_blocks", "_weights"}  # ends of names
 
+HOOKS = {
+    f"_{way}_{when}hooks" for way in ("forward", "backward") for when in ("", "pre_")
+}  # torch's
+
 
 def private_names(sources: dict[Path, str]) -> set[str]:
     """Names with one leading underscore that the sources use and do not define.
@@ -715,3 +719,7 @@ def test_the_private_names_of_the_table_of_frameworks_are_told_of() -> None:
     private = sorted(name for name in names if name.startswith("_"))
     assert len(private) > 20
     assert lacks(read("design.md"), private) == []
+    folder = SRC / "integrations"
+    sources = {path: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    classes = {path.rpartition(".")[2] for classes in table.values() for path in classes}
+    assert private_names(sources) - names - classes - HOOKS == set()

@@ -71,7 +71,7 @@ DOORS = {
     "anyrank.steps.loader_position": "exact",
     "anyrank.formats.sources": "foreign",
     "anyrank.resume.resume": "foreign",
-    "anyrank.inspection.verify": "foreign",
+    "anyrank.inspection.tool_folders": "foreign",
     "anyrank.resume.checkpoints": "peers",
     "anyrank.resume.search": "peers",  # for the type checkers
 }

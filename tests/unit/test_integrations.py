@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +62,32 @@ def test_a_name_that_differs_from_the_table_is_an_import_error(
     name: str, tested: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(framework_names.TESTED, "torch", "2.13")
+    monkeypatch.setattr(torch, "Framework", Framework, raising=False)
     monkeypatch.setitem(framework_names.NAMES, "torch", {"Framework": {name: tested}})
     if problem is None:
-        framework_names.check_names("torch", Framework)
+        framework_names.check_names("torch")
     else:
-        with pytest.raises(ImportError, match=rf"torch \S+: {problem}.*install"):
-            framework_names.check_names("torch", Framework)
+        with pytest.raises(ImportError, match=rf"torch \S+: {problem}.*install torch==2\.13"):
+            framework_names.check_names("torch")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "integration"),
+    [
+        ("transformers.trainer_callback", "ExportableState", "transformers"),
+        ("lightning.pytorch.loops", "_FitLoop", "lightning"),
+        ("accelerate.scheduler", "AcceleratedScheduler", "accelerate"),
+    ],
+)
+def test_a_class_that_is_gone_is_an_import_error(module: str, name: str, integration: str) -> None:
+    pytest.importorskip(integration)
+    script = f"import {module}; del {module}.{name}; import anyrank.integrations.{integration}"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    tested = framework_names.TESTED[integration]
+    assert f"there is no {module}.{name}, and anyrank relies on it: install" in run.stderr
+    assert f"{integration}=={tested}.*" in run.stderr.splitlines()[-1]
 
 
 def overridden_methods(kind: type) -> set[str]:

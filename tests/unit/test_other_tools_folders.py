@@ -146,6 +146,15 @@ def test_a_folder_of_runs_is_refused_and_names_the_run(tmp_path: Path, call: Any
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("call", [save, resume])
+def test_a_run_whose_steps_are_all_damaged_is_still_a_run(tmp_path: Path, call: Any) -> None:
+    save(tmp_path / "b", anyrank.TrainState(nn.Linear(1, 1)))
+    (tmp_path / "b/step-00000000/anyrank.json").unlink()
+    for place, match in (("", "holds runs, and is none"), ("b/step-00000005", "is a step of")):
+        with pytest.raises(anyrank.CheckpointError, match=match):
+            call(tmp_path / place, anyrank.TrainState(nn.Linear(1, 1)))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_folder_of_dcp_folders_begins_no_run(tmp_path: Path) -> None:
     stock_dcp(tmp_path / "mine")

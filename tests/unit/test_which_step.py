@@ -32,7 +32,17 @@ def resumed(path: str | os.PathLike[str], which: str | int) -> tuple[float, list
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
-@pytest.mark.parametrize("form", ["{}/step-{:08d}", "{}/step-{:08d}/", "{}/../run/step-{:08d}"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{}/step-{:08d}",
+        "{}/step-{:08d}/",
+        "{}/../run/step-{:08d}",
+        "{}/step-{:08d}/anyrank.json",
+        "{}/step-{:08d}/.metadata",
+        "{}/step-{:08d}/__0_0.distcp",
+    ],
+)
 def test_a_path_into_the_own_run_means_that_step(tmp_path: Path, form: str, step: int) -> None:
     train(tmp_path / "run")
     which = form.format(tmp_path / "run", step)
@@ -75,6 +85,14 @@ def test_what_is_no_step_and_no_path_is_refused(
     with pytest.raises(ValueError, match=f"no path that exists.*give a step as.*: {has}$"):
         resume("run", anyrank.TrainState(model), which)
     assert model.weight.item() == before
+
+
+@pytest.mark.parametrize("name", ["latest", "log.jsonl", ".aside-damaged-step-00000004"])
+def test_what_else_is_in_the_own_run_is_no_step(tmp_path: Path, name: str) -> None:
+    train(tmp_path)
+    (tmp_path / "step-00000004").rename(tmp_path / ".aside-damaged-step-00000004")
+    with pytest.raises(ValueError, match=r"no step of the run.*give a step as.*: 6, 2;"):
+        resumed(tmp_path, str(tmp_path / name))
 
 
 def test_a_path_of_another_run_begins_this_one_once(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from anyrank.checks import check_choice, check_type
 from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.data.schedule import Schedule, StepPlan
-from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.errors import CheckpointError
+from anyrank.files.json_codec import reading_record
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import ALONE, check_group, find_members
 from anyrank.world.ranks import Ranks
@@ -214,7 +215,7 @@ class Position:
             CheckpointError, CorruptCheckpoint: as `ElasticData.load_state_dict`.
         """
         own_state = self.state_dict()
-        try:
+        with reading_record("data position"):
             for name in MUST_AGREE:
                 if state_dict[name] != own_state[name]:
                     way_out = WAYS.get(name, f"give {name}={state_dict[name]!r}")
@@ -227,11 +228,6 @@ class Position:
             if receipt.count != saved["consumed"] or len(state_dict["receipts"]) > KEPT_RECEIPTS:
                 raise ValueError(f"{saved['consumed']} samples were consumed")
             return saved, receipt, self._batch_note(state_dict["global_batch"], saved["step"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise CorruptCheckpoint(
-                f"data position: this is not a valid state ({type(error).__name__}: {error}): "
-                "resume from another checkpoint"
-            ) from error
 
     def _batch_note(self, saved: int, step: int) -> str | None:
         """The entry in `notes` for a different global batch; an error where it is not allowed."""

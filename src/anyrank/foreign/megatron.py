@@ -37,7 +37,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     not_read |= {"optimizer": MOMENTS_STAY} if len(weights) < len(listing.tensors) else {}
     return ForeignCheckpoint(
         "Megatron",
-        files.listing("megatron torch_dist"),
+        files.listing("megatron torch_dist").with_tensors(listing.tensors),
         {"model": listing.with_tensors(weights)},
         step=count_of(common, "iteration"),
         samples=count_of(args if isinstance(args, dict) else {}, "consumed_train_samples"),

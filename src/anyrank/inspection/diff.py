@@ -24,6 +24,7 @@ from anyrank.formats.sources import RUN, Source, check_source, list_source, look
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.records import Ignore, record_differences
 from anyrank.inspection.stream import as_numbers, boxes_of, content_of, open_values
+from anyrank.inspection.tool_folders import is_tool_folder, with_optimizers
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, rows
 
@@ -78,6 +79,7 @@ class DiffReport:
         steps_only: of two runs: the steps that only one of them has, which are not compared.
         unreadable: tensors that were not compared, as they are not dense -> what they are; such
             sources are not equal.
+        unused: of sources that differ: patterns of `ignore` that left out nothing.
     """
 
     a: str
@@ -97,6 +99,7 @@ class DiffReport:
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
+    unused: list[str] = field(default_factory=list[str])
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
@@ -131,6 +134,7 @@ class DiffReport:
             ),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
+            ("ignore", [f"{pattern!r} left out nothing" for pattern in self.unused]),
         ]
         lines += rows(groups, 10, SHOWN)
         if self.newest is not None and not self:
@@ -174,7 +178,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     report is of the first step that differs, and says of each part whether it is equal in the
     newest step that both have. Not compared are what differs between equal runs (id, time, rank
     counts, layouts, versions), the random streams, and a part that each rank saved for itself where
-    the rank counts differ. Of other pairs the weights are compared.
+    the rank counts differ. Of two folders of other tools (the Trainer's, Accelerate's, DeepSpeed's)
+    the weights and the tensors of the optimizers are compared, of other pairs the weights.
 
     Called by one process.
 
@@ -196,26 +201,48 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
     Raises:
         LoadError, UnsafeFile: a source that cannot be read.
+        CheckpointError: a folder of another tool that is not whole.
         TypeError: neither path, list of paths nor dict of tensors; `ignore` is not text.
     """
     check_source(a)
     check_source(b)
-    ignored = _ignored(ignore)
+    ignored = _Ignored(ignore)
+    report = _diff_sources(a, b, ignored)
+    unused = [] if report else [text for text in ignored.patterns if text not in ignored.used]
+    return replace(report, unused=unused)
+
+
+def _diff_sources(a: Source, b: Source, ignored: Ignore) -> DiffReport:
     steps_a, steps_b = _committed_steps(a), _committed_steps(b)
     if steps_a is not None and steps_b is not None:
         return _diff_runs(name_of(a), name_of(b), steps_a, steps_b, ignored)
     in_a, in_b = list_source(a), list_source(b)
+    if is_tool_folder(a) and is_tool_folder(b):
+        in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
     wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
     return _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
 
 
-def _ignored(ignore: object) -> Ignore:
-    """Whether a name, or a table that it is in, is of one of the patterns."""
-    patterns: Any = [ignore] if isinstance(ignore, str) else ignore
-    if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
-        raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
-    with_inner = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
-    return lambda name: any(fnmatchcase(_place_of(name), text) for text in with_inner)
+class _Ignored:
+    """Whether a name, or a table that it is in, is of one of the patterns.
+
+    Attributes:
+        used: the patterns that some name was of.
+    """
+
+    def __init__(self, ignore: object) -> None:
+        patterns: Any = [ignore] if isinstance(ignore, str) else ignore
+        is_list = isinstance(patterns, Sequence)
+        if not is_list or not all(isinstance(text, str) for text in patterns):
+            raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
+        self.patterns: list[str] = [*patterns]
+        self.used: set[str] = set()
+
+    def __call__(self, name: str) -> bool:
+        name = _place_of(name)
+        hits = [p for p in self.patterns if fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*")]
+        self.used.update(hits)
+        return bool(hits)
 
 
 def _dtypes(listing: Listing) -> dict[str, torch.dtype]:

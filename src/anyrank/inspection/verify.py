@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from anyrank.checks import check_bool
 from anyrank.errors import AnyrankError, LoadError
@@ -14,19 +14,11 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, no_step
-from anyrank.formats.sources import (
-    DCP,
-    RUN,
-    Source,
-    check_source,
-    is_of_tool,
-    list_source,
-    looks_like,
-)
+from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
 from anyrank.formats.weight_files import format_of
 from anyrank.inspection.inspect import name_of
 from anyrank.inspection.stream import boxes_of, count_nonfinite, open_values
-from anyrank.tensors.spec import StoredTensor
+from anyrank.inspection.tool_folders import is_tool_folder, with_optimizers
 from anyrank.wording import count, in_units, printable, rows
 
 SHOWN = 20
@@ -122,7 +114,6 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     check_bool(finite=finite)
     outcome = _Outcome([], set())
     path = name_of(source)
-    names: list[str] | None = None
     if isinstance(source, (str, os.PathLike)):
         storage = storage_for(path)
         names = _names(storage, path)
@@ -134,32 +125,16 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         outcome.findings.append(_finding(error, path))
         _verify_each(source, outcome)
         return VerifyReport(path, "", outcome.findings, 0, 0, ["structure"], [])
-    if names is not None and listing.format != DCP and is_of_tool(names):
-        listing = _with_state(path, listing, outcome)
+    unreadable = listing.unreadable
+    if is_tool_folder(source):
+        try:
+            listing = with_optimizers(source, listing)
+        except AnyrankError as error:
+            outcome.findings.append(_finding(error, path))
     _verify_listing(listing, finite, outcome)
-    for name, what in listing.unreadable.items():
+    for name, what in unreadable.items():
         outcome.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
     return _report(path, listing.format, outcome, [listing], [])
-
-
-def _with_state(path: str, weights: Listing, outcome: _Outcome) -> Listing:
-    """The weights in another tool's folder, with its optimizers and what else a run is made of."""
-    from anyrank.foreign.read import read_foreign  # around the core: a door in test_house
-
-    try:
-        run = read_foreign(path)
-    except AnyrankError as error:
-        outcome.findings.append(_finding(error, path))
-        return weights
-    tensors = {
-        name: stored for part in run.weights.values() for name, stored in part.tensors.items()
-    }
-    for part, optimizer in run.optimizers.items():
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, StoredTensor):
-                    tensors[f"{part}.{parameter}.{key}"] = value
-    return replace(run.listing.with_tensors(tensors), format=weights.format)
 
 
 @dataclass

@@ -29,7 +29,7 @@ from anyrank.integrations.run import FrameworkRun, RunOptions, numbered
 log = logging.getLogger("anyrank.integrations")
 
 _Accelerator: Any = accelerate.Accelerator  # its own annotations are too loose for a checker
-check_names("accelerate", _Accelerator)
+check_names("accelerate")
 
 OTHER_SHARDINGS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import version
 
 from anyrank.versions import warn_if_untested
@@ -35,22 +36,23 @@ _LIGHTNING: dict[str, dict[str, str | None]] = {
         "_on_before_batch_transfer": "self, batch, dataloader_idx",
         "clip_gradients": "self, optimizer, gradient_clip_val, gradient_clip_algorithm",
     },
-    "Strategy": {
+    "strategies.Strategy": {
         "training_step": "self, *args, **kwargs",
         "batch_to_device": "self, batch, device, dataloader_idx",
         "backward": "self, closure_loss, optimizer, *args, **kwargs",
     },
     "Trainer": {"_results": None},
-    "_AutomaticOptimization": {
+    "loops.optimization.automatic._AutomaticOptimization": {
         "_on_before_zero_grad": "self, optimizer",
         "_optimizer_zero_grad": "self, batch_idx, optimizer",
     },
-    "_FitLoop": {"_data_fetcher": None, "_data_source": None, "_skip_backward": None},
-    "_Loop": {"_restarting": None},
-    "_TrainingEpochLoop": {"_batches_that_stepped": None},
+    "loops._FitLoop": {"_data_fetcher": None, "_data_source": None, "_skip_backward": None},
+    "loops._Loop": {"_restarting": None},
+    "loops._TrainingEpochLoop": {"_batches_that_stepped": None},
+    "trainer.connectors.data_connector._DataLoaderSource": {"dataloader": "self"},
 }
 
-# Package -> class -> name -> its parameters; None where it is an attribute.
+# Package -> class, as in its package -> name -> its parameters; None where it is an attribute.
 NAMES: dict[str, dict[str, dict[str, str | None]]] = {
     "accelerate": {
         "Accelerator": {
@@ -72,7 +74,11 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
             "save_state": "self, output_dir, safe_serialization, **save_model_func_kwargs",
             "skip_first_batches": "self, dataloader, num_batches",
             "unscale_gradients": "self, optimizer",
-        }
+        },
+        "scheduler.AcceleratedScheduler": {
+            "split_batches": None,
+            "step": "self, *args, **kwargs",
+        },
     },
     "lightning": _LIGHTNING,
     "pytorch_lightning": _LIGHTNING,
@@ -83,6 +89,7 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
             ),
             "loss_function": None,
         },
+        "trainer_callback.ExportableState": {},
         "Trainer": {
             "_clip_grad_norm": "self, model",
             "_determine_best_metric": "self, metrics, trial",
@@ -117,31 +124,37 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
 }
 
 
-def check_names(package: str, *owners: type) -> None:
+def check_names(package: str, root: str = "") -> None:
     """Compare the names of a framework's classes with the table; warn of an untested version.
 
     Args:
         package: of TESTED.
-        owners: the classes that the table has for it.
+        root: the module that the table's classes are counted from; by default that of the package.
 
     Raises:
         ImportError: a name is gone, or takes other parameters; says which.
     """
     warn_if_untested(package, TESTED[package], TESTED[package])
-    for owner in owners:
-        for problem in _differences(owner, NAMES[package][owner.__name__]):
+    for path, names in NAMES[package].items():
+        for problem in _differences(f"{root or package}.{path}", names):
             raise ImportError(
                 f"{package} {version(package)}: {problem}, and anyrank relies on it: install "
                 f"{package}=={TESTED[package]}.*, or an anyrank that was tested with yours"
             )
 
 
-def _differences(owner: type, names: Mapping[str, str | None]) -> Iterator[str]:
+def _differences(path: str, names: Mapping[str, str | None]) -> Iterator[str]:
     """What a class has otherwise than the table."""
+    module, _, class_name = path.rpartition(".")
+    try:
+        owner = getattr(import_module(module), class_name)
+    except (AttributeError, ModuleNotFoundError):
+        yield f"there is no {path}"
+        return
     for name, tested in names.items():
         method = getattr(owner, name, None)
         if tested is None:
-            constructor = inspect.getsource(owner.__init__)  # type: ignore[misc]
+            constructor = inspect.getsource(owner.__init__)
             is_set = re.search(rf"self\.{name}\b.* = ", constructor)
             if not (is_set or hasattr(owner, name)):
                 yield f"{owner.__name__} has no {name}"

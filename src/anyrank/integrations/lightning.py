@@ -38,12 +38,7 @@ def _callback_class() -> Any:
     bases: list[type] = []
     for name in names:
         package = importlib.import_module(PACKAGES[name])
-        loops: Any = importlib.import_module(f"{PACKAGES[name]}.loops")
-        automatic: Any = importlib.import_module(f"{PACKAGES[name]}.loops.optimization.automatic")
-        strategy: Any = importlib.import_module(f"{PACKAGES[name]}.strategies").Strategy
-        check_names(name, package.Callback, package.LightningModule, package.Trainer, strategy)
-        check_names(name, loops._FitLoop, loops._Loop, loops._TrainingEpochLoop)
-        check_names(name, automatic._AutomaticOptimization)
+        check_names(name, PACKAGES[name])
         bases.append(package.Callback)
     return type("Callback", tuple(bases), {})
 

@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import transformers
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
-from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 import anyrank
+from anyrank.integrations.framework_names import check_names
+
+check_names("transformers")  # this module is imported before those that build on its classes
 
 PART_NAMES = ("model", "optimizer", "scheduler", "scaler", "data", "trainer", "generators")
 OF_ARGUMENTS = {"microbatch": "per_device_train_batch_size", "seed": "data_seed or seed"}
@@ -28,7 +31,7 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
         TypeError: no Trainer; training data without a length.
         ValueError: an option that does not fit; names it and the way out.
     """
-    if not isinstance(trainer, Trainer):
+    if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"trainer is a {type(trainer).__name__}: give a transformers Trainer")
     if hasattr(trainer, "elastic"):
         raise ValueError("this trainer is elastic already: call elastic() once")
@@ -130,8 +133,8 @@ def check_recompute(model: Any, args: Any) -> None:
     if not any(getattr(args, name, False) for name in names):
         return
     for module in model.modules():
-        inner = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
-        if inner is anyrank.recompute:
+        # transformers keeps the function that it was given in an attribute of each layer.
+        if any(getattr(kept, "func", None) is anyrank.recompute for kept in vars(module).values()):
             raise ValueError(
                 "gradient_checkpointing of TrainingArguments would replace enable_recompute(): "
                 "remove it"

@@ -31,7 +31,6 @@ COUNTS = (
     "epoch",
     "global_step",
     "num_input_tokens_seen",
-    "total_flos",
     "log_history",
     "best_metric",
     "best_global_step",
@@ -204,7 +203,6 @@ class ElasticTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the run, where the Trainer would write checkpoint-N. All ranks."""
-        self.store_flos()
         self.elastic.save()
         self._elastic_keep_best()
 
@@ -326,7 +324,6 @@ class ElasticTrainer(Trainer):
             training.microbatch = Microbatch(step, None if tokens is None else int(tokens))
             if tokens is not None:  # without any token its loss is 0, not 0 / 0
                 tokens = tokens.clamp(min=1).to(self.args.device)
-            self.current_flos += float(super().floating_point_ops(batch))
             super()._track_num_input_tokens(batch)
             try:
                 # A step weights over all ranks: compute_loss must not do so by itself.
@@ -365,8 +362,8 @@ class ElasticTrainer(Trainer):
             self.args.average_tokens_across_devices = across
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Of a batch, as the Trainer's; those of a step are counted by its microbatches."""
-        return 0 if hasattr(inputs, "microbatches") else super().floating_point_ops(inputs)
+        """Not counted: the Trainer asks for a step's, which has no tensors of its own."""
+        return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not hasattr(inputs, "microbatches"):

@@ -8,22 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypeVar
-
-from transformers import PreTrainedModel, Trainer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyrank
-from anyrank.integrations.framework_names import check_names
 from anyrank.integrations.run import RunOptions
 from anyrank.integrations.trainer_checks import check_trainer
 from anyrank.integrations.trainer_loop import ElasticRun, ElasticTrainer, Training
 from anyrank.integrations.transformers_memory import enable_recompute, tile_mlps, tiled_loss
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 __all__ = ["ElasticRun", "elastic", "enable_recompute", "tile_mlps", "tiled_loss"]
 
-T = TypeVar("T", bound=Trainer)
-
-check_names("transformers", Trainer, PreTrainedModel)
+T = TypeVar("T", bound="Trainer")
 
 
 def elastic(

@@ -180,7 +180,6 @@ def tiled_loss(
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(f"the loss of {type(inner).__name__} is not ForCausalLMLoss: {BY_HAND}")
     _check_head(head)
-    replaced = vars(inner).get("_loss_function")
     patch = _HeadAndLoss(head, plain, {"chunk_size": chunk_size, "grad_dtype": grad_dtype})
     head.forward, inner.loss_function = patch.forward, patch.loss
     hooks = [
@@ -192,9 +191,7 @@ def tiled_loss(
         for hook in hooks:
             hook.remove()
         vars(head).pop("forward", None)
-        vars(inner).pop("_loss_function", None)
-        if replaced is not None:
-            inner.loss_function = replaced
+        inner.loss_function = plain
 
     return MemoryHandle([name for name, part in inner.named_modules() if part is head], [undo])
 

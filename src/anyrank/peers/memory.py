@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing
-from anyrank.files.manifest import MANIFEST, Manifest, read_manifest, step_name
-from anyrank.files.storage import LocalStorage, absolute, digest_of, join_path, storing, write_file
+from anyrank.files.manifest import Manifest, read_manifest, step_name
+from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
 from anyrank.formats.run_folder import INDEX, list_step
 from anyrank.peers.transfers import FileTransfer, make_folder, send_files
 from anyrank.saving.collect import Snapshot
@@ -137,16 +137,17 @@ class PeerMemory:
 
         shares = ranks.together("writing the snapshot", write_share)
         send_files(self._plan_copies(shares), temporary, ranks)
-        what = "describing the snapshot"
-        small_files = ranks.run_on_one(what, lambda: _small_files(snapshot, shares))
+        now = datetime.now(UTC).isoformat()
+        index, manifest = ranks.run_on_one(
+            "describing the snapshot", lambda: describe_step(snapshot, shares, now)
+        )
 
         def commit() -> None:
             faults.point("peers.commit")
             if self._is_first_on_machine:
-                for file, data in small_files.items():
-                    write_file(folder.store, join_path(temporary, file), data)
-                with storing(temporary):
-                    folder.store.rename(temporary, folder.join(name))
+                # DCP's metadata is left out, as only a resume reads a snapshot.
+                manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), index)
+                folder.commit(temporary, manifest.step, manifest)
 
         ranks.together("committing the snapshot", commit)
         self.remove_except(name)  # the new one is whole on all machines
@@ -252,16 +253,6 @@ class PeerMemory:
 
 def _move_path(path: str, folder: str) -> str:
     return join_path(folder, os.path.basename(path))
-
-
-def _small_files(snapshot: Snapshot, shares: Sequence[RankShare]) -> dict[str, bytes]:
-    """The index and the manifest for each machine, in the order in which they are written.
-
-    DCP's metadata is left out, as only a resume reads a snapshot.
-    """
-    index, manifest = describe_step(snapshot, shares, datetime.now(UTC).isoformat())
-    manifest.files[INDEX] = digest_of(index)
-    return {INDEX: index, MANIFEST: manifest.to_bytes()}
 
 
 def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:

@@ -169,7 +169,7 @@ class Checkpoints:
             The report, equal on all ranks; None when there is nothing to resume.
 
         Raises:
-            ValueError: `which` is none of these.
+            ValueError: `which` is none of these, or a file of this run that is in no step.
             CheckpointError: the step does not fit the state, which is unchanged then; ranks give
                 other arguments, or their data differs; or reading failed in the middle, and the
                 state may not be used before it is resumed again.

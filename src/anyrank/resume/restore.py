@@ -134,7 +134,7 @@ class _Restorer:
             own_fills = [fill for fill in fills if fill.listing is listing]
             files = {chunk.file for fill in own_fills for chunk in fill.stored.chunks}
             with Reader(
-                self.source.bring(listing, files),
+                listing if self.source.bring is None else self.source.bring(listing, files),
                 buffer_bytes=buffer,
                 threads=read_threads(self.ranks.ranks_on_node),
                 verify=self.source.verify,

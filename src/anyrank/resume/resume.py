@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.storage import reading, storage_for
-from anyrank.formats.run_folder import is_step, number_of
+from anyrank.formats.run_folder import ASIDE, is_step, number_of
 from anyrank.resume.options import RENAMING, ResumeArguments
 from anyrank.resume.restore import restore_state
 from anyrank.resume.search import StepSearch
@@ -51,7 +51,7 @@ def resume_run(
     """Restore a state; None if there is nothing to resume. All ranks.
 
     Raises:
-        ValueError: a path that does not exist, or `rename` with a run's path.
+        ValueError: a path that leads to no step, or `rename` with a run's path.
         CheckpointError: "must" and no checkpoint; or see `Checkpoints.resume`.
     """
     path, which = arguments.path, arguments.which
@@ -113,7 +113,7 @@ def _restore_newest(
     while (step := search.next()) is not None:
         try:
             report = restore_state(state, step, arguments, ranks)
-            snapshot = None if step.memory is None else step.candidate.name
+            snapshot = None if step.candidate.snapshot is None else step.candidate.name
             return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
         except CorruptCheckpoint as error:
             search.reject(step.candidate, str(error))
@@ -140,7 +140,7 @@ def _agree_on_path(
     """What a path is. All ranks.
 
     Raises:
-        ValueError: it does not exist, or `rename` with a run's path.
+        ValueError: it leads to no step, or `rename` with a run's path.
     """
     target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
     if target.problem:
@@ -158,14 +158,20 @@ def _find_target(path: str, folder: RunFolder) -> _PathTarget:
     run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
-            return _PathTarget(problem=_missing_path_text(path, folder))
+            return _PathTarget(problem=_no_step_text(path, folder, "no path that exists"))
         is_run_step = is_step(run.store, path)
-    parent, _, name = _resolve(path).rpartition("/")
-    number = number_of(name)
-    if _resolve(path) == _resolve(folder.path):
+    own_path, resolved = _resolve(folder.path), _resolve(path)
+    if resolved == own_path:
         return _PathTarget(own_step="must")
-    if number is not None and parent == _resolve(folder.path):
-        return _PathTarget(own_step=number)
+    if resolved.startswith(f"{own_path}/"):
+        first_name = resolved.removeprefix(f"{own_path}/").partition("/")[0]
+        number = number_of(first_name)
+        if number is not None:
+            return _PathTarget(own_step=number)
+        if first_name.startswith(ASIDE) or run.store.is_file(folder.join(first_name)):
+            return _PathTarget(problem=_no_step_text(path, folder, "no step of the run"))
+    parent, _, name = resolved.rpartition("/")
+    number = number_of(name)
     if is_run_step and number is None:
         raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
     if is_run_step and number is not None:
@@ -174,12 +180,12 @@ def _find_target(path: str, folder: RunFolder) -> _PathTarget:
     return _PathTarget(step=(path, steps[0].number) if steps else None)
 
 
-def _missing_path_text(path: str, folder: RunFolder) -> str:
-    """An error's text for a path that does not exist."""
+def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
+    """An error's text for a path that leads to no step."""
     directory = "" if "://" in path else f" (working directory {os.getcwd()})"
     steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "none"
     text = (
-        f"resume({path!r}): is not 'auto', not 'must', and no path that exists{directory}; give a "
+        f"resume({path!r}): is not 'auto', not 'must', and {problem}{directory}; give a "
         f"step as a number, of those that {folder.path} has: {steps}"
     )
     store, parent = storage_for(path), path.rpartition("/")[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
@@ -39,13 +39,11 @@ class StepOfRun(ResumeSource):
         candidate: the step as the search found it.
         manifest: of the step.
         skipped_notes: for each newer snapshot that was skipped, a sentence that says why.
-        memory: for a snapshot, the memory with it.
     """
 
     candidate: Candidate
     manifest: Manifest
     skipped_notes: list[str] = field(default_factory=list[str])
-    memory: PeerMemory | None = None
 
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
@@ -71,12 +69,6 @@ class StepOfRun(ResumeSource):
 
     def notes(self) -> list[str]:
         return self.skipped_notes
-
-    def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
-        snapshot = self.candidate.snapshot
-        if self.memory is None or snapshot is None or listing is not self.listing:
-            return listing
-        return self.memory.bring(snapshot, listing, files)
 
 
 @dataclass(frozen=True)
@@ -208,8 +200,10 @@ class StepSearch:
         manifest, listing = candidate.manifest, candidate.listing
         assert manifest is not None
         assert listing is not None
-        memory = None if candidate.snapshot is None else self.memory
-        path = (self.folder if memory is None else memory.folder).user_path(candidate.name)
+        folder, bring = self.folder, None
+        if candidate.snapshot is not None and self.memory is not None:
+            folder, bring = self.memory.folder, partial(self.memory.bring, candidate.snapshot)
+        path = folder.user_path(candidate.name)
         with reading_record(path):
             streams = from_json(manifest.streams)
         return StepOfRun(
@@ -229,10 +223,10 @@ class StepSearch:
             lost_steps=max(0, self.newest_step - candidate.step),
             lost_samples=max(0, self.newest_samples - manifest.samples),
             set_aside=self.set_aside,
+            bring=bring,
             candidate=candidate,
             manifest=manifest,
             skipped_notes=self.notes,
-            memory=memory,
         )
 
     def reject(self, candidate: Candidate, damage: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class ResumeSource(ABC):
         verified: a text for the report that says what was compared.
         lost_steps, lost_samples: of newer steps that are damaged.
         set_aside: the new names of those steps.
+        bring: makes files readable on this rank, by their indices, and returns the listing with
+            their paths; None where all can be read. Called by all ranks, after the match.
     """
 
     path: str
@@ -53,6 +55,7 @@ class ResumeSource(ABC):
     lost_steps: int = 0
     lost_samples: int = 0
     set_aside: list[str] = field(default_factory=list[str])
+    bring: Callable[[Listing, Iterable[int]], Listing] | None = None
 
     @abstractmethod
     def match(
@@ -69,12 +72,6 @@ class ResumeSource(ABC):
     @abstractmethod
     def notes(self) -> list[str]:
         """Further notes for the report."""
-
-    def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
-        """Make files readable on this rank; returns the listing with their paths. All ranks, after
-        the match.
-        """
-        return listing
 
 
 def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) 
 def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
     """As `find_other_content`, for a subfolder."""
     names = [*_list_entries(storage, folder)]
-    if any(step.is_whole for step in list_steps(storage, folder, names)):
+    if list_steps(storage, folder, names):
         return (
             f"holds runs, and is none: {folder} is one: give Checkpoints({folder!r}) to go on with "
             "it, or a folder that does not exist yet for a new run"

@@ -112,8 +112,7 @@ class RunFolder:
         number = number_of(name)
         if number is None or not self.store.is_dir(parent):
             return None
-        steps = list_steps(self.store, parent, self.store.names(parent))
-        if not any(step.is_whole for step in steps):
+        if not list_steps(self.store, parent, self.store.names(parent)):
             return None
         return f"is a step of the run {parent}: give that, and resume({number}) to go back to it"
 
