@@ -162,9 +162,9 @@ def framework(folder: Path, name: str) -> Stages:
 
 def tiles(folder: Path) -> Stages:
     """An MLP in 16 tiles, forward and backward."""
-    up, down = nn.Linear(1024, 8192), nn.Linear(8192, 1024)
-    mlp = anyrank.tile(nn.Sequential(up, nn.GELU(), down), chunk_size=512, in_dims=0, out_dims=0)
-    rows = torch.randn(8192, 1024, requires_grad=True)
+    up, down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+    mlp = anyrank.tile(nn.Sequential(up, nn.GELU(), down), chunk_size=128, in_dims=0, out_dims=0)
+    rows = torch.randn(2048, 1024, requires_grad=True)
     return timed(lambda: mlp(rows).square().mean().backward())
 
 
