@@ -138,7 +138,8 @@ class FileSide(Side):
         """Open the files, which must be unchanged, and allocate.
 
         Raises:
-            LoadError: a file changed; or the model shares memory with a source in memory.
+            LoadError: a file changed; or the model's tensors share memory, with one another or with
+                a source in memory.
         """
         self.share = share
         if self.ranks.rank in self.plan.readers:
@@ -149,8 +150,7 @@ class FileSide(Side):
             if info.tensor is not None:
                 tensor = as_sharded(info.path, info.tensor)
                 sources[number] = SourceMemory(tensor, tensor.local(), info.tensor.stride())
-        if sources:
-            check_memory(self.match.tensors, self.match.stored, share.real(), sources)
+        check_memory(self.match.tensors, self.match.stored, share.real(), sources)
         share.allocate()
         for index in self.match.compared:
             self.to_compare[index] = share.memory_for(index)
