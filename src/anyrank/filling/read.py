@@ -20,12 +20,12 @@ from anyrank.filling.flows import Flow
 from anyrank.filling.move import LocalMemory, Mover
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.filling.progress import progress_for
+from anyrank.model.dtensors import as_sharded
 from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.tensors.box import Box
 from anyrank.tensors.plan import plan_reads
-from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.transfers import Transfer
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
