@@ -23,7 +23,7 @@ BUDGETS = {
     "exact": 1650,
     "files": 2425,
     "filling": 4045,
-    "foreign": 1955,
+    "foreign": 1960,
     "formats": 2125,
     "frozen": 535,
     "inspection": 1285,
