@@ -22,7 +22,7 @@ BUDGETS = {
     "data": 1215,
     "exact": 1650,
     "files": 2425,
-    "filling": 4045,
+    "filling": 4055,
     "foreign": 1960,
     "formats": 2125,
     "frozen": 535,

@@ -211,9 +211,9 @@ class FileSide(Side):
         """Bytes so far."""
         return Moved(self.reader.bytes_read, 0 if self.mover is None else self.mover.sent)
 
-    def left(self, *, at_the_end: bool) -> str:
+    def left(self) -> str:
         """What an error says of the model."""
-        return OVERWRITTEN if self.plan.in_place and not at_the_end else ""
+        return OVERWRITTEN if self.plan.in_place else ""
 
     def close(self) -> None:
         """Close the files, and end the progress bar."""
