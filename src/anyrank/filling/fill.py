@@ -1,10 +1,10 @@
 """The one way to fill a model: allocate, move, rebuild, put in place.
 
 Loads, syncs, adopted checkpoints and first values differ in where the values come from, which is
-their `Side`. Until the last step tensors on meta stay as they are, on every rank, as an error on one
-rank before is every rank's. The last step is each rank's by itself: it swaps tensors, all or none,
-hashes frozen parts, moves buffers and calls the modules' `set_extra_state`. If it fails on a rank,
-the model has its new values elsewhere, and the error says so.
+their `Side`. Until the last step tensors on meta stay as they are, on every rank, as an error on
+one rank before is every rank's. The last step is each rank's by itself: it swaps tensors, all or
+none, hashes frozen parts, moves buffers and calls the modules' `set_extra_state`. If it fails on a
+rank, the model has its new values elsewhere, and the error says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
 from anyrank.world.ranks import Ranks
-
 
 PLACED = (
     "the model has its new values, but where this failed tensors that were on meta, buffers or "
