@@ -216,8 +216,15 @@ def test_the_last_ranks_file_that_is_missing_is_named(tmp_path: Path) -> None:
         anyrank.load(tools.seeded(1), tmp_path / "a")
 
 
-@pytest.mark.parametrize("kind", ["elastic", "fragments", "universal"])
-def test_layouts_that_are_not_read_are_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("elastic", "is of elastic ZeRO"),
+        ("fragments", "has frozen parameters under ZeRO 3"),
+        ("universal", "is a universal checkpoint"),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused(tmp_path: Path, kind: str, what: str) -> None:
     folder = tmp_path / "a"
     if kind == "elastic":
         write_stage_2(folder, *tools.trained(), world=2)
@@ -234,6 +241,6 @@ def test_layouts_that_are_not_read_are_refused(tmp_path: Path, kind: str) -> Non
         saved["frozen_param_shapes"] = {"frozen.weight": (2,)} if kind == "fragments" else None
     torch.save(saved, path)
     with pytest.raises(
-        anyrank.LoadError, match=r"not a layout that is read .* run the zero_to_fp32\.py"
+        anyrank.LoadError, match=rf"{what}, which is not read: run the zero_to_fp32\.py"
     ):
         anyrank.load(tools.seeded(1), folder)

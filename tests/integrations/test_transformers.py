@@ -22,6 +22,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 import anyrank
 from anyrank.testing import run_ranks
+from anyrank.versions import warn_if_untested
 
 
 def shard(model: Any) -> Any:
@@ -139,17 +140,36 @@ def test_a_conversion_that_lacks_an_expert_is_refused(tmp_path: Any) -> None:
         anyrank.load(build("mixtral"), tmp_path)
 
 
+@pytest.mark.parametrize("call", ["load", "convert"])
 def test_a_version_that_has_its_conversions_elsewhere_is_named(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save("mixtral", tmp_path)
+    model, file = build("mixtral"), tmp_path / "live.pt"
+    torch.save(model.state_dict(), file)
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    calls = {
+        "load": lambda: anyrank.load(model, tmp_path),
+        "convert": lambda: anyrank.convert(file, tmp_path / "out", model=model),
+    }
     with pytest.raises(anyrank.LoadError, match=r"tested with transformers 5\.\d+; install that"):
+        calls[call]()
+
+
+def test_a_version_of_transformers_that_was_not_tested_is_named_once(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save("mixtral", tmp_path)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.99.0")
+    warn_if_untested.cache_clear()
+    for _ in range(2):
         anyrank.load(build("mixtral"), tmp_path)
+    warn_if_untested.cache_clear()
+    assert caplog.text.count("transformers 5.99.0 is untested") == 1
 
 
 def test_only_transposes_of_stacked_experts_keep_their_names() -> None:
-    """What `loading.conversions` relies on when it skips the mapping."""
+    """What `_fits_as_it_is` relies on when it skips the mapping."""
     get_checkpoint_conversion_mapping("llama")
     mapping: Any = conversion_mapping._checkpoint_conversion_mapping_cache
     for transforms in mapping.values():

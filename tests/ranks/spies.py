@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from anyrank.world.connections import Connections
 from anyrank.world.ranks import Ranks
 
 
@@ -38,3 +39,23 @@ def meetings() -> Generator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_gather", spied)
         yield met
+
+
+@contextlib.contextmanager
+def collectives() -> Generator[list[tuple[str, int]]]:
+    """What goes over the ranks' connections: the collective, and the bytes that each rank gets."""
+    found: list[tuple[str, int]] = []
+    allgather, broadcast = Connections.allgather, Connections.broadcast
+
+    def spied(self: Connections, data: bytes, length: int, what: str) -> Any:
+        found.append(("allgather", length * self.size))
+        return allgather(self, data, length, what)
+
+    def spied_broadcast(self: Connections, data: bytes, length: int, *args: Any) -> bytes:
+        found.append(("broadcast", length))
+        return broadcast(self, data, length, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "allgather", spied)
+        patch.setattr(Connections, "broadcast", spied_broadcast)
+        yield found

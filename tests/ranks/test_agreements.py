@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.models import Net
-from tests.ranks.spies import meetings
+from tests.ranks.spies import collectives, meetings
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -17,6 +17,7 @@ import anyrank
 from anyrank.filling import plan_load
 from anyrank.model.share import ModelShare
 from anyrank.testing import run_ranks
+from anyrank.world.ranks import HEAD_BYTES, open_ranks
 
 SIZES = {"width": 7, "hidden": 9}
 LOAD = [
@@ -131,6 +132,7 @@ def test_an_error_in_the_last_step_of_one_rank_is_every_rank_s(tmp_path: Path) -
     torch.save(Net(**SIZES).state_dict(), path)
     for text in run_ranks(2, fails_last, path, timeout=60):
         assert "[rank 1] OutOfMemoryError: no memory left" in text
+        assert "the model has its new values, but where this failed" in text
 
 
 def sees_late(path: str) -> list[str]:
@@ -172,3 +174,37 @@ def test_long_headers_are_read_once_and_broadcast(tmp_path: Path) -> None:
     (met, read), (other, no_reads) = run_ranks(2, long_headers, path, timeout=60)
     assert met == other == ["load()", "reading the headers", "planning the load"]
     assert (read, no_reads) == (1, 0)
+
+
+# -- what a gather sends --------------------------------------------------------------------------
+
+HEADS = ("allgather", 4 * HEAD_BYTES)
+MIB = 1 << 20
+
+
+def gathered(sizes: tuple[int, ...]) -> list[tuple[str, int]]:
+    """What is exchanged when each rank has a value of such a size."""
+    with open_ranks(call="test()") as ranks, collectives() as exchanged:
+        values = ranks.gather(b"x" * sizes[ranks.index])
+    assert [len(value) for value in values] == list(sizes)
+    return exchanged
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ((0, 0, 0, 0), []),
+        ((0, 0, MIB, 0), ["broadcast"]),
+        ((MIB, 2000, 0, 0), ["broadcast", "broadcast"]),
+        ((60_000, 2000, 0, 0), ["allgather"]),  # under 64 KiB a rank one message is faster
+        ((MIB, MIB, MIB, MIB), ["allgather"]),
+    ],
+)
+def test_values_are_not_padded_to_a_much_longer_one(
+    sizes: tuple[int, ...], kinds: list[str]
+) -> None:
+    for heads, *others in run_ranks(4, gathered, sizes, timeout=60):
+        assert heads == HEADS
+        assert [kind for kind, _ in others] == kinds
+        most = 4 * (64 << 10) if max(sizes) < MIB else sum(sizes) + 4 * 1024
+        assert sum(nbytes for _, nbytes in others) <= most

@@ -73,6 +73,30 @@ def test_ranks_may_be_in_different_numbers_of_groups_and_call_them_often() -> No
     run_ranks(3, job_groups)
 
 
+def job_stages(path: str) -> None:
+    """A pipeline: each stage loads its own layers, the second one twice; then all make a call."""
+    stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage = dist.get_rank() // 2
+    part = nn.ModuleDict({str(stage): nn.Linear(3, 3)})
+    for _ in range(1 + stage):
+        report = anyrank.load(
+            part, path, unexpected="ignore", strategy="stripe", process_group=stages[stage]
+        )
+        assert len(report.bytes_read) == 2
+        assert sum(report.bytes_read) == 4 * (9 + 3)
+    for name, value in part.state_dict().items():
+        assert torch.equal(value, torch.load(path)[name])
+    load()
+    with open_ranks() as ranks:
+        assert ranks.gather(stage) == [0, 0, 1, 1]
+
+
+def test_stages_of_a_pipeline_load_their_parts_and_then_meet(tmp_path: Path) -> None:
+    path = str(tmp_path / "net.pt")
+    torch.save(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict(), path)
+    run_ranks(4, job_stages, path, timeout=60)
+
+
 def job_alone() -> list[int]:
     rank = dist.get_rank()
     model = nn.Linear(3, 3)

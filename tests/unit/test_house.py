@@ -294,6 +294,24 @@ def test_files_are_unpickled_in_one_place() -> None:
     assert find_unpickling({"a": "torch.load('x')", "b": "pickle.dumps(1)"}) == ["a"]
 
 
+# -- nothing reads the interpreter ----------------------------------------------------------------
+
+INTERPRETER = re.compile(
+    r"gc\.get_objects|gc\.disable|import opcode|import dis\b|ctypes\.pythonapi"
+    r"|setprofile|_getframe|currentframe|__class__ ="
+)
+
+
+def find_interpreter_reads(sources: dict[str, str]) -> list[str]:
+    """Modules that look into the interpreter, or change what it does."""
+    return [module for module, text in sources.items() if INTERPRETER.search(text)]
+
+
+def test_nothing_reads_the_interpreter() -> None:
+    assert find_interpreter_reads(read_sources(SRC)) == []
+    assert find_interpreter_reads({"a": "import dis\n", "b": "import dispatch"}) == ["a"]
+
+
 # -- what an import loads -------------------------------------------------------------------------
 
 # Third-party modules that a user of one function must not pay for, by their import names.

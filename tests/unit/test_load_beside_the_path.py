@@ -294,6 +294,22 @@ def test_what_a_run_holds_goes_through_no_code_of_modules(tmp_path: Path) -> Non
     assert list(anyrank.load(second, tmp_path / "first.pt").own_code_not_run) == ["0"]
 
 
+def test_extra_state_that_its_module_refuses_comes_after_the_weights() -> None:
+    class Picky(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+        def set_extra_state(self, state: int) -> None:
+            raise ValueError("not this one")
+
+    source = Picky(2, 2)
+    with anyrank.meta():
+        model = Picky(2, 2)
+    with pytest.raises(anyrank.LoadError, match=r"not this one\n  the model has its new values"):
+        anyrank.load(model, source.state_dict())
+    assert torch.equal(model.weight, source.weight)
+
+
 def test_extra_state_that_no_source_has_is_named(tmp_path: Path) -> None:
     class Counts(nn.Linear):
         def get_extra_state(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
@@ -95,8 +97,19 @@ def test_tensors_of_dst_that_overlap_are_refused(split: Any, atomic: bool) -> No
     base = torch.zeros(6)
     a, b = split(base)
     call = partial(anyrank.sync, {"a": a, "b": b}, atomic=atomic)
-    with pytest.raises(anyrank.LoadError, match="a and b of dst share a part of their memory"):
+    with pytest.raises(anyrank.LoadError, match="a and b share a part of their memory"):
         call({"a": torch.ones(a.shape), "b": torch.full(b.shape, 2.0)})
+    assert not base.any()
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_tensors_of_a_model_that_overlap_are_refused(in_file: bool, tmp_path: Path) -> None:
+    base = torch.zeros(4)
+    source = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
+    save_file(source, tmp_path / "weights.safetensors")
+    model = holder({"a": base[:3], "b": base[1:]})
+    with pytest.raises(anyrank.LoadError, match="a and b share a part of their memory"):
+        anyrank.load(model, tmp_path if in_file else source)
     assert not base.any()
 
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyrank.model.dtensors import as_sharded
 from anyrank.tensors import writes
-from anyrank.tensors.sharded_tensor import as_sharded, coordinates_of
+from anyrank.tensors.sharded_tensor import coordinates_of
 from anyrank.tensors.writes import plan_writes
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=8)

@@ -19,7 +19,7 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.model.conversions import FILE_NAMED, pretrained
+from anyrank.model.conversions import FILE_NAMED, conversion_code, pretrained
 from anyrank.model.tensors import find_tensors, in_state_dict
 from anyrank.model.wrappers import plain_class, plain_copy
 from anyrank.tensors.names import candidates, inner_prefix, near
@@ -112,16 +112,15 @@ def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensor
     """The same tensors by the names that transformers saves them under; other models keep theirs.
 
     Raises:
-        LoadError: a conversion that computes values.
+        LoadError: a conversion that computes values; or as `conversion_code`.
     """
     inner = pretrained(model)
     if inner is None:
         return dict(tensors)
-    from transformers.core_model_loading import revert_weight_conversion
-
+    revert = conversion_code().revert_weight_conversion
     symbolic: Any = {name: SymbolicTensor(stored) for name, stored in tensors.items()}
     try:
-        reverted: dict[str, Any] = revert_weight_conversion(plain_copy(inner), symbolic)
+        reverted: dict[str, Any] = revert(plain_copy(inner), symbolic)
     except Exception as error:  # transformers' own code, and ours below it
         raise LoadError(f"transformers' names of {type(inner).__name__}: {error!r}") from error
     return {name: tensor.stored.renamed(name) for name, tensor in reverted.items()}

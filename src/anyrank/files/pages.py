@@ -1,4 +1,5 @@
-"""Large pages under fresh memory, whose first touch is otherwise a third of a load's time.
+"""Large pages under fresh memory, whose first touch is otherwise a third of a load's time: one of
+256 MiB over 4 ranks takes 0.83 of the time with them, and 0.85 of the CPU time (15 runs in turns).
 
 They are asked for only where the machine has enough of them free: a kernel that has to make room
 for one first is slower than with small pages.

@@ -22,6 +22,7 @@ from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
+from anyrank.tensors.names import is_trained_copy
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 from anyrank.world.ranks import Ranks
 
@@ -172,7 +173,7 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
                 layout=tensor.layout,
                 kind=tensor.kind,
                 is_meta=tensor.is_meta,
-                is_adapter=tensor.adapter or any(".modules_to_save." in key for key in keys),
+                is_adapter=tensor.adapter or any(map(is_trained_copy, keys)),
                 is_merged=is_merged(tensor),
                 is_pinned=is_pinned(tensor),
                 scaling=scaling_of(tensor),

@@ -1,8 +1,10 @@
 """The one way to fill a model: allocate, move, rebuild, put in place.
 
 Loads, syncs, adopted checkpoints and first values differ in where the values come from, which is
-their `Side`. Until the last step tensors on meta stay as they are, on every rank: an error on one
-rank before is every rank's, and nothing that can fail comes after it.
+their `Side`. Until the last step tensors on meta stay as they are, on every rank, as an error on
+one rank before is every rank's. The last step is each rank's by itself: it swaps tensors, all or
+none, hashes frozen parts, moves buffers and calls the modules' `set_extra_state`. If it fails on a
+rank, the model has its new values elsewhere, and the error says so.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from anyrank.model.own_code import OwnCodeRun
 from anyrank.model.replace import Replacement
 from anyrank.model.share import ModelShare
 from anyrank.world.ranks import Ranks
+
+PLACED = (
+    "the model has its new values, but where this failed tensors that were on meta, buffers or "
+    "extra state may be missing"
+)
 
 
 class Moved(NamedTuple):
@@ -72,8 +79,8 @@ class Side:
         """Bytes so far."""
         return Moved()
 
-    def left(self, *, at_the_end: bool) -> str:
-        """What an error says of the model: in `move`, or at the end, as values are put in place."""
+    def left(self) -> str:
+        """What an error in `move` or `check` says of the model."""
         return ""
 
     def close(self) -> None:
@@ -139,7 +146,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Fille
             increment_version([tensor for tensor in filled if not tensor.is_inference()])
             share.initialise()
 
-        with _saying(side.left(at_the_end=False)):
+        with _saying(side.left()):
             ranks.run(side.moving, move)
             side.check()
         rebuilt: dict[str, str] = {}
@@ -157,7 +164,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Fille
             rules = {} if side.is_one_model else share.rules
             return ran, (Measured(side.moved(), *peaks, seconds), rules, renewed)
 
-        with _saying(side.left(at_the_end=True)):
+        with _saying(PLACED):
             ran, answers = ranks.run_and_gather("putting the weights in place", commit)
     others = {name: rule for _, rules, _ in answers for name, rule in rules.items()}
     return Filled(

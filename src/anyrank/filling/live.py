@@ -147,9 +147,9 @@ class LiveSide(Side):
         )
         return Moved(sent=sent, received=received, copied=self.mover.copied)
 
-    def left(self, *, at_the_end: bool) -> str:
+    def left(self) -> str:
         """What an error says of `dst`."""
-        return "dst keeps its values" if self.atomic and not at_the_end else OVERWRITTEN
+        return "dst keeps its values" if self.atomic else OVERWRITTEN
 
     def _mover(self, flows: Sequence[Flow], places: LocalMemory) -> Mover:
         """What fills the targets of some flows; those that are only compared are left out."""

@@ -19,7 +19,7 @@ from anyrank.model.match import LIVE, ModelMatch, listed, match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.tensors.layout import Layout
-from anyrank.tensors.names import candidates, match_keys, renamer
+from anyrank.tensors.names import candidates, is_of_base_layer, match_keys, renamer
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.transfers import Coordinate, Strip, strips_of
@@ -173,7 +173,7 @@ def match_ends(
     match = match_model(dst.module, listing, options, dst.tensors)
     for index, stored in match.stored.items():
         rows = [sources[chunk.file].row for chunk in stored.chunks]
-        at_base = any(".base_layer." in f".{key}" for key in dst.rows[index].keys)
+        at_base = any(map(is_of_base_layer, dst.rows[index].keys))
         if at_base and any(row.is_merged != dst.rows[index].is_merged for row in rows):
             both = ("src", "dst") if rows[0].is_merged else ("dst", "src")
             raise LoadError(

@@ -20,12 +20,12 @@ from anyrank.filling.flows import Flow
 from anyrank.filling.move import LocalMemory, Mover
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.filling.progress import progress_for
+from anyrank.model.dtensors import as_sharded
 from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.tensors.box import Box
 from anyrank.tensors.plan import plan_reads
-from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.transfers import Transfer
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
@@ -138,7 +138,8 @@ class FileSide(Side):
         """Open the files, which must be unchanged, and allocate.
 
         Raises:
-            LoadError: a file changed; or the model shares memory with a source in memory.
+            LoadError: a file changed; or the model's tensors share memory, with one another or with
+                a source in memory.
         """
         self.share = share
         if self.ranks.rank in self.plan.readers:
@@ -149,8 +150,7 @@ class FileSide(Side):
             if info.tensor is not None:
                 tensor = as_sharded(info.path, info.tensor)
                 sources[number] = SourceMemory(tensor, tensor.local(), info.tensor.stride())
-        if sources:
-            check_memory(self.match.tensors, self.match.stored, share.real(), sources)
+        check_memory(self.match.tensors, self.match.stored, share.real(), sources)
         share.allocate()
         for index in self.match.compared:
             self.to_compare[index] = share.memory_for(index)
@@ -211,9 +211,9 @@ class FileSide(Side):
         """Bytes so far."""
         return Moved(self.reader.bytes_read, 0 if self.mover is None else self.mover.sent)
 
-    def left(self, *, at_the_end: bool) -> str:
+    def left(self) -> str:
         """What an error says of the model."""
-        return OVERWRITTEN if self.plan.in_place and not at_the_end else ""
+        return OVERWRITTEN if self.plan.in_place else ""
 
     def close(self) -> None:
         """Close the files, and end the progress bar."""

@@ -21,7 +21,7 @@ from anyrank.foreign.checkpoint import (
     is_plain_number,
     optimizer_of,
 )
-from anyrank.formats import dcp, huggingface, safetensors, torch_file
+from anyrank.formats import dcp, huggingface, weight_files
 from anyrank.formats.sources import looks_like
 
 RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")
@@ -29,7 +29,7 @@ CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")
 OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.(?:bin|pt)$")
 SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
 SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.(?:bin|pt)$")
-MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)$")
+MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(?:safetensors|bin)$")
 STATE = "trainer_state.json"
 ENGINE = "pytorch_model"  # the folder where its engine of DeepSpeed's saves
 FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
@@ -144,8 +144,7 @@ def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listin
         if match := SHARDED_MODEL.match(name):
             key, lister = _numbered("model", match[1]), _sharded_model
         elif match := MODEL.match(name):
-            key = _numbered("model", match[1])
-            lister = (safetensors if match[2] == "safetensors" else torch_file).list_file
+            key, lister = _numbered("model", match[1]), weight_files.list_file
         else:
             continue
         if key not in listings:
@@ -159,8 +158,8 @@ def _exported(files: Collector, names: list[str]) -> Listing:
     Raises:
         LoadError: there are none, or not all.
     """
-    endings = (".safetensors", ".bin", ".index.json")
-    if not any(name.startswith(huggingface.STEMS) and name.endswith(endings) for name in names):
+    stems, endings = huggingface.STEMS, weight_files.ENDINGS
+    if not any(name.startswith(stems) and name.endswith(endings) for name in names):
         shown = ", ".join(names[:20])
         raise LoadError(f"{files.folder}: no weights of a model here; the folder holds {shown}")
     return huggingface.list_folder(files.storage, files.folder)

@@ -57,8 +57,10 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         folder = _latest(storage, folder, names)
         names = storage.names(folder)
     files = Collector(storage, folder)
-    if _is_parallel(names) or UNIVERSAL in names:
-        raise _not_read(folder)
+    if UNIVERSAL in names:
+        raise _not_read(folder, "is a universal checkpoint")
+    if _is_parallel(names):
+        raise _not_read(folder, "has files of tensor, pipeline or expert parallelism")
     models = _ranked(MODEL, folder, names)
     model: Any = files.tree(files.named(models[0]))
     if not isinstance(model, dict):
@@ -71,7 +73,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
             weights, saved = flat(model["module"]), model.get("optimizer")
             optimizer = optimizer_of(saved, files.named(models[0])) if saved else None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _not_read(folder) from error
+        raise _not_read(folder, f"has other fields than those known ({error!r})") from error
     except ValueError as error:
         raise LoadError(f"{folder}: {error}: a file belongs to another save") from error
     scheduler = model.get("lr_scheduler")
@@ -163,8 +165,10 @@ def _zero(
     shapes = _shapes(model)
     is_stage_3 = "fp32_flat_groups" in states[0]
     is_elastic = isinstance(states[0].get("base_optimizer_state"), list)
-    if is_elastic or (is_stage_3 and model.get("frozen_param_shapes")):
-        raise _not_read(files.folder)
+    if is_elastic:
+        raise _not_read(files.folder, "is of elastic ZeRO")
+    if is_stage_3 and model.get("frozen_param_shapes"):
+        raise _not_read(files.folder, "has frozen parameters under ZeRO 3")
     if is_stage_3:
         keys, parts_of = ("fp32_flat_groups", "optimizer_state_dict"), _parts_of_stage_3
     else:
@@ -223,11 +227,10 @@ def _assembled(parts: Parts, shapes: Shapes) -> dict[str, StoredTensor]:
     }
 
 
-def _not_read(folder: str) -> LoadError:
+def _not_read(folder: str, what: str) -> LoadError:
     return LoadError(
-        f"{folder}: not a layout that is read (ZeRO 1 to 3 without tensor, pipeline or expert "
-        "parallelism, not universal, not elastic, no frozen parameters under ZeRO 3): run the "
-        "zero_to_fp32.py beside it, and load what it writes"
+        f"{folder}: {what}, which is not read: run the zero_to_fp32.py beside it, and load what it "
+        "writes"
     )
 
 

@@ -8,6 +8,9 @@ checkpoints ask parents. Two public hooks see to `load_state_dict`.
 FSDP2 asks no method: it goes through `children()`, which copies and moves need as well, and leaves
 out what another composable parallelism has in torch's record of them. That record is the one thing
 here that is private to torch and not its modules' (`_OwnUnit`).
+`ignored_params` is no way around it: it is an argument of a later call that somebody else makes. A
+holder that is no module would hide the part from moves and copies of its parent as well, and
+`freeze`, which is given the part alone, does not know the parents that would have to hold it so.
 """
 
 from __future__ import annotations

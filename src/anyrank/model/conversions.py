@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -26,7 +28,14 @@ from anyrank.versions import warn_if_untested
 
 # Formats that transformers writes, always in its file naming. Others may hold live names as well.
 FILE_NAMED = ("safetensors",)
-TESTED = "5.23"  # transformers: what is used of its loader is not public
+TESTED = "5.23"  # transformers
+CODE = {
+    "conversion_mapping": ("get_model_conversion_mapping",),
+    "core_model_loading": (
+        *("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"),
+        "revert_weight_conversion",
+    ),
+}
 
 
 def converted(
@@ -104,36 +113,45 @@ def pretrained(model: nn.Module) -> Any:
     return None
 
 
+def conversion_code() -> Any:
+    """What is used of transformers' own conversion, by its names there, which are not public.
+
+    Raises:
+        LoadError: a version of transformers that has one of them elsewhere.
+    """
+    warn_if_untested("transformers", TESTED, TESTED)
+    try:
+        return SimpleNamespace(
+            **{
+                name: getattr(import_module(f"transformers.{module}"), name)
+                for module, names in CODE.items()
+                for name in names
+            }
+        )
+    except (ImportError, AttributeError) as error:
+        raise LoadError(
+            "the keys of files are not the model's, and transformers' own conversion is not where "
+            f"anyrank looks for it ({error}): anyrank was tested with transformers {TESTED}; "
+            "install that, or give a load rename="
+        ) from error
+
+
 class _Converter:
     """transformers' renamings and converters for one model, on symbolic tensors.
 
     Raises:
-        LoadError: a version of transformers that has them elsewhere.
+        LoadError: as `conversion_code`.
     """
 
     def __init__(self, model: Any, live: set[str]) -> None:
-        warn_if_untested("transformers", TESTED, TESTED)
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import (
-                WeightConverter,
-                WeightRenaming,
-                dot_natural_key,
-                rename_source_key,
-            )
-        except ImportError as error:
-            raise LoadError(
-                "the keys of the source are not the model's, and transformers' own conversion is "
-                f"not where anyrank looks for it ({error}): anyrank was tested with transformers "
-                f"{TESTED}; install that, or give rename="
-            ) from error
+        code = conversion_code()
         self.model = model
         self.live = dict.fromkeys(live, True)
-        self.order, self.rename = dot_natural_key, rename_source_key
+        self.order, self.rename = code.dot_natural_key, code.rename_source_key
         # It looks the classes of the modules up by their names.
-        mapping: list[Any] = get_model_conversion_mapping(plain_copy(model))
-        self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        mapping: list[Any] = code.get_model_conversion_mapping(plain_copy(model))
+        self.renamings = [entry for entry in mapping if isinstance(entry, code.WeightRenaming)]
+        self.converters = [entry for entry in mapping if isinstance(entry, code.WeightConverter)]
 
     def run(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The tensors of a source under the names that the model has."""

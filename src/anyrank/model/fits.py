@@ -81,9 +81,9 @@ def check_memory(
             other, other_memory = targets[second]
             if not _is_same_memory(target_memory, other_memory):
                 raise LoadError(
-                    f"{tensors[index].name} and {tensors[other].name} of dst share a part of "
-                    "their memory, or lie between each other's elements, and are filled one after "
-                    "the other: leave out one of them, or give it memory of its own (.clone())"
+                    f"{tensors[index].name} and {tensors[other].name} share a part of their "
+                    "memory, or lie between each other's elements, and are filled one after the "
+                    "other: leave out one of them, or give it memory of its own (.clone())"
                 )
         else:
             number, source = givers[second - len(targets)]
@@ -91,7 +91,7 @@ def check_memory(
                 raise LoadError(
                     f"{tensors[index].name}: has memory of {source.tensor.name} in the source, "
                     "which it is not filled from as it is, so it would be written to before that "
-                    "is read: give dst memory of its own (copy.deepcopy, .clone())"
+                    "is read: give one of them memory of its own (copy.deepcopy, .clone())"
                 )
 
 

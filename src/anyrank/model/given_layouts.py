@@ -13,10 +13,11 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from anyrank.errors import LoadError, WrongType, WrongValue
+from anyrank.model.dtensors import placement_of
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
-from anyrank.tensors.sharded_tensor import Coordinates, placement_of
+from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.load")

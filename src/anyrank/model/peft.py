@@ -1,7 +1,7 @@
-"""All that anyrank knows of PEFT: the names that it makes, an adapter's first values, its products.
+"""All that anyrank knows of PEFT's modules: names, an adapter's first values, its products.
 
 PEFT has no public interface for what is asked here, so this file looks at its modules' attributes,
-and is the only one of the core that does.
+and is the only one of the core that does. What a key alone says of PEFT is in `tensors/names.py`.
 
 An adapter begins as PEFT makes it, which may depend on the base weights. Of plain LoRA it does not:
 A is drawn, B is zeros, or both are drawn. Every other adapter is refused where it is on meta, or

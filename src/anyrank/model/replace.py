@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyrank.model.dtensors import dtensor_like
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.sharded_tensor import dtensor_like
 
 # Properties, so that they stay with the object while the memory that they act on is swapped.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import frozen_info
+from anyrank.model.dtensors import global_shape, layout_of
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
-from anyrank.tensors.sharded_tensor import global_shape, layout_of
 
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))

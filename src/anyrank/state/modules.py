@@ -16,6 +16,7 @@ from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.formats.sources import list_source
 from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
+from anyrank.model.dtensors import as_sharded
 from anyrank.model.own_code import added_to_state_dict
 from anyrank.model.replace import Replacement
 from anyrank.model.share import allocate, default_device, device_for
@@ -32,7 +33,6 @@ from anyrank.state.part_types import (
 )
 from anyrank.state.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
-from anyrank.tensors.sharded_tensor import as_sharded
 from anyrank.tensors.walk import walk
 
 

@@ -26,6 +26,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.model.dtensors import as_sharded, dtensor_like, placement_of
 from anyrank.model.share import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import (
@@ -49,7 +50,7 @@ from anyrank.state.stateful import (
 )
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded, dtensor_like, placement_of
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.device import rank_device
 

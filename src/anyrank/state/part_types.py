@@ -12,8 +12,9 @@ import torch
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Fill, Listing
+from anyrank.model.dtensors import as_sharded
 from anyrank.state.report import Outcome
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import join_first
 

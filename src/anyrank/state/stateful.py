@@ -21,6 +21,7 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
+from anyrank.model.dtensors import as_sharded
 from anyrank.state.part_types import (
     Matched,
     Saved,
@@ -32,7 +33,7 @@ from anyrank.state.part_types import (
     own_name,
 )
 from anyrank.state.report import Outcome
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
+from anyrank.tensors.sharded_tensor import ShardedTensor
 
 HOOKS = (
     "_optimizer_state_dict_pre_hooks",

@@ -128,6 +128,16 @@ def is_own_factor(key: str) -> bool:
     return _OWN_FACTOR.search(key) is not None
 
 
+def is_of_base_layer(key: str) -> bool:
+    """Whether a key is of what an adapter is added to, in a model under PEFT."""
+    return ".base_layer." in f".{key}"
+
+
+def is_trained_copy(key: str) -> bool:
+    """Whether a key is of a module's copy that PEFT trains whole, as `modules_to_save` asks for."""
+    return _TRAINED_COPY.search(key) is not None
+
+
 # Names under which training scripts keep the weights in a checkpoint of several parts.
 NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
 # Names under which they and training tools keep what is not weights; several are numbered.

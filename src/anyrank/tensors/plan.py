@@ -128,8 +128,8 @@ def shared_reads(
     """What is read of a tensor, with those who want it, or a part of it.
 
     Columns of a matrix lie in so many short runs that whoever reads some of them reads the others
-    as well: what several ranks want of the same rows is one read. It takes as many steps as there
-    are groups and chunks.
+    as well: what several ranks want of the same rows is one read. It takes a step for each group
+    and chunk that meet: rows meet few chunks, columns of what is stored in rows meet all of them.
 
     Args:
         stored: the tensor.

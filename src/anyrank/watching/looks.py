@@ -21,15 +21,16 @@ import torch
 
 from anyrank.watching.stacks import Frame, Stack, collective_of, is_own, read_faulthandler
 from anyrank.watching.system import (
+    ENDED,
     STOPPED,
     Workers,
     bytes_moved,
+    describe_own_process,
     end_of,
     oom_kills,
     seconds_wanted,
     state_of,
 )
-from anyrank.world.processes import ENDED, describe_own_process
 
 LOOKS = 20
 PAUSE_SEC = 0.1

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.errors import AnyrankError
+from anyrank.model.dtensors import as_sharded
 from anyrank.model.tensors import TABLES, NamedModule, find_modules
 from anyrank.model.wrappers import plain_class
 from anyrank.state.digests import check_memory
-from anyrank.tensors.sharded_tensor import ShardedTensor, as_sharded
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
 from anyrank.watching.findings import Finding
 from anyrank.wording import count, join_first

@@ -6,25 +6,32 @@ import contextlib
 import os
 import signal
 import time
+from typing import Any
 
-from anyrank.world.processes import ENDED, stat_fields
+from anyrank.world.device import boot_id
 
-STOPPED = ("T", "t")
+STOPPED = ("T", "t")  # states of a process
+ENDED = ("Z", "X")  # of one that ended, before its parent has waited for it
 WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's processes
 SCAN_SHARE = 1000  # times what a scan of all threads' children takes of a core, between two
 STATUS_FIELD = 49  # of the fields of /proc/PID/stat, counted from the state on
 ORDERLY = (0, signal.SIGTERM)  # how a DataLoader ends its workers
 
 
+def describe_own_process() -> dict[str, Any]:
+    """This process's id, and the boot and the namespace within which the id means something."""
+    return {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": _pid_namespace()}
+
+
 def state_of(pid: int) -> str:
     """The letter of a process's state; "" where there is no such process."""
-    fields = stat_fields(pid)
+    fields = _stat_fields(pid)
     return fields[0] if fields else ""
 
 
 def end_of(pid: int) -> str:
     """How a process ended, in words, while its parent has not asked yet; "" where none can say."""
-    fields = stat_fields(pid)
+    fields = _stat_fields(pid)
     if not fields or fields[0] not in ENDED or len(fields) <= STATUS_FIELD:
         return ""
     return ended(int(fields[STATUS_FIELD]))
@@ -58,7 +65,7 @@ class Workers:
             self.known |= {pid for pid in children(os.getpid()) if _name(pid) == WORKER}
             self.next_scan = time.monotonic() + SCAN_SHARE * (time.thread_time() - start)
         for pid in list(self.known - self.dead.keys()):
-            fields = stat_fields(pid)
+            fields = _stat_fields(pid)
             if not fields:
                 self.known.discard(pid)
             elif fields[0] in ENDED:
@@ -100,7 +107,7 @@ def variable_of(pid: int, name: str) -> str:
 
 def parent_of(pid: int) -> int:
     """The parent of a process; 0 where there is none."""
-    fields = stat_fields(pid)
+    fields = _stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
@@ -148,3 +155,20 @@ def _name(pid: int) -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+def _pid_namespace() -> str:
+    """The namespace of this process's ids; "" where the system has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()  # the name may have brackets of its own
+    except OSError:
+        return []

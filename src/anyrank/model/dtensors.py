@@ -1,0 +1,163 @@
+"""What a rank holds of a DTensor, as torch says it: its placements, its mesh and process groups."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anyrank.errors import LoadError
+from anyrank.tensors.layout import GIVEN_BOXES, Layout, Placement
+from anyrank.tensors.sharded_tensor import ShardedTensor
+
+
+def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
+    """A tensor as this rank holds it.
+
+    Raises:
+        LoadError: a tensor subclass or placement whose bytes cannot be placed.
+    """
+    layout, coordinate = layout_of(tensor, name)
+    return ShardedTensor(name, tensor, global_shape(tensor), layout, coordinate)
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor, or of the whole that it is this rank's part of."""
+    return tuple(getattr(tensor, "global_shape", tensor.shape))
+
+
+def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
+    """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
+
+    Raises:
+        LoadError: a tensor subclass, placement or mesh whose bytes cannot be placed.
+    """
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None:
+        if what := _without_bytes(tensor):
+            kind, way_out = what
+            raise LoadError(f"{name}: is a {kind}, whose bytes are not the tensor's: {way_out}")
+        return (GIVEN_BOXES, _given_boxes(tensor, name)) if _is_part(tensor) else (None, None)
+    mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    coordinate = mesh.get_coordinate()
+    rules = tuple(placement_of(placement, name) for placement in placements)
+    places = _places_in_groups(mesh)
+    for axis, rule in enumerate(rules if places else ()):
+        if rule.kind == "shard" and places[axis] != coordinate[axis]:
+            raise LoadError(
+                f"{name}: this rank is at place {coordinate[axis]} of axis {axis} of its mesh, and "
+                f"at place {places[axis]} of the process group there, so torch itself takes the "
+                f"shards in both orders: build the mesh {mesh.mesh.tolist()} with ascending ranks "
+                "along each axis"
+            )
+    return _layout(tuple(mesh.shape), rules), None if coordinate is None else tuple(coordinate)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor says which boxes of a whole it holds: torch's `CheckpointableTensor`,
+    of 2.15, which is a protocol of four attributes.
+    """
+    return hasattr(tensor, "global_shape") and hasattr(tensor, "global_offsets")
+
+
+def _given_boxes(tensor: Any, name: str) -> tuple[int, ...]:
+    """The coordinate of such a tensor; see `GIVEN_BOXES`.
+
+    Raises:
+        LoadError: a box that does not lie in both tensors.
+    """
+    local, whole = tuple(tensor.shape), global_shape(tensor)
+    coordinate = [*local]
+    for start, own_start, sizes in zip(
+        tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
+    ):
+        inside = [
+            len(low) == len(sizes) == len(shape)
+            and all(0 <= a <= a + n <= m for a, n, m in zip(low, sizes, shape, strict=True))
+            for low, shape in ((start, whole), (own_start, local))
+        ]
+        if not all(inside):
+            raise LoadError(
+                f"{name}: says that it holds {list(sizes)} at {list(start)} of {list(whole)}, at "
+                f"{list(own_start)} of its {list(local)}, which do not lie in both: correct its "
+                "global_offsets, local_offsets and local_sizes"
+            )
+        coordinate += [*start, *own_start, *sizes]
+    return tuple(map(int, coordinate))
+
+
+def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What a plain tensor is whose values are not its bytes, and the way out; None for others."""
+    if tensor.is_nested:
+        return "nested tensor", "give its parts, from .unbind()"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
+    if tensor.is_quantized:
+        return "quantised tensor", "load or save before it is quantised, or give .dequantize()"
+    if tensor.is_conj() or tensor.is_neg():
+        return "conj or neg view", "give the result of .resolve_conj().resolve_neg()"
+    if _hides_bytes(type(tensor)):
+        way_out = "load or save before it is wrapped or quantised, or use fully_shard (FSDP2)"
+        return type(tensor).__name__, way_out
+    return None
+
+
+def _places_in_groups(mesh: Any) -> tuple[int, ...]:
+    """This rank's place in the process group of each mesh axis, by which FSDP2 and collectives cut.
+
+    Empty outside of the mesh, and without process groups.
+    """
+    if mesh.get_coordinate() is None or not dist.is_initialized():
+        return ()
+    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+
+
+@lru_cache(maxsize=256)
+def _hides_bytes(kind: type[torch.Tensor]) -> bool:
+    """Whether what the bytes of such tensors mean is known to their class alone."""
+    wraps = hasattr(kind, "__tensor_flatten__")  # torch's protocol of wrapper classes
+    return wraps or kind.__name__ in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
+
+
+@lru_cache(maxsize=256)
+def _layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
+    """One object for equal layouts: a model has few of them and many tensors."""
+    return Layout(tuple(int(size) for size in mesh_shape), placements)
+
+
+def dtensor_like(
+    like: Any, local: torch.Tensor, *, placements: Any, shape: torch.Size, stride: tuple[int, ...]
+) -> Any:
+    """A DTensor around `local`, on the mesh of the DTensor `like`, wherever `local` is.
+
+    `from_local` moves what is not on the mesh's device, as the parameters are that FSDP2 keeps on
+    the CPU. A meta tensor it leaves, and torch's protocol of wrapper classes puts `local` in its
+    place.
+    """
+    mesh = like.device_mesh
+    kind: Any = type(like)  # by its class, as an import statement here takes 0.1 ms
+    elsewhere = local.device.type != mesh.device_type
+    blank = torch.empty_like(local, device="meta") if elsewhere else local
+    dtensor = kind.from_local(blank, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if not elsewhere:
+        return dtensor
+    names, context = dtensor.__tensor_flatten__()
+    parts = {name: getattr(dtensor, name) for name in names}
+    parts |= {name: local for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    return kind.__tensor_unflatten__(parts, context, shape, stride)
+
+
+def placement_of(placement: Any, name: str) -> Placement:
+    """A placement of torch as plain data.
+
+    Raises:
+        LoadError: it is partial, or names no dim.
+    """
+    if placement.is_replicate():
+        return Placement("replicate")
+    dim = getattr(placement, "dim", None)
+    if placement.is_partial() or dim is None:
+        raise LoadError(f"{name}: has placement {placement}, which holds no value to load into")
+    return Placement("shard", int(dim), int(getattr(placement, "split_factor", 1)))
