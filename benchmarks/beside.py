@@ -282,16 +282,28 @@ def write_files(folder: Path) -> None:
         save_file(small, folder / f"{number}.safetensors")
 
 
-def row_of(case: str, both: dict[str, Side], repeats: int) -> Run:
-    """Both sides of a case: medians, and the ratios of runs in the same repetition."""
+# Ratios are of runs in the same repetition: new / old.
+COLUMNS = [
+    "case",
+    "new sec",
+    "old sec",
+    "ratio",
+    "least",
+    "most",
+    "CPU ratio",
+    "new MiB",
+    "old MiB",
+]
+
+
+def row_of(case: str, both: dict[str, Side], repeats: int) -> list[Any]:
+    """Both sides of a case, as `COLUMNS` has them."""
     runs = Case(case, both, lambda name, _: both[name].run(case, False)).run(repeats, warm=1)
-    row: Run = {"case": case}
-    for name, side in both.items():
-        row[f"{name}_sec"] = round(median(runs[name], "seconds"), 5)
-        row[f"{name}_mib"] = round(side.run(case, True)["memory"] / MIB, 1)
-    for figure in ("seconds", "cpu"):
-        row[f"{figure}_x"] = ratios(runs["new"], runs["old"], figure)
-    return row
+    wall, cpu = (ratios(runs["new"], runs["old"], figure) for figure in ("seconds", "cpu"))
+    row: list[Any] = [case, *(round(median(runs[name], "seconds"), 4) for name in both)]
+    row += [round(value, 2) for value in (wall["median"], wall["least"], wall["most"])]
+    row += [round(cpu["median"], 2)]
+    return row + [round(side.run(case, True)["memory"] / MIB) for side in both.values()]
 
 
 def measure(options: argparse.Namespace) -> Run:
@@ -300,14 +312,14 @@ def measure(options: argparse.Namespace) -> Run:
         serve(options.serve)
         return {}
     chosen = [case for case in CASES if case.startswith(tuple(options.cases))]
-    rows: list[Run] = []
+    rows: list[list[Any]] = []
     with sides(options.commit) as both:
         for case in chosen:
             rows.append(row_of(case, both, options.repeats))
             tell("row", rows[-1])
     name = ["git", "-C", str(HERE), "rev-parse", "--short", options.commit]
     commit = subprocess.run(name, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    return {"beside": commit, "rows": rows}
+    return {"beside": commit, "repeats": options.repeats, "columns": COLUMNS, "rows": rows}
 
 
 if __name__ == "__main__":

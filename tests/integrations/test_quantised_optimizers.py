@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.testing import run_ranks
 
+PACKAGES = Path(sys.prefix) / "quantised"  # where `make` installs them, apart from all others
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}  # torchao compiles its steps, with threads that stay
 WIDTH = 128  # a weight has 4096 elements or more, else its state is not quantised
+
+
+pytestmark = pytest.mark.skipif(not PACKAGES.is_dir(), reason=f"there is no {PACKAGES}")
+
+
+def optimizer_of(package: str, name: str) -> Any:
+    sys.path.append(str(PACKAGES))  # on a rank of the pool, which sets it back
+    return getattr(importlib.import_module(f"{package}.optim"), name)
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -28,10 +39,9 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
 
 def job_bitsandbytes(path: str, name: str, goes_on: bool) -> list[torch.Tensor]:
     """The weights after five steps; a save after three, or a resume of it."""
-    optim = pytest.importorskip("bitsandbytes.optim")
     torch.manual_seed(int(goes_on))
     net = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
-    optimizer = getattr(optim, name)(net.parameters(), lr=0.01)
+    optimizer = optimizer_of("bitsandbytes", name)(net.parameters(), lr=0.01)
     with anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer)) as ckpts:
         if goes_on:
             ckpts.resume("must")
@@ -47,7 +57,6 @@ def job_bitsandbytes(path: str, name: str, goes_on: bool) -> list[torch.Tensor]:
 def test_bitsandbytes_goes_on_bit_by_bit_on_another_number_of_ranks(
     tmp_path: Path, name: str
 ) -> None:
-    pytest.importorskip("bitsandbytes")
     wanted = run_ranks(2, job_bitsandbytes, str(tmp_path), name, False)[0]
     for size in (2, 1):
         for found in run_ranks(size, job_bitsandbytes, str(tmp_path), name, True):
@@ -56,10 +65,9 @@ def test_bitsandbytes_goes_on_bit_by_bit_on_another_number_of_ranks(
 
 def job_torchao(path: str, name: str, wrap: str) -> tuple[str, list[Any]]:
     """What a save says, and what it has left."""
-    optim = pytest.importorskip("torchao.optim")
     net: Any = nn.Linear(WIDTH, WIDTH)
     net = fully_shard(net) if wrap == "fsdp" else DistributedDataParallel(net)
-    optimizer = getattr(optim, name)(net.parameters())
+    optimizer = optimizer_of("torchao", name)(net.parameters())
     train(net, optimizer, range(1))
     ckpts = anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer))
     with pytest.raises(anyrank.CheckpointError) as caught:
@@ -74,7 +82,6 @@ def job_torchao(path: str, name: str, wrap: str) -> tuple[str, list[Any]]:
 def test_state_of_torchao_is_refused_by_name(
     tmp_path: Path, wrap: str, name: str, kind: str
 ) -> None:
-    pytest.importorskip("torchao")
     for text, saved in run_ranks(2, job_torchao, str(tmp_path), name, wrap, env=EAGER):
         assert text.startswith("optimizer.state.weight.exp_avg: a")
         assert f"{kind} cannot be saved" in text

@@ -250,7 +250,8 @@ class _Worker:
         """Read one batch of a file, and put its staged blocks where they belong."""
         number, batch = item
         faults.point("load.read")
-        if batch[0].is_mapped and self._take_mapped(number, batch[0]):
+        if batch[0].is_mapped:
+            self._take_mapped(number, batch[0])
             return
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
@@ -284,15 +285,19 @@ class _Worker:
         self._unstage(staged, slot)
         self.reader.count(high - low, self.reader.listing.files[number].quantised)
 
-    def _take_mapped(self, number: int, segment: Segment) -> bool:
-        """Copy a segment out of a mapping of the file, which ends with it; False without one."""
+    def _take_mapped(self, number: int, segment: Segment) -> None:
+        """Copy a segment out of a mapping of the file, which ends with it, or of what was read."""
+        assert segment.dtype is not None
+        assert segment.destination is not None
         file = self.reader.opened[number]
         data = file.mapped(segment.start, segment.stop) if isinstance(file, LocalFile) else None
-        if data is None or segment.dtype is None or segment.destination is None:
-            return False
+        nbytes = segment.destination.numel() * segment.dtype.itemsize
+        if data is None:
+            nbytes = segment.stop - segment.start
+            data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            read_exactly(file, [memory_of(data)], segment.start)
         _unstage(segment, data)
-        self.reader.count(segment.destination.numel() * segment.dtype.itemsize)
-        return True
+        self.reader.count(nbytes)
 
     def _unstage(self, staged: Sequence[tuple[Segment, int]], slot: _Slot) -> None:
         """Put staged bytes where they belong; the slot is busy until all are there."""

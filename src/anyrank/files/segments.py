@@ -68,7 +68,7 @@ def segments_of(
     Args:
         jobs: of the file.
         slot: most bytes of a staged range.
-        most: most bytes of one that goes straight to its destination.
+        most: most bytes of one that goes straight to its destination, or is mapped.
         by_block: whether dense ranges are cut where the blocks of checksums end.
         may_map: whether what lies in the file with holes between, as columns of a matrix do, may
             be copied out of a mapping, and the holes left out.
@@ -78,7 +78,7 @@ def segments_of(
         dtype = job.read.stored.dtype
         is_aligned = job.read.chunk.offset % dtype.itemsize == 0
         maps = may_map and is_aligned and not by_block and job.destination.is_cpu
-        for block in blocks(job.read, slot, slot if maps else GAP_BYTES):
+        for block in blocks(job.read, most if maps else slot, most if maps else GAP_BYTES):
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block.read):
                 memory = memory_of(destination)
@@ -98,7 +98,7 @@ def segments_of(
                     staged = (None, dtype, small.strides, _part_of(job, small))
                     segment = Segment(small.start, small.stop, *staged)
                     # A short one is read along with its holes, in one call with its neighbours.
-                    is_long = small.stop - small.start > GAP_BYTES
+                    is_long = small.stop - small.start > min(GAP_BYTES, slot)
                     segment.is_mapped = maps and is_long and not block.dense
                     segments.append(segment)
     segments.sort(key=lambda segment: segment.start)
