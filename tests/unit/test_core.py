@@ -21,7 +21,7 @@ BUDGETS = {
     "conversion": 1795,
     "data": 1215,
     "exact": 1650,
-    "files": 2425,
+    "files": 2430,
     "filling": 4055,
     "foreign": 1960,
     "formats": 2125,

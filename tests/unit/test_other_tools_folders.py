@@ -172,14 +172,15 @@ def test_a_folder_of_what_convert_wrote_as_dcp_begins_no_run(tmp_path: Path, cal
 
 @pytest.mark.parametrize("place", ["folder", "object store"])
 @pytest.mark.parametrize("call", [save, resume])
-def test_a_step_that_a_run_does_not_have_is_no_place_for_another_run(
-    tmp_path: Path, call: Any, place: str
+@pytest.mark.parametrize("within", ["step-00000009", "step-00000009/mine", "step-00000000/a/b"])
+def test_a_step_of_a_run_is_no_place_for_another_run(
+    tmp_path: Path, call: Any, place: str, within: str
 ) -> None:
-    run = str(tmp_path) if place == "folder" else f"memory://within/{call.__name__}"
+    run = str(tmp_path) if place == "folder" else f"memory://{tmp_path.name}"
     save(run, anyrank.TrainState(nn.Linear(1, 1)))
-    match = r"is a step of the run .*: give that, and resume\(9\) to go back"
+    match = r"is (within )?a step of the run .*: give that, and resume\([09]\) to go back"
     with pytest.raises(anyrank.CheckpointError, match=match):
-        call(f"{run}/step-00000009", anyrank.TrainState(nn.Linear(1, 1)))
+        call(f"{run}/{within}", anyrank.TrainState(nn.Linear(1, 1)))
     assert [saved.step for saved in anyrank.inspect(run).steps] == [0]
 
 

@@ -91,7 +91,7 @@ def test_what_is_no_step_and_no_path_is_refused(
 def test_what_else_is_in_the_own_run_is_no_step(tmp_path: Path, name: str) -> None:
     train(tmp_path)
     (tmp_path / "step-00000004").rename(tmp_path / ".aside-damaged-step-00000004")
-    with pytest.raises(ValueError, match=r"no step of the run.*give a step as.*: 6, 2;"):
+    with pytest.raises(ValueError, match=r"no step of the run.*give a step as.*: 6, 2$"):
         resumed(tmp_path, str(tmp_path / name))
 
 

@@ -64,7 +64,7 @@ def resume_run(
     search = StepSearch(folder, own_which, verify, ranks, memory)
     resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
-        note = f"{path} was not read: the run has steps of its own, which began with it"
+        note = f"{path} was not read: the run has steps of its own, and goes on with them"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
         resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))
@@ -189,7 +189,8 @@ def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
         f"step as a number, of those that {folder.path} has: {steps}"
     )
     store, parent = storage_for(path), path.rpartition("/")[0]
-    if parent not in ("", ".") and store.is_dir(parent):
+    own_path = _resolve(folder.path)  # whose steps are named already
+    if parent not in ("", ".") and store.is_dir(parent) and _resolve(parent) != own_path:
         text += (
             f"; or a path, of those in {parent}: {join_first(sorted(store.names(parent)), SHOWN)}"
         )

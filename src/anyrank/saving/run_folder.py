@@ -107,14 +107,17 @@ class RunFolder:
             raise CheckpointError(f"{self.path}: {problem}")
 
     def _find_parent_run(self) -> str | None:
-        """A problem if the folder has the name of a step in another run's folder, or None."""
-        parent, _, name = self.absolute_path.rstrip("/").rpartition("/")
-        number = number_of(name)
-        if number is None or not self.store.is_dir(parent):
-            return None
-        if not list_steps(self.store, parent, self.store.names(parent)):
-            return None
-        return f"is a step of the run {parent}: give that, and resume({number}) to go back to it"
+        """A problem if the folder is, or is within, a step of another run, or None."""
+        parent, where = self.absolute_path.rstrip("/"), "is"
+        while parent:
+            parent, _, name = parent.rpartition("/")
+            number = number_of(name)
+            is_of_run = number is not None and self.store.is_dir(parent)
+            if is_of_run and list_steps(self.store, parent, self.store.names(parent)):
+                way_out = f"give that, and resume({number}) to go back to it"
+                return f"{where} a step of the run {parent}: {way_out}"
+            where = "is within"
+        return None
 
     def _find_write_problem(self) -> str | None:
         """Why a save could not make its folder here, known before hours of training; or None."""
