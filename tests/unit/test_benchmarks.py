@@ -23,7 +23,7 @@ GOALS = {
     "frozen": 3,
     "kills": 3,
     "load": 27,
-    "memory": 9,
+    "memory": 10,
     "save": 2,
     "sweep": 3,
     "sync": 12,
