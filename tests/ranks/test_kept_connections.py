@@ -37,7 +37,7 @@ def fail() -> None:
 
 
 def job_many_calls(folder: str) -> tuple[int, int, list[str]]:
-    """Keys in the store after ten calls and after a thousand, and the threads then."""
+    """Keys in the store after ten calls and after a thousand, and the threads that are left."""
     counts: list[int] = []
     pair: Any = dist.new_group([0, 1])
     for calls in (10, 990):
@@ -58,10 +58,10 @@ def job_many_calls(folder: str) -> tuple[int, int, list[str]]:
     return counts[0], counts[1], [name for name in names if name.startswith("anyrank")]
 
 
-def test_calls_leave_neither_keys_in_the_store_nor_threads_but_one_a_group(tmp_path: Path) -> None:
+def test_calls_leave_neither_keys_in_the_store_nor_threads(tmp_path: Path) -> None:
     for few, many, threads in run_ranks(2, job_many_calls, str(tmp_path / "run"), timeout=120):
         assert few == many
-        assert threads == ["anyrank-helper"] * 2
+        assert threads == []
 
 
 # -- after a failure ------------------------------------------------------------------------------

@@ -128,10 +128,7 @@ def test_each_part_is_judged_at_the_newest_common_step(tmp_path: Path) -> None:
         assert ignored, ignored
         assert ignored.parts["model"]
     ignored = anyrank.diff(a, c, ignore="timer")
-    assert (ignored.step, [*ignored.values], ignored.unused) == (2, ["model.weight"], [])
-    misspelt = anyrank.diff(a, b, ignore=["timre", "best"])
-    assert misspelt.unused == ["timre"]
-    assert "ignore    'timre' left out nothing" in str(misspelt)
+    assert (ignored.step, [*ignored.values]) == (2, ["model.weight"])
     assert anyrank.diff(a, c, ignore=["timer", "*.weight"])
     with pytest.raises(TypeError, match="ignore=3: give a pattern"):
         anyrank.diff(a, c, ignore=3)  # type: ignore[arg-type]

@@ -78,7 +78,8 @@ def segments_of(
         dtype = job.read.stored.dtype
         is_aligned = job.read.chunk.offset % dtype.itemsize == 0
         maps = may_map and is_aligned and not by_block and job.destination.is_cpu
-        for block in blocks(job.read, most if maps else slot, most if maps else GAP_BYTES):
+        longest, gap_bytes = (most, most) if maps else (slot, GAP_BYTES)
+        for block in blocks(job.read, longest, gap_bytes):
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block.read):
                 memory = memory_of(destination)
@@ -95,12 +96,11 @@ def segments_of(
                     segments.append(Segment(low, high, None, dtype, (1,), part))
             else:
                 for small in cut_dense(block, slot) if block.dense else (block,):
-                    staged = (None, dtype, small.strides, _part_of(job, small))
-                    segment = Segment(small.start, small.stop, *staged)
                     # A short one is read along with its holes, in one call with its neighbours.
                     is_long = small.stop - small.start > min(GAP_BYTES, slot)
-                    segment.is_mapped = maps and is_long and not block.dense
-                    segments.append(segment)
+                    is_mapped = maps and is_long and not block.dense
+                    staged = (None, dtype, small.strides, _part_of(job, small), is_mapped)
+                    segments.append(Segment(small.start, small.stop, *staged))
     segments.sort(key=lambda segment: segment.start)
     return segments
 

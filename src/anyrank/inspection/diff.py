@@ -79,7 +79,6 @@ class DiffReport:
         steps_only: of two runs: the steps that only one of them has, which are not compared.
         unreadable: tensors that were not compared, as they are not dense -> what they are; such
             sources are not equal.
-        unused: of sources that differ: patterns of `ignore` that left out nothing.
     """
 
     a: str
@@ -99,7 +98,6 @@ class DiffReport:
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
-    unused: list[str] = field(default_factory=list[str])
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
@@ -134,7 +132,6 @@ class DiffReport:
             ),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
-            ("ignore", [f"{pattern!r} left out nothing" for pattern in self.unused]),
         ]
         lines += rows(groups, 10, SHOWN)
         if self.newest is not None and not self:
@@ -206,13 +203,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     """
     check_source(a)
     check_source(b)
-    ignored = _Ignored(ignore)
-    report = _diff_sources(a, b, ignored)
-    unused = [] if report else [text for text in ignored.patterns if text not in ignored.used]
-    return replace(report, unused=unused)
-
-
-def _diff_sources(a: Source, b: Source, ignored: Ignore) -> DiffReport:
+    ignored = _ignored(ignore)
     steps_a, steps_b = _committed_steps(a), _committed_steps(b)
     if steps_a is not None and steps_b is not None:
         return _diff_runs(name_of(a), name_of(b), steps_a, steps_b, ignored)
@@ -223,26 +214,13 @@ def _diff_sources(a: Source, b: Source, ignored: Ignore) -> DiffReport:
     return _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
 
 
-class _Ignored:
-    """Whether a name, or a table that it is in, is of one of the patterns.
-
-    Attributes:
-        used: the patterns that some name was of.
-    """
-
-    def __init__(self, ignore: object) -> None:
-        patterns: Any = [ignore] if isinstance(ignore, str) else ignore
-        is_list = isinstance(patterns, Sequence)
-        if not is_list or not all(isinstance(text, str) for text in patterns):
-            raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
-        self.patterns: list[str] = [*patterns]
-        self.used: set[str] = set()
-
-    def __call__(self, name: str) -> bool:
-        name = _place_of(name)
-        hits = [p for p in self.patterns if fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*")]
-        self.used.update(hits)
-        return bool(hits)
+def _ignored(ignore: object) -> Ignore:
+    """Whether a name, or a table that it is in, is of one of the patterns."""
+    patterns: Any = [ignore] if isinstance(ignore, str) else ignore
+    if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
+        raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
+    with_inner = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
+    return lambda name: any(fnmatchcase(_place_of(name), text) for text in with_inner)
 
 
 def _dtypes(listing: Listing) -> dict[str, torch.dtype]:

@@ -32,7 +32,10 @@ TESTED = "5.23"  # transformers
 CODE = {
     "conversion_mapping": ("get_model_conversion_mapping",),
     "core_model_loading": (
-        *("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"),
+        "WeightConverter",
+        "WeightRenaming",
+        "dot_natural_key",
+        "rename_source_key",
         "revert_weight_conversion",
     ),
 }

@@ -118,14 +118,12 @@ def _is_itself(
 
 
 def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    if (tensor.data_ptr(), tensor.shape, tensor.dtype) != (
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
         other.data_ptr(),
         other.shape,
+        other.stride(),
         other.dtype,
-    ):
-        return False
-    steps = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
-    return all(step == other_step for size, step, other_step in steps if size > 1)
+    )
 
 
 def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:

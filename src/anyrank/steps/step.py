@@ -364,8 +364,8 @@ class Step:
         # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
         must_gather = sync.meets or bool(run.is_weighted) or is_new
         records = self._ranks.gather(record, "comparing the step") if must_gather else [record]
-        names = [*sync.summed], [*sync.exchanged]
-        is_checked = judge(self.number, records, *names, values, self._ranks)
+        summed, exchanged = [*sync.summed], [*sync.exchanged]
+        is_checked = judge(self.number, records, summed, exchanged, values, self._ranks)
         weights = [weight for record in records for weight in record.weights]
         if run.is_weighted is not None and not own_backward:
             run.total = math.fsum(weights) if must_gather else self.samples

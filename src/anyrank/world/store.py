@@ -1,15 +1,13 @@
 """The job's store (torch's TCPStore), with a deadline for every call.
 
-A call on a TCPStore waits for ever once the network to its host is cut. So a thread makes the
-calls, and the caller waits for a limited time. After a call without an answer the store counts as
-lost. The thread starts with the first call, and ends with the store.
+A call on a TCPStore waits for ever once the network to its host is cut. So a thread makes the call,
+and the caller waits for a limited time. After a call without an answer the store counts as lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -40,7 +38,6 @@ class Store:
         self.inner = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
         self.name = f"the ranks' store{_address(store)}"
         self.lost = False
-        self.helper_thread: HelperThread | None = None
 
     def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
         """Call `work` with torch's store, and return its result.
@@ -56,12 +53,9 @@ class Store:
             if time.monotonic() > end:
                 raise TimeoutError(f"no answer for {seconds:.0f} s")
 
-        if self.helper_thread is None:
-            self.helper_thread = HelperThread()
-            weakref.finalize(self, self.helper_thread.close)
-        inner = self.inner
         try:
-            return self.helper_thread.call(lambda: work(inner), check_deadline, min(seconds, 1.0))
+            with HelperThread() as helper:
+                return helper.call(lambda: work(self.inner), check_deadline, min(seconds, 1.0))
         except Exception as error:
             self.lost = True
             text = str(error).partition("\n")[0][:200]
