@@ -21,7 +21,7 @@ from tests.scripts import run_script
 from torch import nn
 
 from anyrank import TrainState
-from anyrank.cli import demo, torchrun
+from anyrank.cli import demo, demo_runs, torchrun
 from anyrank.errors import AnyrankError
 from anyrank.inspection.inspect import inspect
 
@@ -84,19 +84,28 @@ def test_a_model_is_loaded_and_a_killed_run_ends_as_one_rank(
     assert len(said["loaded"]["peak_host_bytes"]) == 4
     assert len(said["losses"]) == len(said["reference"]) == demo.STEPS
     assert [leg["ranks"] for leg in said["legs"]] == [4, 3, 2]
-    assert [leg["killed_in_save_of"] for leg in said["legs"]] == [4, 6, None]
-    assert said["legs"][2]["from_step"] >= 4
-    assert [row[1:] for row in said["receipts"]] == [[48, "exactly once"]] * 2
+    assert [leg["killed_in_save_of"] for leg in said["legs"]] == [2, 4, None]
+    assert said["legs"][1]["from_step"] >= 1
+    assert said["legs"][2]["from_step"] >= 3
+    assert [row[1:] for row in said["receipts"]] == [[36, "exactly once"]] * 2
     assert said["sha256"] == said["reference_sha256"]
     assert len(said["sha256"]) == 64
     assert os.listdir() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_tour_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(AnyrankError, match=r"exit code 1; their last lines:") as caught:
+        demo.run(str(tmp_path))
+    assert "ValueError: Unrecognized model" in str(caught.value)
 
 
 def test_the_model_of_the_tour_is_a_real_one() -> None:
     found = inspect(demo.find_weights())
     assert found.parameters == 22_713_728
     # In a process of its own: memory that an earlier test freed would hide what this takes.
-    script = f"from anyrank.cli import demo; print(demo.load_file_peak({demo.find_weights()!r}))"
+    weights = demo.find_weights()
+    script = f"from anyrank.cli import demo_runs as d; print(d.load_file_peak({weights!r}))"
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, check=True, text=True
     )
@@ -174,7 +183,7 @@ def test_the_sha256_is_of_every_value_of_the_newest_step(tmp_path: Path) -> None
         nn.init.constant_(model.weight, value)
         nn.init.zeros_(model.bias)
         save(tmp_path / name, state)
-    a, b, c = (demo.sha256_of(str(tmp_path / name)) for name in "abc")
+    a, b, c = (demo_runs.sha256_of(str(tmp_path / name)) for name in "abc")
     assert a == b != c
 
 
@@ -205,7 +214,7 @@ def test_ranks_that_fail_are_one_error_with_their_last_lines(tmp_path: Path) -> 
         "import os; print('x\\n' * 99, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
     )
     log = str(tmp_path / "log")
-    with pytest.raises(AnyrankError, match=r"exit code 3; its last lines:") as caught:
+    with pytest.raises(AnyrankError, match=r"exit code 3; their last lines:") as caught:
         launch(script, log)
     assert str(caught.value).startswith(f"{log}: ")
     assert str(caught.value).endswith(" 1 boom\n")

@@ -17,7 +17,7 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
 # Lines of each room, with comments and empty ones.
 BUDGETS = {
-    "cli": 1220,
+    "cli": 1280,
     "conversion": 1795,
     "data": 1215,
     "exact": 1650,

