@@ -36,7 +36,7 @@ BUDGETS = {
     "saving": 1360,
     "state": 2220,
     "steps": 2370,
-    "tensors": 2180,
+    "tensors": 2190,
     "testing": 1310,
     "watching": 2990,
     "world": 1490,

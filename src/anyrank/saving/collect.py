@@ -10,11 +10,11 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
+import anyrank
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
@@ -161,7 +161,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         saved_on={"ranks": ranks.size, "layout": _describe_layout(_shared_tensors(parts))},
         lineage=state.lineage,
         written="",
-        versions={"anyrank": version("anyrank"), "torch": str(torch.__version__)},
+        versions={"anyrank": anyrank.__version__, "torch": str(torch.__version__)},
         files={},
         parts=records,
         differed=differed,

@@ -61,7 +61,9 @@ class Piece:
     local: tuple[int, ...]
 
     def part(self, box: Box) -> Piece:
-        """The piece, limited to a smaller box."""
+        """The piece, limited to a box within it."""
+        if box == self.box:
+            return self
         inside = box.relative_to(self.box.offsets).shifted(self.local)
         return Piece(box, inside.offsets)
 

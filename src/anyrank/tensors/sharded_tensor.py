@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -110,7 +110,7 @@ def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
 
 def replicas(
     index: int, tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
-) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+) -> Mapping[tuple[Piece, ...], tuple[int, ...]]:
     """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
 
     Args:
@@ -120,11 +120,19 @@ def replicas(
     """
     if tensor.layout is None:
         return {tensor.pieces: tuple(coordinates)} if tensor.pieces else {}
+    held = tuple((rank, known.coordinate(index)) for rank, known in coordinates.items())
+    return _replicas(tensor.shape, tensor.layout, held)
+
+
+@lru_cache(maxsize=64)  # most tensors of a model, and their optimizer state, are alike
+def _replicas(
+    shape: tuple[int, ...], layout: Layout, held: tuple[tuple[int, tuple[int, ...] | None], ...]
+) -> Mapping[tuple[Piece, ...], tuple[int, ...]]:
+    """See `replicas`; `held` has every rank and its coordinate."""
     by_coordinate: dict[tuple[int, ...] | None, list[int]] = {}
-    for rank, known in coordinates.items():
-        by_coordinate.setdefault(known.coordinate(index), []).append(rank)
+    for rank, coordinate in held:
+        by_coordinate.setdefault(coordinate, []).append(rank)
     groups: dict[tuple[Piece, ...], list[int]] = {}
     for coordinate, ranks in by_coordinate.items():
-        pieces = local_pieces(tensor.shape, tensor.layout, coordinate)
-        groups.setdefault(pieces, []).extend(ranks)
+        groups.setdefault(local_pieces(shape, layout, coordinate), []).extend(ranks)
     return {pieces: tuple(sorted(ranks)) for pieces, ranks in groups.items() if pieces}
