@@ -123,13 +123,18 @@ def _run_child(control: socket.socket, fd: int, folder: str) -> None:
 
 
 def _report_deaths(control: socket.socket, children: set[int]) -> None:
-    """Reap ranks that died, kill the processes they started, and notify the owner."""
+    """Kill the processes that dead ranks started, notify the owner, and reap the ranks.
+
+    In this order: who sees that a rank's process is gone must find the owner notified.
+    """
     for pid in list(children):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             send_signal(pid, signal.SIGKILL)  # the group exists while it has members
+            control.sendall(FRAME.pack(DIED, pid, code))
             children.discard(pid)
-            control.sendall(FRAME.pack(DIED, pid, os.waitstatus_to_exitcode(status)))
+            os.waitpid(pid, 0)
 
 
 def send_signal(pid: int, signum: int) -> None:
