@@ -90,9 +90,8 @@ def run_way(way: str, folder: Path, out: Path) -> Run:
     return {"seconds": seconds, "anon_mib": anon, "process_mib": anon + before / MIB}
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """All ways in turn."""
-    launcher = Launcher("convert")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder, out = Path(name), Path(name, "out")
         make_sources(folder, options.mib)

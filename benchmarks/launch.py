@@ -1,14 +1,17 @@
-"""Fresh ranks for every measurement, and their memory as the kernel counts it. Linux only.
+"""Fresh ranks for every measurement, on CPUs or devices, their clock and memory. Linux only.
 
 A rank is forked from a server that has imported everything and done nothing else, so all start
 alike, in a fraction of a second. Nothing is reused, and so `anyrank.testing` starts no ranks here:
 a process that has loaded once keeps its pages for the next load, which falsifies time and memory.
+
+On which device a rank computes is said once, to `Launcher`; a job asks `device` for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import inspect
 import multiprocessing
@@ -21,15 +24,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import HERE, MADV_POPULATE_WRITE, PAGE, warm_memory
+
+if TYPE_CHECKING:
+    import torch
 
 SAMPLE_SEC = 0.015
 PRESENT, FILE_OR_SHARED = 1 << 63, 1 << 61
 
+# Kind of device -> the backends of its ranks.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "sim": "cpu:gloo,sim:simccl"}
+KIND = "ANYRANK_BENCH_DEVICE"  # variable of a rank that has a device other than the CPU
+
 Table = dict[str, Any]
 Stages = Iterator[Table]
+ENVIRON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRON |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 End = Any  # of a pipe to a rank
 
 
@@ -51,8 +63,9 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """Of the first rank that failed: its traceback, or how it ended; "" when none did."""
+        """The traceback of a rank that raised, or how another one ended; "" when none failed."""
         failed = [table for table in self.stages[-1] if has_failed(table)] if self.stages else []
+        failed.sort(key=lambda table: "error" not in table)
         return next((str(one.get("error") or f"a rank {one['end']}") for one in failed), "")
 
     @property
@@ -71,17 +84,24 @@ class Launcher:
 
     Args:
         preload: module that imports all that a job needs, beside what `preload.py` does.
+        kind: of the ranks' devices, of `BACKENDS`; each rank has its own.
     """
 
-    def __init__(self, preload: str) -> None:
-        os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    def __init__(self, preload: str, kind: str = "cpu") -> None:
+        os.environ |= ENVIRON
         # The server of some Python versions ignores sys.path.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-        self.preload = preload
+        self.preload, self.kind = preload, kind
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([preload, "preload"])
-        self.values(1, str)  # the server has imported everything before a clock runs
+
+    @functools.cached_property
+    def is_ready(self) -> bool:
+        """Starts the server, which has imported everything before a clock runs."""
+        self.context.set_forkserver_preload([self.preload, "preload"])
+        process = self.context.Process(target=str)
+        process.start()
+        process.join()
+        return True
 
     def values(self, size: int, job: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
         """What a job returns on each of so many fresh ranks; raises as `tables`."""
@@ -124,6 +144,7 @@ class Launcher:
             timeout_sec: for the whole of it; the ranks are killed then.
         """
         outcome = Outcome()
+        assert self.is_ready
         deadline = time.monotonic() + timeout_sec
         ends: list[End] = []
         processes: list[Any] = []
@@ -131,7 +152,7 @@ class Launcher:
             port = _free_port()
             for rank in range(size):
                 ours, theirs = self.context.Pipe()
-                given = (theirs, self.preload, rank, size, port, job, args)
+                given = (theirs, self.preload, self.kind, rank, size, port, job, args)
                 processes.append(self.context.Process(target=_rank, args=given, daemon=True))
                 processes[-1].start()
                 theirs.close()
@@ -202,6 +223,12 @@ def _answers(
     return tables
 
 
+def torchrun(size: int) -> list[str]:
+    """The beginning of a command that starts so many ranks as a user does; with ENVIRON."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*line, f"--nproc-per-node={size}"]
+
+
 def summed_pss(pids: list[int]) -> int:
     """Anonymous memory of several processes in bytes, a page that n share counted once."""
     from anyrank.testing import pss_anon
@@ -218,6 +245,7 @@ def _free_port() -> int:
 def _rank(
     end: End,
     preload: str,
+    kind: str,
     rank: int,
     size: int,
     port: int,
@@ -235,7 +263,12 @@ def _rank(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        if kind == "sim":
+            import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+        if kind != "cpu":
+            os.environ[KIND] = kind
+            torch.accelerator.set_device_index(rank)
+        dist.init_process_group(BACKENDS[kind])
         made = job(*args)
         for table in made if inspect.isgenerator(made) else [{"value": made}]:
             end.send(table)
@@ -252,6 +285,59 @@ def _rank(
             end.send(told)
     finally:
         sys.stdout.flush()
+
+
+# -- what a job asks for --------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    """This rank's: where its tensors are."""
+    import torch
+
+    kind = os.environ.get(KIND, "cpu")
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ["RANK"]))
+
+
+def meet() -> None:
+    """Wait for all ranks, each with nothing under way on its device."""
+    import torch
+    import torch.distributed as dist
+
+    if device().type != "cpu":
+        torch.accelerator.synchronize()
+    dist.barrier()
+
+
+def timed(work: Callable[[], Any], watch_host: bool = False) -> Table:
+    """A call on all ranks, from the instant at which they begin to that at which all are done.
+
+    Args:
+        work: what is called.
+        watch_host: sample the host's memory, which takes time; a device counts its own anyway.
+
+    Returns:
+        seconds, CPU seconds of this process, and where they are known `peak_bytes`: of memory over
+        what there was before, the device's own or anonymous memory of this process.
+    """
+    import torch
+
+    on_device, host, before = device().type != "cpu", None, 0
+    if watch_host and not on_device:
+        from anyrank.testing import PeakMemory
+
+        host = PeakMemory()
+    meet()
+    if on_device:
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+    with host or contextlib.nullcontext():
+        start, cpu = time.perf_counter(), time.process_time()
+        work()
+        meet()
+        found = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    if on_device:
+        found["peak_bytes"] = torch.accelerator.max_memory_allocated() - before
+    return found | ({"peak_bytes": host.peak_bytes} if host else {})
 
 
 def settle() -> None:

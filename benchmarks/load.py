@@ -21,7 +21,7 @@ import bench
 from bench import GIB, MIB, Case, Run, Runs, meminfo, ratios, spread, tell, warm_files
 from contenders import CONTENDERS, run
 from launch import Launcher, Outcome
-from weights import make_model, model_numel, weight_map
+from models import make_model, model_numel, weight_map
 
 OPTIONS: dict[str, Any] = {
     "ranks": [2, 4, 8],
@@ -79,12 +79,15 @@ def figures_of(outcome: Outcome, size: int, is_watched: bool) -> Run:
         return {"not_run": outcome.error.strip().splitlines()[-1]}
     prepared, loaded, checked = outcome.stages
     found: Run = {
-        "usable_sec": max(table["usable_sec"] for table in loaded),
+        "usable_sec": max(table["seconds"] for table in loaded),
         "prepared_sec": max(table["prepared_sec"] for table in prepared),
         "wrong": sorted({name for table in checked for name in table["wrong"]}),
     }
     if is_watched:
         target, peak = sum(table["share_bytes"] for table in checked), outcome.added_bytes
+        if "peak_bytes" in loaded[0]:  # of the ranks' devices
+            found["host_mib_per_rank"] = peak / size / MIB
+            peak = sum(table["peak_bytes"] for table in loaded)
         found["peak_x"] = peak / target
         found["beyond_mib_per_rank"] = (peak - target) / size / MIB
     return found
@@ -135,7 +138,7 @@ def summarise(group: str, timed: Runs, watched: Runs) -> list[Run]:
             if both:
                 mine, theirs = zip(*both, strict=True)
                 row[f"time_x_{other}"] = ratios(mine, theirs, "usable_sec")
-        for figure in ("peak_x", "beyond_mib_per_rank"):
+        for figure in ("peak_x", "beyond_mib_per_rank", "host_mib_per_rank"):
             if values := [run[figure] for run in watched[name] if figure in run]:
                 row[figure] = spread(values)
         rows.append(row)
@@ -162,13 +165,13 @@ def goals_of(result: Run) -> list[Run]:
     return goals
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """All groups."""
     folder = Path(options.model) if options.model else make_model(options.gib)
     warm_files(folder)
     have = importlib.util.find_spec("accelerate") is not None
     names = [name for name in options.contenders if have or name != "accelerate"]
-    launcher, rows = Launcher("contenders"), list[Run]()
+    rows = list[Run]()
     for group in groups_of(options):
         rows += measure_group(launcher, group, names, folder, options)
     for row in rows:

@@ -187,10 +187,7 @@ LOSSES = {
 
 def mlp_table(result: dict[str, Any]) -> str:
     """Bytes by number of tiles, calls and time of a tiled MLP."""
-    mib = {
-        (row["way"], row["tiles"]): row.get("allocated_mib", row["live_mib"])
-        for row in result["mlp"]
-    }
+    mib = {(row["way"], row["tiles"]): row["mib"] for row in result["mlp"]}
     times = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
     calls, tiles = result["nested_calls"], (16, 32, 64)
     body = [
@@ -203,7 +200,7 @@ def mlp_table(result: dict[str, Any]) -> str:
 
 def loss_table(result: dict[str, Any]) -> str:
     """Bytes of a tiled loss by number of tokens."""
-    mib = {(row["way"], row["tokens"]): str(row["live_mib"]) for row in result["loss"]}
+    mib = {(row["way"], row["tokens"]): str(row["mib"]) for row in result["loss"]}
     tokens = (4096, 65536)
     body = [[title, *(mib[way, n] for n in tokens)] for way, title in LOSSES.items()]
     return table(["", *(f"{n} tokens" for n in tokens)], body)
