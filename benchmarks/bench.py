@@ -115,21 +115,29 @@ def tell(what: str, figures: Any) -> None:
 # -- figures --------------------------------------------------------------------------------------
 
 
+def known(runs: Iterable[Run], figure: str) -> list[float]:
+    """A figure in the repetitions that have it."""
+    return [run[figure] for run in runs if figure in run]
+
+
 def median(runs: Iterable[Run], figure: str) -> float:
     """Of one figure of a way's repetitions."""
-    return statistics.median(run[figure] for run in runs)
+    return statistics.median(known(runs, figure))
 
 
-def spread(values: Iterable[float]) -> dict[str, Any]:
-    """Median, least, most, and how many values they are of."""
-    known = [*values]
-    figures = {"median": statistics.median(known), "least": min(known), "most": max(known)}
-    return {name: round(value, 4) for name, value in figures.items()} | {"n": len(known)}
+def spread(values: Iterable[float]) -> Run:
+    """Median, least, most, and how many values they are of; nothing where there are none."""
+    every = [*values]
+    if not every:
+        return {}
+    figures = {"median": statistics.median(every), "least": min(every), "most": max(every)}
+    return {name: round(value, 4) for name, value in figures.items()} | {"n": len(every)}
 
 
-def ratios(ours: Iterable[Run], theirs: Iterable[Run], figure: str) -> dict[str, Any]:
-    """`spread` of the ratios of a figure, each of two ways in one repetition."""
-    return spread(a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True))
+def ratios(ours: Iterable[Run], theirs: Iterable[Run], figure: str) -> Run:
+    """`spread` of the ratios of a figure, each of two ways in one repetition that both have."""
+    pairs = [pair for pair in zip(ours, theirs, strict=False) if all(figure in run for run in pair)]
+    return spread(a[figure] / b[figure] for a, b in pairs)
 
 
 def go_on(name: str, keys: Iterable[str], job: Callable[[str], Run]) -> dict[str, Run]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from bench import GIB, MIB, Case, Run, Runs, meminfo, ratios, spread, tell, warm_files
+from bench import GIB, MIB, Case, Run, Runs, known, meminfo, ratios, spread, tell, warm_files
 from contenders import CONTENDERS, run
 from launch import Launcher, Outcome
 from models import make_model, model_numel, weight_map
@@ -123,24 +123,15 @@ def summarise(group: str, timed: Runs, watched: Runs) -> list[Run]:
     for name, ours in timed.items():
         every = [*ours, *watched[name]]
         row: Run = {"group": group, "contender": name, "title": CONTENDERS[name].title}
-        if reasons := [run["not_run"] for run in every if "not_run" in run]:
-            row["not_run"] = reasons[0]
-        if wrong := sorted({tensor for run in every for tensor in run.get("wrong", ())}):
-            row["wrong"] = wrong
-        if times := [run["usable_sec"] for run in ours if "usable_sec" in run]:
-            row["usable_sec"] = spread(times)
-        for other in sorted({other for _, other, _ in GOALS}) if name == "anyrank" else ["hand"]:
-            both = [
-                pair
-                for pair in zip(ours, timed.get(other, ()), strict=False)
-                if all("usable_sec" in run for run in pair)
-            ]
-            if both:
-                mine, theirs = zip(*both, strict=True)
-                row[f"time_x_{other}"] = ratios(mine, theirs, "usable_sec")
+        row["not_run"] = next((run["not_run"] for run in every if "not_run" in run), "")
+        row["wrong"] = sorted({tensor for run in every for tensor in run.get("wrong", ())})
+        others = sorted({other for _, other, _ in GOALS}) if name == "anyrank" else ["hand"]
+        row["usable_sec"] = spread(known(ours, "usable_sec"))
+        for other in others:
+            row[f"time_x_{other}"] = ratios(ours, timed.get(other, ()), "usable_sec")
         for figure in ("peak_x", "beyond_mib_per_rank", "host_mib_per_rank"):
-            if values := [run[figure] for run in watched[name] if figure in run]:
-                row[figure] = spread(values)
+            row[figure] = spread(known(watched[name], figure))
+        row = {figure: value for figure, value in row.items() if value}
         rows.append(row)
     return rows
 

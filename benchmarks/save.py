@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bench
-from bench import MIB, Case, Run, Runs, median, ratios, tell
+from bench import MIB, Case, Run, Runs, known, median, ratios, tell
 from launch import Launcher, Outcome, Stages, meet, settle, timed
 from save_contenders import SAVES, load_dcp, make_state
 
@@ -159,11 +159,7 @@ def rows_of(runs: Runs) -> dict[str, Run]:
     """The medians of each contender."""
     figures = ("seconds", "stall_seconds", "beyond_mib", "device_mib")
     return {
-        kind: {
-            figure: median([run for run in of if figure in run], figure)
-            for figure in figures
-            if any(figure in run for run in of)
-        }
+        kind: {figure: median(of, figure) for figure in figures if known(of, figure)}
         for kind, of in runs.items()
     }
 
@@ -176,13 +172,9 @@ def ratios_of(runs: Runs, size: int, loads: list[int]) -> list[Run]:
         wanted.append((what, f"full {size}->{other}", f"dcp {size}->{other}", "seconds", MAX_LOAD))
     rows: list[Run] = []
     for what, ours, theirs, figure, most in wanted:
-        if not {ours, theirs} <= runs.keys():
-            continue
-        pairs = zip(runs[ours], runs[theirs], strict=True)
-        both = [pair for pair in pairs if all(figure in run for run in pair)]
-        mine, peers = zip(*both, strict=True)
-        rows.append({"what": what, **ratios(mine, peers, figure), "goal": most})
-        tell("ratio", rows[-1])
+        if found := ratios(runs.get(ours, ()), runs.get(theirs, ()), figure):
+            rows.append({"what": what, **found, "goal": most})
+            tell("ratio", rows[-1])
     return rows
 
 
