@@ -259,7 +259,7 @@ def touch(model: nn.Module) -> None:
                 local.view(-1)[:: PAGE // local.element_size()].add_(0)
 
 
-def run(name: str, folder: str, dtype: str, layout: str) -> Stages:
+def run(name: str, folder: str, dtype: str, layout: str, is_watched: bool) -> Stages:
     """The job of one rank: prepare, load, check; see `Launcher.run`."""
     warnings.simplefilter("ignore")
     contender, target = CONTENDERS[name], Target(folder, dtype, layout)
@@ -275,7 +275,7 @@ def run(name: str, folder: str, dtype: str, layout: str) -> Stages:
         model = contender.run(target, model)
         touch(model)
 
-    yield timed(load)
+    yield timed(load, watch_host=is_watched)
 
     share = sum(local_part(one).numel() * one.element_size() for one in model.parameters())
     yield {"wrong": wrong_tensors(model, folder, target.torch_dtype), "share_bytes": share}

@@ -79,7 +79,6 @@ def first(samples: list[torch.Tensor]) -> torch.Tensor:
 def fix_order(is_exact: bool) -> None:
     """On a device exact=True asks for kernels that add in one order; others are as they are."""
     if device().type != "cpu":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as torch asks for
         torch.use_deterministic_algorithms(is_exact)
 
 

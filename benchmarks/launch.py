@@ -31,7 +31,6 @@ from bench import HERE, MADV_POPULATE_WRITE, PAGE, warm_memory
 if TYPE_CHECKING:
     import torch
 
-SAMPLE_SEC = 0.015
 PRESENT, FILE_OR_SHARED = 1 << 63, 1 << 61
 
 # Kind of device -> the backends of its ranks.
@@ -42,6 +41,9 @@ Table = dict[str, Any]
 Stages = Iterator[Table]
 ENVIRON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 ENVIRON |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# What asks for GPUs while it is imported must not begin with them: the ranks are forked later.
+ENVIRON |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+ENVIRON |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for products that add in one order
 End = Any  # of a pipe to a rank
 
 
@@ -52,14 +54,9 @@ class Outcome:
     Attributes:
         stages: one entry a stage, each with one table a rank. In the last one a rank that raised
             has {"error": traceback, "class", "text"}, another {"end": "died" or "hangs"}.
-        baseline_bytes, peak_bytes, final_bytes: Pss_Anon over all ranks, before the timed stage, at
-            its highest and after it; 0 when it was not sampled.
     """
 
     stages: list[list[Table]] = field(default_factory=list)
-    baseline_bytes: int = 0
-    peak_bytes: int = 0
-    final_bytes: int = 0
 
     @property
     def error(self) -> str:
@@ -67,11 +64,6 @@ class Outcome:
         failed = [table for table in self.stages[-1] if has_failed(table)] if self.stages else []
         failed.sort(key=lambda table: "error" not in table)
         return next((str(one.get("error") or f"a rank {one['end']}") for one in failed), "")
-
-    @property
-    def added_bytes(self) -> int:
-        """The peak over the baseline."""
-        return self.peak_bytes - self.baseline_bytes
 
 
 def has_failed(table: Table) -> bool:
@@ -125,7 +117,6 @@ class Launcher:
         size: int,
         job: Callable[..., Any],
         *args: Any,
-        sample: bool = False,
         warm_bytes: int = 0,
         grace_sec: float = 0.0,
         timeout_sec: float = 300.0,
@@ -138,7 +129,6 @@ class Launcher:
                 is ready, one after its timed stage, and one for every stage after; or it returns a
                 value, that of the only stage.
             args: of the job.
-            sample: sum the ranks' Pss_Anon during the timed stage.
             warm_bytes: memory to touch and free right before the timed stage.
             grace_sec: in which the other ranks may still answer once one has failed.
             timeout_sec: for the whole of it; the ranks are killed then.
@@ -157,10 +147,16 @@ class Launcher:
                 processes[-1].start()
                 theirs.close()
                 ends.append(ours)
-            pids = [process.pid for process in processes]
-            self._run_stages(outcome, ends, pids if sample else [], warm_bytes, grace_sec, deadline)
-        except OSError as error:  # a rank was gone before it could be asked for its memory
-            outcome.stages.append([{"error": f"{type(error).__name__}: {error}"}])
+            while not outcome.error:
+                if len(outcome.stages) == 1 and warm_bytes:  # before the timed one
+                    warm_memory(warm_bytes)
+                for end in ends if outcome.stages else ():
+                    with contextlib.suppress(OSError):  # it has died since
+                        end.send("go")
+                tables = _answers(ends, grace_sec, deadline)
+                if all(table.get("is_last") for table in tables):
+                    break
+                outcome.stages.append(tables)
         finally:
             for end in ends:
                 end.close()
@@ -170,48 +166,13 @@ class Launcher:
                 process.join()
         return outcome
 
-    def _run_stages(
-        self,
-        outcome: Outcome,
-        ends: list[End],
-        pids: list[int],
-        warm_bytes: int,
-        grace_sec: float,
-        deadline: float,
-    ) -> None:
-        while not outcome.error:
-            watched: list[int] = []
-            if len(outcome.stages) == 1:  # the timed one
-                if warm_bytes:
-                    warm_memory(warm_bytes)
-                watched = pids
-                outcome.baseline_bytes = outcome.peak_bytes = summed_pss(watched)
-            for end in ends if outcome.stages else ():
-                with contextlib.suppress(OSError):  # it has died since
-                    end.send("go")
 
-            def look(watched: list[int] = watched) -> None:
-                if watched:
-                    outcome.final_bytes = summed_pss(watched)
-                    outcome.peak_bytes = max(outcome.peak_bytes, outcome.final_bytes)
-
-            tables = _answers(ends, grace_sec, deadline, look)
-            if all(table.get("is_last") for table in tables):
-                return
-            outcome.stages.append(tables)
-
-
-def _answers(
-    ends: list[End], grace_sec: float, deadline: float, look: Callable[[], None]
-) -> list[Table]:
-    """One table from each rank; `look` is called while they come, and once they are there."""
+def _answers(ends: list[End], grace_sec: float, deadline: float) -> list[Table]:
+    """One table from each rank."""
     tables: list[Table] = [{"end": "hangs"} for _ in ends]
     waiting: dict[End, int] = {end: number for number, end in enumerate(ends)}
     while waiting and (left := deadline - time.monotonic()) > 0:
-        start = time.monotonic()
-        look()
-        pause = SAMPLE_SEC - (time.monotonic() - start)
-        for end in connection.wait([*waiting], min(left, max(0.001, pause))):
+        for end in connection.wait([*waiting], left):
             number = waiting.pop(end)
             try:
                 tables[number] = end.recv()
@@ -219,7 +180,6 @@ def _answers(
                 tables[number] = {"end": "died"}
             if has_failed(tables[number]):
                 deadline = min(deadline, time.monotonic() + grace_sec)
-    look()
     return tables
 
 
@@ -227,13 +187,6 @@ def torchrun(size: int) -> list[str]:
     """The beginning of a command that starts so many ranks as a user does; with ENVIRON."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*line, f"--nproc-per-node={size}"]
-
-
-def summed_pss(pids: list[int]) -> int:
-    """Anonymous memory of several processes in bytes, a page that n share counted once."""
-    from anyrank.testing import pss_anon
-
-    return sum(pss_anon(pid) for pid in pids)
 
 
 def _free_port() -> int:
@@ -313,31 +266,31 @@ def timed(work: Callable[[], Any], watch_host: bool = False) -> Table:
 
     Args:
         work: what is called.
-        watch_host: sample the host's memory, which takes time; a device counts its own anyway.
+        watch_host: sample anonymous memory of this process, which takes time.
 
     Returns:
-        seconds, CPU seconds of this process, and where they are known `peak_bytes`: of memory over
-        what there was before, the device's own or anonymous memory of this process.
+        seconds, CPU seconds of this process, and peaks over what there was before: `host_bytes`
+        where the host was watched, `peak_bytes` of the device, or of the host for want of one.
     """
     import torch
 
-    on_device, host, before = device().type != "cpu", None, 0
-    if watch_host and not on_device:
-        from anyrank.testing import PeakMemory
+    from anyrank.testing import PeakMemory
 
-        host = PeakMemory()
+    on_device, before = device().type != "cpu", 0
     meet()
     if on_device:
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
-    with host or contextlib.nullcontext():
+    with PeakMemory() if watch_host else contextlib.nullcontext() as host:
         start, cpu = time.perf_counter(), time.process_time()
         work()
         meet()
         found = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    if host:
+        found["host_bytes"] = found["peak_bytes"] = host.peak_bytes
     if on_device:
         found["peak_bytes"] = torch.accelerator.max_memory_allocated() - before
-    return found | ({"peak_bytes": host.peak_bytes} if host else {})
+    return found
 
 
 def settle() -> None:
@@ -349,10 +302,7 @@ def settle() -> None:
 
 
 def own_inherited_pages(libc: ctypes.CDLL) -> None:
-    """Copy now what the fork shares with the server, so that no contender pays for that later.
-
-    Without this, the first write to an inherited page counts as memory that the contender added.
-    """
+    """Copy now what the fork shares with the server, so that no contender pays for that later."""
     import numpy as np
 
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

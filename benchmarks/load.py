@@ -84,10 +84,9 @@ def figures_of(outcome: Outcome, size: int, is_watched: bool) -> Run:
         "wrong": sorted({name for table in checked for name in table["wrong"]}),
     }
     if is_watched:
-        target, peak = sum(table["share_bytes"] for table in checked), outcome.added_bytes
-        if "peak_bytes" in loaded[0]:  # of the ranks' devices
-            found["host_mib_per_rank"] = peak / size / MIB
-            peak = sum(table["peak_bytes"] for table in loaded)
+        target = sum(table["share_bytes"] for table in checked)
+        peak, host = (sum(table[of] for table in loaded) for of in ("peak_bytes", "host_bytes"))
+        found["host_mib_per_rank"] = host / size / MIB
         found["peak_x"] = peak / target
         found["beyond_mib_per_rank"] = (peak - target) / size / MIB
     return found
@@ -106,8 +105,8 @@ def measure_group(
         need = need_bytes(group, name, numel)
         if need > MAX_MEMORY * meminfo("MemAvailable"):
             return {"not_run": f"needs some {need / GIB:.0f} GiB of memory"}
-        given, warm = (name, str(folder), dtype, layout), 0 if is_watched else need
-        outcome = launcher.run(size, run, *given, sample=is_watched, warm_bytes=warm)
+        given, warm = (name, str(folder), dtype, layout, is_watched), 0 if is_watched else need
+        outcome = launcher.run(size, run, *given, warm_bytes=warm)
         return figures_of(outcome, size, is_watched)
 
     able = [name for name in names if layout in CONTENDERS[name].layouts]

@@ -43,7 +43,7 @@ GOALS = (
 MAX_LOAD = 1.0
 
 
-def save(kind: str, folder: str, widths: Sequence[int]) -> Stages:
+def save(kind: str, folder: str, widths: Sequence[int], is_watched: bool = False) -> Stages:
     """One save on fresh ranks; see `Launcher.run`."""
     warnings.simplefilter("ignore")
     state = make_state(widths, is_sharded=kind != "accelerate")
@@ -51,7 +51,7 @@ def save(kind: str, folder: str, widths: Sequence[int]) -> Stages:
     meet()
     yield {}
     stall: list[float | None] = []
-    table = timed(lambda: stall.append(SAVES[kind][1](state, folder)))
+    table = timed(lambda: stall.append(SAVES[kind][1](state, folder)), is_watched)
     yield table | {"stall_seconds": stall[0] or 0.0}
 
 
@@ -115,13 +115,11 @@ def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
             folder = f"{top}/{kind}-{number}"
             os.sync()
             found = figures_of(launcher.run(size, save, kind, folder, widths, warm_bytes=warm))
-            device_bytes = found.pop("peak_bytes", 0)
             if number == 0:
-                given = (kind, f"{folder}-watched", widths)
-                outcome = launcher.run(size, save, *given, sample=True, warm_bytes=warm)
-                found["beyond_mib"] = outcome.added_bytes / size / MIB
-                if device_bytes:
-                    found["device_mib"] = device_bytes / MIB
+                given = (kind, f"{folder}-watched", widths, True)
+                watched = figures_of(launcher.run(size, save, *given, warm_bytes=warm))
+                found["beyond_mib"] = watched["host_bytes"] / MIB
+                found["peak_mib"] = watched["peak_bytes"] / MIB
                 shutil.rmtree(given[1], ignore_errors=True)
             if kind not in ("dcp", "anyrank") or number < options.repeats - 1:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +155,7 @@ def goals_of(result: Run) -> list[Run]:
 
 def rows_of(runs: Runs) -> dict[str, Run]:
     """The medians of each contender."""
-    figures = ("seconds", "stall_seconds", "beyond_mib", "device_mib")
+    figures = ("seconds", "stall_seconds", "beyond_mib", "peak_mib")
     return {
         kind: {figure: median(of, figure) for figure in figures if known(of, figure)}
         for kind, of in runs.items()
