@@ -1,6 +1,6 @@
 # Every target makes .venv first, from constraints.txt, and leaves it alone while it is up to date.
-# `make gpu VENV_PYTHON=python3` (also test, bench and bench-gpu) takes an interpreter that has
-# everything already, torch for CUDA say, and installs nothing.
+# `make gpu VENV_PYTHON=python3` (also test and bench) takes an interpreter that has everything
+# already, torch for CUDA say, and installs nothing.
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,10 +22,10 @@ RANKS := $(addprefix tests/,ranks device machines)
 PROCESSES := $(addprefix tests/,cli crash)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ranks test-processes test-others compat lint format bench bench-gpu gpu device docs release constraints clean
+.PHONY: help demo test test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of this machine
 	$(VENV)/bin/anyrank demo
@@ -71,9 +71,6 @@ bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/load.py
 	$(VENV_PYTHON) benchmarks/save.py
 	$(VENV_PYTHON) benchmarks/memory.py
-
-bench-gpu: $(READY)  ## loads, saves, syncs, exact sums and tiles, on this machine's GPUs
-	$(VENV_PYTHON) benchmarks/gpu.py
 
 gpu: $(READY)  ## tests that need a CUDA device
 	$(VENV_PYTHON) -m pytest tests/gpu tests/device

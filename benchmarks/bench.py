@@ -40,8 +40,10 @@ WIDTH = 100  # of a line of results
 MIB, GIB = 1 << 20, 1 << 30
 PAGE = 4096
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "anyrank")
-PACKAGES += ("torch_checkpointing", "deepspeed", "liger_kernel")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "safetensors", "anyrank"),
+    *("torch_checkpointing", "deepspeed", "liger_kernel"),  # peers
+)
 
 Run = dict[str, Any]  # what one way did in one repetition: figure -> value
 Runs = dict[str, list[Run]]

@@ -18,7 +18,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -42,7 +42,7 @@ GOALS = {"replicas": 0.1, "every": 0.01, "verified": 1.1, "extra": 0.02}
 
 
 @contextlib.contextmanager
-def seconds_in(module: Any, name: str) -> Iterator[list[float]]:
+def seconds_in(module: Any, name: str) -> Generator[list[float]]:
     """The seconds of each call of a module's function, as long as this lasts."""
     inner, spent = getattr(module, name), list[float]()
 

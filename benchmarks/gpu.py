@@ -29,6 +29,7 @@ import sync
 import torch
 from bench import HERE, Run, tell
 from launch import Launcher
+from torch.cuda import nccl
 
 NO_GPU = "torch sees no CUDA device here, so nothing is measured"
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -87,7 +88,7 @@ def describe_devices(kind: str, size: int) -> Run:
     names = {torch.cuda.get_device_name(number) for number in range(size)}
     driver = DRIVER.read_text(encoding="ascii").splitlines()[0] if DRIVER.exists() else "unknown"
     found: Run = {"devices": f"{size} of {', '.join(sorted(names))}", "driver": driver}
-    return found | {"cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version()}
+    return found | {"cuda": torch.version.cuda, "nccl": nccl.version()}
 
 
 def main() -> int:

@@ -90,7 +90,11 @@ class Encoder(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        sizes = {"num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 4 * width}
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "intermediate_size": 4 * width,
+        }
         config = transformers.BertConfig(vocab_size=1, hidden_size=width, **sizes)
         self.bert = transformers.BertModel(config, add_pooling_layer=False)
         self.bert.embeddings.word_embeddings.requires_grad_(False)  # vectors come in

@@ -39,11 +39,15 @@ KIND = "ANYRANK_BENCH_DEVICE"  # variable of a rank that has a device other than
 
 Table = dict[str, Any]
 Stages = Iterator[Table]
-ENVIRON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-ENVIRON |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-# What asks for GPUs while it is imported must not begin with them: the ranks are forked later.
-ENVIRON |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-ENVIRON |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for products that add in one order
+ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for products that add in one order
+    # What asks for GPUs while it is imported must not begin with them: ranks are forked later.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 End = Any  # of a pipe to a rank
 
 
@@ -107,7 +111,8 @@ class Launcher:
         Raises:
             RuntimeError: one did.
         """
-        outcome = self.run(size, job, *args, **{"timeout_sec": 900.0, **limits})
+        given: dict[str, Any] = {"timeout_sec": 900.0, **limits}
+        outcome = self.run(size, job, *args, **given)
         if outcome.error:
             raise RuntimeError(outcome.error)
         return outcome.stages
@@ -172,7 +177,8 @@ def _answers(ends: list[End], grace_sec: float, deadline: float) -> list[Table]:
     tables: list[Table] = [{"end": "hangs"} for _ in ends]
     waiting: dict[End, int] = {end: number for number, end in enumerate(ends)}
     while waiting and (left := deadline - time.monotonic()) > 0:
-        for end in connection.wait([*waiting], left):
+        ready: list[End] = connection.wait([*waiting], left)
+        for end in ready:
             number = waiting.pop(end)
             try:
                 tables[number] = end.recv()

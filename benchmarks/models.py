@@ -82,7 +82,7 @@ def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer, begin: bytes = b
 # -- the random Llama -----------------------------------------------------------------------------
 
 
-def llama_config(gib: float) -> dict[str, int]:
+def llama_config(gib: float) -> dict[str, Any]:
     """Sizes of a Llama whose bf16 weights take about `gib` GiB.
 
     From 0.5 GiB on they are those of a 1-billion-parameter model with fewer layers.

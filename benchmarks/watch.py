@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def launched(
     *arguments: str,
     limit_sec: float = LIMIT_SEC,
     variables: dict[str, str] | None = None,
-) -> Iterator[tuple[Path, str, bool]]:
+) -> Generator[tuple[Path, str, bool]]:
     """A script under torchrun: its folder, its error output, and whether it ended in time."""
     environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT / "src"), **(variables or {})}
     with tempfile.TemporaryDirectory() as name:
@@ -235,7 +235,7 @@ def train(blocks: int, steps: int) -> Runs:
 
     def once(way: str, number: int) -> Run:
         start = time.monotonic()
-        watching = anyrank.watch("60s") if way == "watched" else contextlib.nullcontext()
+        watching = anyrank.watch("60s") if way == "watched" else None
         times: list[float] = []
         for _ in range(steps):
             before = time.perf_counter()
@@ -244,7 +244,7 @@ def train(blocks: int, steps: int) -> Runs:
             optimizer.zero_grad()
             times.append(time.perf_counter() - before)
         share = seconds_of_threads() / (time.monotonic() - start)
-        if way == "watched":
+        if watching is not None:
             watching.close()
         return {"sec": statistics.median(times), "cpu_share": share}
 
