@@ -5,9 +5,11 @@ A benchmark sets something up and says what each of its ways does; `Case` runs t
     case = Case("save", SAVES, job)              # job("dcp", 0) -> {"seconds": 0.4}
     runs = case.run(5, warm=1)                   # way -> one such table for each repetition
     ratios(runs["anyrank"], runs["dcp"], "seconds")
+    cells = Case("truncated", WAYS, job).once()  # way -> the outcome of its only run
 
-and `main` makes a command of it, whose result it writes to `results/NAME.json`. Nothing heavy is
-imported, so that a rank or a process of a benchmark loads what it needs alone.
+and `main` makes a command of it, which gives it fresh ranks and writes its result to
+`results/NAME.json`. Nothing heavy is imported, so that a rank or a process of a benchmark loads
+what it needs alone.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launch import Launcher
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
@@ -34,7 +40,10 @@ WIDTH = 100  # of a line of results
 MIB, GIB = 1 << 20, 1 << 30
 PAGE = 4096
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "anyrank")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "safetensors", "anyrank"),
+    *("torch_checkpointing", "deepspeed", "liger_kernel"),  # peers
+)
 
 Run = dict[str, Any]  # what one way did in one repetition: figure -> value
 Runs = dict[str, list[Run]]
@@ -75,6 +84,10 @@ class Case:
                         tell(f"{self.name}: {way}", run)
         return runs
 
+    def once(self) -> Run:
+        """What each way did in its only repetition."""
+        return {way: runs[0] for way, runs in self.run(1).items()}
+
 
 def in_turn(names: Iterable[str], repetition: int) -> list[str]:
     """The names, beginning with another one in each repetition."""
@@ -104,21 +117,51 @@ def tell(what: str, figures: Any) -> None:
 # -- figures --------------------------------------------------------------------------------------
 
 
+def known(runs: Iterable[Run], figure: str) -> list[float]:
+    """A figure in the repetitions that have it."""
+    return [run[figure] for run in runs if figure in run]
+
+
 def median(runs: Iterable[Run], figure: str) -> float:
     """Of one figure of a way's repetitions."""
-    return statistics.median(run[figure] for run in runs)
+    return statistics.median(known(runs, figure))
 
 
-def spread(values: Iterable[float]) -> dict[str, Any]:
-    """Median, least, most, and how many values they are of."""
-    known = [*values]
-    figures = {"median": statistics.median(known), "least": min(known), "most": max(known)}
-    return {name: round(value, 4) for name, value in figures.items()} | {"n": len(known)}
+def spread(values: Iterable[float]) -> Run:
+    """Median, least, most, and how many values they are of; nothing where there are none."""
+    every = [*values]
+    if not every:
+        return {}
+    figures = {"median": statistics.median(every), "least": min(every), "most": max(every)}
+    return {name: round(value, 4) for name, value in figures.items()} | {"n": len(every)}
 
 
-def ratios(ours: Iterable[Run], theirs: Iterable[Run], figure: str) -> dict[str, Any]:
-    """`spread` of the ratios of a figure, each of two ways in one repetition."""
-    return spread(a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True))
+def ratios(ours: Iterable[Run], theirs: Iterable[Run], figure: str) -> Run:
+    """`spread` of the ratios of a figure, each of two ways in one repetition that both have."""
+    pairs = [pair for pair in zip(ours, theirs, strict=False) if all(figure in run for run in pair)]
+    return spread(a[figure] / b[figure] for a, b in pairs)
+
+
+def go_on(name: str, keys: Iterable[str], job: Callable[[str], Run]) -> dict[str, Run]:
+    """A long job for each of many keys; a call that was stopped is gone on with by the next one.
+
+    Args:
+        name: of the file in the system's temporary folder that has what is done meanwhile.
+        keys: what is to be done, which also says what a result depends on.
+        job: from a key to its result.
+    """
+    path = Path(tempfile.gettempdir(), f"anyrank-{name}.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    done: dict[str, Run] = dict(json.loads(line) for line in lines)
+    wanted = [*keys]
+    with path.open("a", buffering=1, encoding="utf-8") as file:
+        for key in wanted:
+            if key not in done:
+                done[key] = job(key)
+                file.write(json.dumps([key, done[key]]) + "\n")
+                tell(key, done[key])
+    path.unlink()
+    return {key: done[key] for key in wanted}
 
 
 def goal(what: str, value: float, at_most: float) -> dict[str, Any]:
@@ -133,28 +176,36 @@ def goal(what: str, value: float, at_most: float) -> dict[str, Any]:
 
 def main(
     name: str,
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
-    quick: dict[str, Any] | None = None,
-    parts: Sequence[str] = (),
+    measure: Callable[[argparse.Namespace, Launcher], Run],
+    quick: Run | None = None,
+    choices: Sequence[str] = (),
+    in_tables: bool = False,
     **defaults: Any,
 ) -> None:
     """The command of a benchmark: reads its options, measures, and writes down what was found.
 
     Args:
-        name: of the file of its results.
-        measure: from the options to the results; nothing is written when there are none.
+        name: of its module, which its ranks have imported before they start, and of its results.
+        measure: from the options and the starter of fresh ranks to the results.
         quick: what --quick sets, which writes nothing.
-        parts: options that choose a part of it: their use writes nothing, unless --out is given.
+        choices: options that choose a part of it: their use writes nothing, unless --out is given.
+        in_tables: the results are tables, each with its own machine; those of earlier calls stay.
         defaults: all other options with their defaults, which give them their types.
     """
+    from launch import Launcher
+
     options = parse(defaults, quick)
-    tell("machine", describe_machine())
+    here = describe_machine()
+    tell("machine", here)
     before = load_average()
-    result = measure(options)
-    is_whole = all(getattr(options, part) == defaults[part] for part in parts)
-    if result and (options.out or (is_whole and not options.quick)):
-        load = {"load_average": [before, load_average()]}
-        keep(name, describe_machine() | load | result, options.out)
+    result = measure(options, Launcher(name))
+    is_part = options.quick or any(getattr(options, one) != defaults[one] for one in choices)
+    here |= {"load_average": [before, load_average()]}
+    if options.out or not is_part:
+        if in_tables:
+            keep(name, read(name) | {one: here | result[one] for one in result}, options.out)
+        else:
+            keep(name, here | result, options.out)
 
 
 def parse(
@@ -226,13 +277,13 @@ def _filled(texts: Iterable[str]) -> Iterator[str]:
 # -- the machine ----------------------------------------------------------------------------------
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> Run:
     """One line of hardware, the versions, the command and the date; part of every result file."""
     arguments = [argument.removeprefix(f"{HERE.parent}/") for argument in sys.argv]
     return {
         "command": shlex.join(["python", *arguments]),
         "machine": hardware_line(),
-        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
+        "versions": {"python": platform.python_version(), **versions()},
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -250,14 +301,12 @@ def hardware_line() -> str:
     )
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version."""
+def versions() -> dict[str, str]:
+    """Package -> version, of those that are installed."""
     found: dict[str, str] = {}
-    for package in packages:
-        try:
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
     return found
 
 

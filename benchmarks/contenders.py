@@ -16,21 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench import PAGE
-from launch import Stages, settle
+from launch import Stages, device, meet, settle, timed
+from models import local_part, rows_of, weight_map, wrapped, wrong_tensors
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from weights import local_part, rows_of, weight_map, wrong_tensors
 
 import anyrank
 
-SCRATCH_BYTES = 1 << 20  # of the hand-written minimum's cast; stays in the core's cache
+SCRATCH_BYTES = 1 << 20  # of the hand-written minimum's cast or copy; stays in the core's cache
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,6 @@ class Target:
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a rank holds a part of them."""
-        return self.layout in SHARDED
 
 
 SHARDED = ("fsdp", "hsdp")
@@ -90,33 +83,27 @@ class Contender:
 
 
 def build(target: Target, is_real: bool = False) -> nn.Module:
-    """The model without its weights: on meta, or in memory nobody has written to."""
+    """The model without its weights: on meta, or in memory of the host nobody has written to."""
     config = AutoConfig.from_pretrained(target.folder)
     with anyrank.meta():
         model = AutoModelForCausalLM.from_config(config, dtype=target.torch_dtype)
-    return allocate(model) if is_real else model
+    return allocate(model, torch.device("cpu")) if is_real else model
 
 
-def allocate(model: nn.Module) -> nn.Module:
+def allocate(model: nn.Module, where: torch.device) -> nn.Module:
     """Uninitialised memory for a model on meta. Its real buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device="cpu")
+    model.to_empty(device=where)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     return model
 
 
 def shard(model: Any, target: Target) -> nn.Module:
-    """`fully_shard` layer by layer, then the rest, on the layout's mesh; if it has one."""
-    if not target.is_sharded:
-        return model
-    size = dist.get_world_size()
-    shape = (2, size // 2) if target.layout == "hsdp" else (size,)
-    names = ("replicate", "shard") if target.layout == "hsdp" else ("shard",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    """As the layout says, by layers; a model that DDP will hold stays plain, on its device."""
+    if target.layout == "ddp":
+        return model if model.device.type == "meta" else model.to(device())
+    return wrapped(target.layout, model, model.model.layers)
 
 
 # -- the ways -------------------------------------------------------------------------------------
@@ -129,9 +116,10 @@ def with_anyrank(target: Target, model: nn.Module) -> nn.Module:
 
 def by_hand(target: Target, model: nn.Module) -> nn.Module:
     """Each rank reads its own bytes into its own tensors: no agreement, no checks, no report."""
-    allocate(model)
+    allocate(model, device())
     where, files = weight_map(target.folder), dict[str, tuple[int, int, dict[str, Any]]]()
-    scratch = torch.empty(SCRATCH_BYTES // 2, dtype=torch.bfloat16)
+    on_cpu = device().type == "cpu"
+    scratch = torch.empty(SCRATCH_BYTES // 2, dtype=torch.bfloat16, pin_memory=not on_cpu)
     for name, parameter in model.named_parameters():
         if where[name] not in files:
             fd = os.open(Path(target.folder, where[name]), os.O_RDONLY)
@@ -141,7 +129,7 @@ def by_hand(target: Target, model: nn.Module) -> nn.Module:
         local = local_part(parameter).view(-1)
         row = parameter.shape[1:].numel()
         start = base + header[name]["data_offsets"][0] + 2 * row * rows_of(parameter)[0]
-        if local.dtype == torch.bfloat16:
+        if on_cpu and local.dtype == torch.bfloat16:
             read_into(fd, local, start)
             continue
         for part in local.split(len(scratch)):
@@ -164,7 +152,7 @@ def read_into(fd: int, tensor: torch.Tensor, offset: int) -> None:
 
 
 def dcp_reader(target: Target, model: nn.Module) -> nn.Module:
-    allocate(model)
+    allocate(model, device())
     dcp.load(model.state_dict(), storage_reader=HuggingFaceStorageReader(target.folder))
     return model
 
@@ -182,7 +170,7 @@ def rank0_broadcast(target: Target, _: object) -> nn.Module:
         model = build(target)
     shard(model, target)
     if not full:
-        allocate(model)
+        allocate(model, device())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, full, options=options)
     for _name, buffer in sorted(model.named_buffers()):
@@ -210,7 +198,7 @@ def from_pretrained(target: Target, _: object) -> nn.Module:
 def ddp_sends(target: Target, _: object) -> nn.Module:
     """Rank 0 loads, and DDP's constructor sends it to the others."""
     model = load_all(target) if dist.get_rank() == 0 else build(target, is_real=True)
-    return DistributedDataParallel(model)
+    return DistributedDataParallel(model.to(device()))
 
 
 def transformers_distributed(target: Target, _: object) -> nn.Module:
@@ -240,7 +228,7 @@ def with_accelerate(target: Target, _: object) -> nn.Module:
         state=SimpleNamespace(fsdp_plugin=plugin),
         mixed_precision="no",
         is_main_process=dist.get_rank() == 0,
-        device=torch.device("cpu"),
+        device=device(),
     )
     return fsdp2_prepare_model(accelerator, model)
 
@@ -271,24 +259,23 @@ def touch(model: nn.Module) -> None:
                 local.view(-1)[:: PAGE // local.element_size()].add_(0)
 
 
-def run(name: str, folder: str, dtype: str, layout: str) -> Stages:
+def run(name: str, folder: str, dtype: str, layout: str, is_watched: bool) -> Stages:
     """The job of one rank: prepare, load, check; see `Launcher.run`."""
     warnings.simplefilter("ignore")
     contender, target = CONTENDERS[name], Target(folder, dtype, layout)
     start = time.perf_counter()
     model: Any = shard(build(target), target) if contender.sharded_before else None
     prepared_sec = time.perf_counter() - start
-    dist.barrier()
     settle()
-    dist.barrier()
+    meet()
     yield {"prepared_sec": prepared_sec}
 
-    dist.barrier()
-    start = time.perf_counter()
-    model = contender.run(target, model)
-    touch(model)
-    dist.barrier()
-    yield {"usable_sec": time.perf_counter() - start}
+    def load() -> None:
+        nonlocal model
+        model = contender.run(target, model)
+        touch(model)
+
+    yield timed(load, watch_host=is_watched)
 
     share = sum(local_part(one).numel() * one.element_size() for one in model.parameters())
     yield {"wrong": wrong_tensors(model, folder, target.torch_dtype), "share_bytes": share}

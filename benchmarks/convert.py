@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +23,13 @@ import bench
 import torch
 import xxhash  # noqa: F401 - in every process, so that they differ in the tool alone
 from bench import MIB, Case, Run, spread, tell
-from launch import Launcher, settle
+from launch import Launcher, settle, timed
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from anyrank import Checkpoints, TrainState, convert
-from anyrank.testing import PeakMemory, rss_anon
+from anyrank.testing import rss_anon
 
 MATRIX_MIB = 64
 WIDTH = 4096
@@ -82,17 +81,13 @@ def run_way(way: str, folder: Path, out: Path) -> Run:
     warnings.simplefilter("ignore")
     settle()
     before = rss_anon()
-    with PeakMemory() as memory:
-        start = time.perf_counter()
-        WAYS[way](folder, out)
-        seconds = time.perf_counter() - start
-    anon = memory.peak_bytes / MIB
-    return {"seconds": seconds, "anon_mib": anon, "process_mib": anon + before / MIB}
+    table = timed(lambda: WAYS[way](folder, out), watch_host=True)
+    anon = table["host_bytes"] / MIB
+    return {"seconds": table["seconds"], "anon_mib": anon, "process_mib": anon + before / MIB}
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """All ways in turn."""
-    launcher = Launcher("convert")
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder, out = Path(name), Path(name, "out")
         make_sources(folder, options.mib)

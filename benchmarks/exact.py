@@ -1,41 +1,38 @@
 """The cost of exact=True beside the stock reduction, and its bits on many rank counts.
 
     python benchmarks/exact.py                # step times, 2 to 4 ranks: DDP and FSDP2
-    python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks; goes on
-                                              # where an earlier call of as many steps was stopped
-    python benchmarks/exact.py --memory       # peak of the gradients, 2 and 4 ranks; goes on too
+    python benchmarks/exact.py --bits         # SHA-256 after 200 steps on 1 to 8 ranks
+    python benchmarks/exact.py --memory       # peak of the gradients, 2 and 4 ranks
     python benchmarks/exact.py --quick        # small, nothing is written; with the others too
+
+Each goes on where an earlier call was stopped.
 
 Times are of forward, backward and exchange of a step of four Linear(1024, 1024) with GELU on 256
 rows a microbatch; the contenders take turns, step by step, in the same processes. Bits are of a
 small transformer with dropout, AdamW, clipping and a short step at the end of each epoch. Memory is
-a rank's anonymous memory within a step above what it is between steps, in units of all gradients in
-float32, of twelve Linear(1024, 1024), with few activations.
+a rank's own within a step above what it is between steps, in units of all gradients in float32, of
+twelve Linear(1024, 1024), with few activations; on a CPU it is anonymous memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import bench
 import torch
 import torch.distributed as dist
-from bench import Case, Run, Runs, describe_machine, keep, ratios, read, tell
-from launch import Launcher
+from bench import Case, Run, Runs, median, ratios, slowest, spread
+from launch import Launcher, device, timed
+from models import digest_of, wrapped
 from tables import RATIOS
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anyrank
-from anyrank.testing import PeakMemory
 
 CONTENDERS = ("ddp stock", "ddp exact", "fsdp stock", "fsdp each", "fsdp exact")
 KINDS = ("plain", "ddp", "fsdp", "hsdp", "fsdp bf16")
@@ -66,7 +63,7 @@ class Ready(torch.utils.data.Dataset[Any]):
 
     def __init__(self, width: int, rows: int) -> None:
         g = torch.Generator().manual_seed(0)
-        self.batches = torch.randn(13, rows, width, generator=g)
+        self.batches = torch.randn(13, rows, width, generator=g).to(device())
 
     def __len__(self) -> int:
         return 1 << 20
@@ -79,29 +76,27 @@ def first(samples: list[torch.Tensor]) -> torch.Tensor:
     return samples[0]
 
 
-def mlp(kind: str, width: int, depth: int) -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
-    net = nn.Sequential(*layers)
-    if kind == "ddp":
-        return DistributedDataParallel(net)
-    for layer in layers:
-        fully_shard(layer)
-    return fully_shard(net)
+def fix_order(is_exact: bool) -> None:
+    """On a device exact=True asks for kernels that add in one order; others are as they are."""
+    if device().type != "cpu":
+        torch.use_deterministic_algorithms(is_exact)
 
 
 class Stepper:
     """The steps of one contender: its model, and the loader that gives it microbatches."""
 
     def __init__(self, name: str, rounds: int, width: int, rows: int, depth: int) -> None:
-        self.data, self.rounds = Ready(width, rows), rounds
-        self.net = mlp(name.split()[0], width, depth)
+        self.data, self.rounds, self.is_exact = Ready(width, rows), rounds, name.endswith("exact")
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+        self.net = wrapped(name.split()[0], nn.Sequential(*layers).to(device()), layers)
         self.loader: Any = None
         if not name.endswith("each"):
-            size, exact = dist.get_world_size(), name.endswith("exact")
-            options: dict[str, Any] = {"microbatch": 1, "collate_fn": first, "exact": exact}
-            loader = anyrank.ElasticLoader(self.data, global_batch=rounds * size, **options)
-            self.loader = iter(loader)
+            options: dict[str, Any] = {"microbatch": 1, "collate_fn": first}
+            size = rounds * dist.get_world_size()
+            self.loader = iter(
+                anyrank.ElasticLoader(self.data, global_batch=size, exact=self.is_exact, **options)
+            )
 
     def prepared(self) -> Callable[[], None]:
         """The next step, its data at hand: forward, backward and exchange."""
@@ -120,44 +115,36 @@ class Stepper:
         for number in range(self.rounds):
             (self.net(self.data[number]).square().mean() / self.rounds).backward()
 
+    def timed(self, watch_host: bool = False) -> Run:
+        """The next step, as `launch.timed` has it."""
+        fix_order(self.is_exact)
+        table = timed(self.prepared(), watch_host)
+        self.net.zero_grad()
+        return table
+
+    def close(self) -> None:
+        """End the loader."""
+        if self.loader is not None:
+            self.loader.close()
+
 
 def time_steps(rounds: int, width: int, repeats: int) -> Runs:
     """Seconds of each contender's steps, in turn."""
     steppers = {name: Stepper(name, rounds, width, ROWS, 4) for name in CONTENDERS}
-
-    def once(name: str, number: int) -> Run:
-        step = steppers[name].prepared()
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        dist.barrier()
-        seconds = time.perf_counter() - start
-        steppers[name].net.zero_grad()
-        return {"seconds": seconds}
-
     # DDP rebuilds its buckets after the first step.
-    runs = Case("steps", CONTENDERS, once).run(repeats, warm=2, is_told=False)
+    case = Case("steps", CONTENDERS, lambda name, _: steppers[name].timed())
+    runs = case.run(repeats, warm=2, is_told=False)
     for stepper in steppers.values():
-        if stepper.loader is not None:
-            stepper.loader.close()
+        stepper.close()
     return runs
 
 
 def measure_peak(rounds: int, width: int, name: str) -> float:
     """The peak of a contender's steps, in units of its gradients."""
-    stepper = Stepper(name, rounds, width, 8, 12)
-    whole = sum(parameter.numel() * 4 for parameter in stepper.net.parameters())
-    peaks: list[float] = []
-    while len(peaks) < 5:
-        step = stepper.prepared()
-        dist.barrier()
-        with PeakMemory() as memory:
-            step()
-        stepper.net.zero_grad()
-        peaks.append(memory.peak_bytes / whole)
-    if stepper.loader is not None:
-        stepper.loader.close()
-    return statistics.median(peaks[2:])
+    with closing(Stepper(name, rounds, width, 8, 12)) as stepper:
+        whole = sum(parameter.numel() * 4 for parameter in stepper.net.parameters())
+        case = Case(name, [name], lambda *_: stepper.timed(watch_host=True))
+        return median(case.run(3, warm=2, is_told=False)[name], "peak_bytes") / whole
 
 
 # -- bits -----------------------------------------------------------------------------------------
@@ -174,41 +161,31 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 def transformer(kind: str) -> nn.Module:
+    """Two blocks, wrapped as one of KINDS."""
     torch.manual_seed(0)
     blocks = [
         nn.TransformerEncoderLayer(24, 3, 41, dropout=0.1, batch_first=True, norm_first=True)
         for _ in range(2)
     ]
-    net = nn.Sequential(nn.Embedding(37, 24), *blocks, nn.Linear(24, 37))
-    if kind == "plain":
-        return net
-    if kind == "ddp":
-        return DistributedDataParallel(net)
-    options: dict[str, Any] = {}
-    if kind == "fsdp bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-    if kind == "hsdp":
-        size = dist.get_world_size()
-        names = ("replicate", "shard")
-        options["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names)
-    for block in blocks:
-        fully_shard(block, **options)
-    return fully_shard(net, **options)
+    net = nn.Sequential(nn.Embedding(37, 24), *blocks, nn.Linear(24, 37)).to(device())
+    wrapper, *low = kind.split()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return wrapped(wrapper, net, blocks, **({"mp_policy": policy} if low else {}))
 
 
 def train(kind: str, steps: int) -> str:
     """SHA-256 of all weights and Adam state after a number of steps."""
+    fix_order(True)
     net = transformer(kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     loader = anyrank.ElasticLoader(Tokens(), global_batch=16, microbatch=2, exact=True)
     while loader.step < steps:
         for step in loader:
-            for batch in step.microbatches(net):
+            for tokens in step.microbatches(net):
+                batch = tokens.to(device())
                 logits = net(batch)[:, :-1].flatten(0, 1).float()
                 loss = nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
-                step.backward(loss, float(batch.sum()))
+                step.backward(loss, float(tokens.sum()))
             step.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -218,28 +195,16 @@ def train(kind: str, steps: int) -> str:
     return digest_of(net, optimizer)
 
 
-def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer, begin: bytes = b"") -> str:
-    """SHA-256 of some bytes, of all weights and of all optimizer state."""
-    digest = hashlib.sha256(begin)
-    for parameter in net.parameters():
-        state = optimizer.state[parameter]
-        tensors: list[Any] = [parameter, *(state[name] for name in sorted(state))]
-        for tensor in tensors:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            digest.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 # -- figures --------------------------------------------------------------------------------------
 
 
 def times_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
     """Times of a case's steps, and the medians of their ratios."""
     given = (case["rounds"], options.width, options.repeats)
-    runs = launcher.values(case["ranks"], time_steps, *given)[0]
+    runs = slowest(launcher.values(case["ranks"], time_steps, *given))
     return {
         "n": options.repeats,
-        "seconds": {name: quartiles(run["seconds"] for run in runs[name]) for name in runs},
+        "seconds": {name: spread(run["seconds"] for run in runs[name]) for name in runs},
         "ratios": {
             f"{name} / {other}": ratios(runs[name], runs[other], "seconds")["median"]
             for name, other, _ in RATIOS
@@ -247,16 +212,14 @@ def times_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
     }
 
 
-def quartiles(values: Iterable[float]) -> Run:
-    """The middle half of some values."""
-    low, median, high = (round(cut, 4) for cut in statistics.quantiles(values, n=4))
-    return {"median": median, "quartiles": [low, high]}
-
-
 def memory_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
     """The peak of each contender."""
-    given = (case["ranks"], measure_peak, case["rounds"], options.width)
-    return {name: max(launcher.values(*given, name)) for name in CONTENDERS}
+
+    def peak(name: str, _: int) -> Run:
+        given = (measure_peak, case["rounds"], options.width, name)
+        return {"peak": max(launcher.values(case["ranks"], *given))}
+
+    return {name: run["peak"] for name, run in Case("memory", CONTENDERS, peak).once().items()}
 
 
 def bits_of(launcher: Launcher, case: Run, options: argparse.Namespace) -> Run:
@@ -274,31 +237,31 @@ def are_alike(rows: list[Run]) -> bool:
     return all(len(found) == 1 for found in by_arithmetic.values())
 
 
-def measure(options: argparse.Namespace) -> Run:
-    """The part that was asked for; each has a table of its own in the file, which this writes."""
+def rows_of(
+    part: str, cases: list[Run], options: argparse.Namespace, launcher: Launcher
+) -> list[Run]:
+    """The rows of a part."""
+    one = {"times": times_of, "memory": memory_of, "bits": bits_of}[part]
+    sizes = f"{launcher.kind}, width {options.width}, {options.steps} steps"
+    by_key = {f"{part}, {', '.join(map(str, case.values()))}, {sizes}": case for case in cases}
+    found = bench.go_on("exact", by_key, lambda key: one(launcher, by_key[key], options))
+    return [case | found[key] for key, case in by_key.items()]
+
+
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
+    """The part that was asked for; each has a table of its own in the file."""
     if options.memory:  # tensors that are freed leave the process
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     part = "bits" if options.bits else "memory" if options.memory else "times"
-    one = {"times": times_of, "memory": memory_of, "bits": bits_of}[part]
-    shape: Run = {"steps": options.steps} if options.bits else {}
-    before = {} if options.quick or part == "times" else read("exact").get(part, {})
-    rows: list[Run] = before["rows"] if before and shape.items() <= before.items() else []
-    launcher = Launcher("exact")
-    for case in CASES[part]:
-        is_there = any(case.items() <= row.items() for row in rows)
-        if is_there or (options.quick and case["ranks"] > 2):
-            continue
-        rows.append(case | one(launcher, case, options))
-        tell(part, rows[-1])
-        if not options.quick:
-            table = describe_machine() | shape | {"rows": rows}
-            keep("exact", read("exact") | {part: table}, options.out)
+    cases = [case for case in CASES[part] if case["ranks"] <= options.most_ranks]
+    table: Run = {"rows": rows_of(part, cases, options, launcher)}
     if options.bits:
-        print("the same bits" if are_alike(rows) else "DIFFERENT BITS")
-    return {}
+        print("the same bits" if are_alike(table["rows"]) else "DIFFERENT BITS")
+        table = {"steps": options.steps} | table
+    return {part: table}
 
 
 if __name__ == "__main__":
-    small = {"width": 64, "repeats": 3, "steps": 10}
-    sizes: Run = {"width": WIDTH, "repeats": 15, "steps": 200}
-    bench.main("exact", measure, small, bits=False, memory=False, **sizes)
+    small = {"width": 64, "repeats": 3, "steps": 10, "most_ranks": 2}
+    sizes: Run = {"width": WIDTH, "repeats": 15, "steps": 200, "most_ranks": 8}
+    bench.main("exact", measure, small, (), True, bits=False, memory=False, **sizes)

@@ -20,7 +20,7 @@ from typing import Any
 import bench
 import torch
 import torch.distributed as dist
-from bench import MIB, Run, tell
+from bench import MIB, Case, Run
 from launch import Launcher, Stages, settle
 from safetensors.torch import save_file
 from torch import nn
@@ -129,40 +129,38 @@ def run(kind: str, mib: int, files: str, damage: bool) -> Stages:
     yield {"built_bytes": built, "step_bytes": steps, "sums": sums}
 
 
-def measure_kind(launcher: Launcher, size: int, mib: int, kind: str, files: str) -> Run:
-    """One kind: bytes with equal ranks, then whether a rank that differs is noticed."""
-    row: Run = {"kind": kind, "title": KINDS[kind]}
-    _, checked, counted = launcher.tables(size, run, kind, mib, files, False)
-    row["built_bytes"] = sum(table["built_bytes"] for table in counted)
-    row["step_bytes"] = round(sum(table["step_bytes"] for table in counted))
-    row["checked_sec"] = round(max(table["checked_sec"] for table in checked), 3)
-    if kind == "none":
-        return row
-    _, checked, counted = launcher.tables(size, run, kind, mib, files, True)
-    told = [table["told"] for table in checked]
-    same = len({tuple(table["sums"]) for table in counted}) == 1
-    row["told"] = told[0].replace(files, "FOLDER")
-    row["a_rank_that_differs"] = (
-        "raises on all ranks" if all(told) else "is overwritten" if same else "SILENT"
-    )
-    return row
-
-
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """Every kind, beside the same model without the part."""
-    launcher, rows = Launcher("frozen"), list[Run]()
+    size, mib = options.ranks, options.mib
     with tempfile.TemporaryDirectory() as folder:
-        model = Model(options.mib)
+        model = Model(mib)
         save_file(model.part.state_dict(), os.path.join(folder, "part.safetensors"))
         head = {f"head.{key}": value for key, value in model.head.state_dict().items()}
         save_file(head, os.path.join(folder, "head.safetensors"))
-        for kind in KINDS:
-            row = measure_kind(launcher, options.ranks, options.mib, kind, folder)
-            rows.append(row)
-            for figure in ("built_bytes", "step_bytes"):
-                row[f"frozen_{figure}"] = row[figure] - rows[0][figure]
-            tell(kind, row)
-    result: Run = {"ranks": options.ranks, "mib": options.mib, "rows": rows}
+
+        def once(kind: str, number: int) -> Run:
+            """Bytes with equal ranks, then whether a rank that differs is noticed."""
+            _, checked, counted = launcher.tables(size, run, kind, mib, folder, False)
+            row: Run = {"kind": kind, "title": KINDS[kind]}
+            row["built_bytes"] = sum(table["built_bytes"] for table in counted)
+            row["step_bytes"] = round(sum(table["step_bytes"] for table in counted))
+            row["checked_sec"] = round(max(table["checked_sec"] for table in checked), 3)
+            if kind == "none":
+                return row
+            _, checked, counted = launcher.tables(size, run, kind, mib, folder, True)
+            told = [table["told"] for table in checked]
+            same = len({tuple(table["sums"]) for table in counted}) == 1
+            row["told"] = told[0].replace(folder, "FOLDER")
+            row["a_rank_that_differs"] = (
+                "raises on all ranks" if all(told) else "is overwritten" if same else "SILENT"
+            )
+            return row
+
+        rows = [*Case("frozen", KINDS, once).once().values()]
+    for row in rows:
+        for figure in ("built_bytes", "step_bytes"):
+            row[f"frozen_{figure}"] = row[figure] - rows[0][figure]
+    result: Run = {"ranks": size, "mib": mib, "rows": rows}
     return result | {"goals": goals_of(result)}
 
 

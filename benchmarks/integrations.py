@@ -1,15 +1,15 @@
 """The time of a training step with an integration, beside the framework alone.
 
     python benchmarks/integrations.py                      # results/integrations.json
-    python benchmarks/integrations.py --names lightning    # the rows of the others stay
+    python benchmarks/integrations.py --names lightning    # those alone, and nothing is written
     python benchmarks/integrations.py --quick              # two rounds, nothing is written
 
 DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW. What an integration adds
 to a step depends on the numbers of microbatches, samples and parameters, and not on their size: so
 a step is measured that is about as long as one on a GPU (an encoder of MiniLM's sizes, 16 vectors a
 sequence), and one that is as short as steps get (four layers), where the addition is seen best.
-Both train in turn, in the same processes, one to two minutes for each. No step is saved within a
-round. The samples are read in the ranks' own processes, so that seeding each of them counts.
+Both train in turn, each round on fresh ranks, one to two minutes for each. No step is saved within
+a round. The samples are read in the ranks' own processes, so that seeding each of them counts.
 
 Of all steps the fastest tenth is compared, in wall time and in CPU time of rank 0: on a machine
 that others use too, the slower ones show what those did. The medians are there as well.
@@ -35,7 +35,7 @@ import lightning
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
-from bench import Run, in_turn, read, tell
+from bench import Case, Run, tell
 from launch import Launcher
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
@@ -62,17 +62,15 @@ class Workload:
     width: int
     length: int  # vectors in a sequence
     steps: int  # of a round
-    budget_sec: float  # rounds begin until then
+    rounds: int
     encoder: bool
 
     def network(self) -> nn.Module:
         torch.manual_seed(0)
         if self.encoder:
             return Encoder(self.width)
-        layers = [
-            layer for _ in range(4) for layer in (nn.Linear(self.width, self.width), nn.GELU())
-        ]
-        return nn.Sequential(*layers)
+        layers = ((nn.Linear(self.width, self.width), nn.GELU()) for _ in range(4))
+        return nn.Sequential(*itertools.chain(*layers))
 
     def data(self) -> torch.Tensor:
         return torch.randn(GLOBAL_BATCH * self.steps, self.length, self.width)
@@ -82,8 +80,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "encoder": Workload(width=384, length=16, steps=8, budget_sec=120, encoder=True),
-    "four layers": Workload(width=256, length=48, steps=32, budget_sec=60, encoder=False),
+    "encoder": Workload(width=384, length=16, steps=8, rounds=16, encoder=True),
+    "four layers": Workload(width=256, length=48, steps=32, rounds=22, encoder=False),
 }
 
 
@@ -92,7 +90,11 @@ class Encoder(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        sizes = {"num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 4 * width}
+        sizes: dict[str, Any] = {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "intermediate_size": 4 * width,
+        }
         config = transformers.BertConfig(vocab_size=1, hidden_size=width, **sizes)
         self.bert = transformers.BertModel(config, add_pooling_layer=False)
         self.bert.embeddings.word_embeddings.requires_grad_(False)  # vectors come in
@@ -222,52 +224,51 @@ def durations(ends: list[Clock]) -> list[Clock]:
     return [(b[0] - a[0], b[1] - a[1]) for a, b in steps]
 
 
-def train(name: str, work: Workload, run: str, number: int) -> tuple[list[Clock], list[Clock]]:
-    """The steps of a round on this rank: those of the framework alone, those with anyrank."""
+def train(name: str, what: str, folder: str | None) -> list[Clock]:
+    """The steps of a round on this rank, with anyrank where there is a folder."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"
-    found: dict[str, list[Clock]] = {}
-    for way in in_turn(("alone", "anyrank"), number):
-        found[way] = durations(CONTENDERS[name](work, run if way == "anyrank" else None))
-    return found["alone"], found["anyrank"]
+    return durations(CONTENDERS[name](WORKLOADS[what], folder))
 
 
-def measure_steps(launcher: Launcher, name: str, what: str, rounds: int, is_quick: bool) -> Run:
-    """A row of the results: rounds until their time is over."""
-    both: tuple[list[Clock], list[Clock]] = ([], [])
-    work = WORKLOADS[what]
-    number, end = 0, time.monotonic() + (0 if is_quick else work.budget_sec)
-    while number < rounds or time.monotonic() < end:
-        with tempfile.TemporaryDirectory() as folder:
-            pair = launcher.values(RANKS, train, name, work, f"{folder}/run", number)[0]
-        for steps, new in zip(both, pair, strict=True):
-            steps += new
-        number += 1
-    row: Run = {"framework": name, "model": what, "rounds": number, "steps": len(both[0])}
+def row_of(launcher: Launcher, name: str, what: str, rounds: int) -> Run:
+    """A row of the results: each round of either way on fresh ranks, in turn."""
+
+    def once(way: str, number: int) -> Run:
+        with tempfile.TemporaryDirectory() as top:
+            folder = f"{top}/run" if way == "anyrank" else None
+            return {"steps": launcher.values(RANKS, train, name, what, folder)[0]}
+
+    runs = Case(name, ("alone", "anyrank"), once).run(rounds, is_told=False)
+    steps = {way: [step for run in of for step in run["steps"]] for way, of in runs.items()}
+    row: Run = {"framework": name, "model": what, "rounds": rounds, "steps": len(steps["alone"])}
     for kind, clock in enumerate(("wall", "cpu")):
-        deciles = [statistics.quantiles((step[kind] for step in one), n=10) for one in both]
+        cuts = {
+            way: statistics.quantiles((step[kind] for step in of), n=10)
+            for way, of in steps.items()
+        }
         for cut, part in ((0, "fastest_tenth"), (4, "median")):
-            alone, with_anyrank = (1e3 * cuts[cut] for cuts in deciles)
+            alone, ours = (1e3 * cuts[way][cut] for way in ("alone", "anyrank"))
             row[f"{clock}_{part}"] = {
                 "alone_ms": round(alone, 2),
-                "anyrank_ms": round(with_anyrank, 2),
-                "added_ms": round(with_anyrank - alone, 2),
-                "ratio": round(with_anyrank / alone, 4),
+                "anyrank_ms": round(ours, 2),
+                "added_ms": round(ours - alone, 2),
+                "ratio": round(ours / alone, 4),
             }
     return row
 
 
-def measure(options: argparse.Namespace) -> Run:
-    """The rows of the frameworks that were asked for, and those of the others in the file."""
-    names, launcher = options.names, Launcher("integrations")
-    rows = [row for row in read("integrations").get("rows", []) if row["framework"] not in names]
-    for name, what in itertools.product(names, WORKLOADS):
-        rows.append(measure_steps(launcher, name, what, options.rounds, options.quick))
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
+    """A row for each framework and workload."""
+    rows: list[Run] = []
+    for what, name in itertools.product(WORKLOADS, options.names):
+        rounds = options.rounds or WORKLOADS[what].rounds
+        rows.append(row_of(launcher, name, what, rounds))
         tell("steps", rows[-1])
-    rows.sort(key=lambda row: (row["model"], row["framework"]))
     return {"rows": rows}
 
 
 if __name__ == "__main__":
-    bench.main("integrations", measure, {"rounds": 2}, names=[*CONTENDERS], rounds=4)
+    names = sorted(CONTENDERS)
+    bench.main("integrations", measure, {"rounds": 2}, ["names", "rounds"], names=names, rounds=0)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launch import Stages
+from models import local_part
 from save_contenders import (
     Save,
     State,
@@ -36,7 +37,7 @@ from save_contenders import (
 
 import anyrank
 
-LAYERS, WIDTH = 3, 512  # 3 MiB of parameters, 9 MiB with Adam's state
+WIDTHS = [512] * 3  # 3 MiB of parameters, 9 MiB with Adam's state
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -55,11 +56,11 @@ def marks(state: State, version: int) -> Iterator[tuple[torch.Tensor, float]]:
     parameters: Any = model.parameters()
     for number, parameter in enumerate(parameters):
         value = mark(version, number, dist.get_rank())
-        yield parameter.to_local().detach(), value
+        yield local_part(parameter), value
         moments: Any = optimizer.state[parameter]
         if moments:
-            yield moments["exp_avg"].to_local(), value + 0.25
-            yield moments["exp_avg_sq"].to_local(), value + 0.5
+            yield local_part(moments["exp_avg"]), value + 0.25
+            yield local_part(moments["exp_avg_sq"]), value + 0.5
             yield moments["step"], float(version)
 
 
@@ -74,7 +75,7 @@ def versions_in(state: State) -> dict[str, int]:
     """How many tensors are those of version 1, of version 2, and of neither."""
     rate = torch.tensor(float(state[1].param_groups[0]["lr"]))
     first, second = [[*marks(state, n), (rate, float(n))] for n in (1, 2)]
-    count = {"v1": 0, "v2": 0, "neither": 1 + 4 * LAYERS - len(first)}
+    count = {"v1": 0, "v2": 0, "neither": 1 + 4 * len(WIDTHS) - len(first)}
     for (tensor, one), (_, two) in zip(first, second, strict=True):
         if bool((tensor == one).all()):
             count["v1"] += 1
@@ -177,8 +178,7 @@ def ours(background: bool = False) -> Run:
 def run_save(name: str, folder: str, blow: Blow | None) -> Stages:
     """Two versions saved, the second under the blow; the file events of the second."""
     hush()
-    state = make_state(LAYERS, WIDTH)
-    state[1].zero_grad()
+    state = make_state(WIDTHS)
     seen: list[tuple[str, str]] = []
 
     def versions() -> Iterator[int]:
@@ -291,8 +291,7 @@ CONTENDERS = {
 def run_load(name: str, folder: str) -> Stages:
     """What a new process gets: a state of some version, or an error that ends the rank."""
     hush()
-    contender, state = CONTENDERS[name], make_state(LAYERS, WIDTH)
-    state[1].zero_grad()
+    contender, state = CONTENDERS[name], make_state(WIDTHS)
     fill(state, 0)
     state[1].state.clear()
     yield {}

@@ -18,14 +18,13 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import bench
-from bench import describe_machine, tell
+from bench import Case, Run
 from kill_contenders import CONTENDERS, Blow, mark, newest, run_load, run_save
 from launch import Launcher, Table, has_failed
 
@@ -196,6 +195,7 @@ class Bench:
     def __init__(self, launcher: Launcher, top: Path) -> None:
         self.launcher, self.top = launcher, top
         self.count = 0
+        self.courses: dict[str, tuple[Path, Course]] = {}
 
     def ranks(self, job: Callable[..., Any], *args: Any) -> list[Table]:
         """One table from each of the fresh ranks.
@@ -219,7 +219,7 @@ class Bench:
         folder.mkdir()
         return folder, self.ranks(run_save, name, str(folder), blow)
 
-    def load(self, name: str, folder: Path, when: str) -> dict[str, Any]:
+    def load(self, name: str, folder: Path, when: str) -> Run:
         """The verdict over what this contender loads from a folder; the folder is used up."""
         tables = self.ranks(run_load, name, str(folder))
         text = next((one["text"] for one in tables if one.get("text")), "").strip()
@@ -233,63 +233,67 @@ class Bench:
         self.count += 1
         return Path(shutil.copytree(folder, self.top / str(self.count)))
 
-    def cells(self, name: str, events: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events with their cells.
+    def whole(self, name: str) -> tuple[Path, Course]:
+        """What a contender leaves behind without a kill.
 
         Raises:
-            RuntimeError: the way does not even save without a kill, or nobody was killed.
+            RuntimeError: it is not whole.
         """
-        pattern = CONTENDERS[name].pattern
-        whole, tables = self.save(name, None)
+        if name in self.courses:
+            return self.courses[name]
+        folder, tables = self.save(name, None)
         if any(map(has_failed, tables)):
             raise RuntimeError(f"{name}: {tables}")
-        course = course_of(tables, whole, pattern)
-        sound = self.load(name, self.copied(whole), "no kill")
+        sound = self.load(name, self.copied(folder), "no kill")
         if sound["verdict"] != "v2":
             raise RuntimeError(f"{name}: {sound}")
-        for event in events:
-            found: list[dict[str, Any]] = []
-            if event in DAMAGES:
-                folder = self.copied(whole)
-                if damage(event, newest(str(folder), pattern)):
-                    found.append(self.load(name, folder, "after the save"))
-                else:
-                    found.append({"at": "after the save", "verdict": "-", "text": "there is none"})
-            for blow in [] if event in DAMAGES else blows_of(event, course):
-                folder, tables = self.save(name, blow)
-                struck = {rank for rank, one in enumerate(tables) if one.get("end") == "died"}
-                if not struck & (blow.events.keys() | blow.limits.keys()):
-                    raise RuntimeError(f"{name}: no rank died {blow.at}: {tables}")
-                found.append(self.load(name, folder, blow.at))
-            worst = max(found, key=lambda one: severity(one["verdict"]))
-            said = {"said": worst["text"]} if worst["text"] else {}
-            instants = dict(Counter(one["verdict"] for one in found))
-            yield event, {"verdict": worst["verdict"], "instants": instants} | said
+        self.courses[name] = folder, course_of(tables, folder, CONTENDERS[name].pattern)
+        return self.courses[name]
+
+    def cell(self, name: str, event: str) -> Run:
+        """The worst outcome of an event, and how often each was met.
+
+        Raises:
+            RuntimeError: nobody was killed.
+        """
+        whole, course = self.whole(name)
+        found: list[Run] = []
+        if event in DAMAGES:
+            folder = self.copied(whole)
+            if damage(event, newest(str(folder), CONTENDERS[name].pattern)):
+                found.append(self.load(name, folder, "after the save"))
+            else:
+                found.append({"at": "after the save", "verdict": "-", "text": "there is none"})
+        for blow in [] if event in DAMAGES else blows_of(event, course):
+            folder, tables = self.save(name, blow)
+            struck = {rank for rank, one in enumerate(tables) if one.get("end") == "died"}
+            if not struck & (blow.events.keys() | blow.limits.keys()):
+                raise RuntimeError(f"{name}: no rank died {blow.at}: {tables}")
+            found.append(self.load(name, folder, blow.at))
+        worst = max(found, key=lambda one: severity(one["verdict"]))
+        said = {"said": worst["text"]} if worst["text"] else {}
+        instants = dict(Counter(one["verdict"] for one in found))
+        return {"verdict": worst["verdict"], "instants": instants} | said
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """The table: for each event, the worst outcome of every way."""
     ways = options.ways
     if importlib.util.find_spec("torch_checkpointing") is None:
         print("torch_checkpointing is left out: it is not installed")
         ways = [way for way in ways if way != "torch_checkpointing"]
-    cells: dict[str, dict[str, Any]] = {event: {} for event in options.events}
+    rows: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="anyrank-kills-") as top:
-        every = Bench(Launcher("kill_contenders"), Path(top))
-        for name in ways:
-            for event, cell in every.cells(name, options.events):
-                cells[event][name] = cell
-                tell(f"{name}, {event}", cell["instants"])
-    rows = [{"event": event, "title": EVENTS[event], "cells": row} for event, row in cells.items()]
-    versions = describe_machine()["versions"]
-    if "torch_checkpointing" in ways:
-        versions["torch_checkpointing"] = version("torch-checkpointing")
+        every = Bench(launcher, Path(top))
+        for event in options.events:
+            cells = Case(event, ways, lambda way, _, event=event: every.cell(way, event)).once()
+            rows.append({"event": event, "title": EVENTS[event], "cells": cells})
     titles = {way: CONTENDERS[way].title for way in ways}
-    result = {"versions": versions, "ranks": RANKS, "ways": titles, "rows": rows}
+    result: Run = {"ranks": RANKS, "ways": titles, "rows": rows}
     return result | {"goals": goals_of(result)}
 
 
-def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+def goals_of(result: Run) -> list[Run]:
     """What anyrank is to reach, and what it did: a whole version, and damage is told."""
     rows = {row["event"]: row["cells"] for row in result["rows"]}
     goals = [bench.goal("events that were left out", len(EVENTS.keys() - rows.keys()), 0)]
@@ -304,5 +308,6 @@ def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    parts: dict[str, Any] = {"events": [*EVENTS], "ways": [*CONTENDERS]}
-    bench.main("kills", measure, parts=[*parts], **parts)
+    choices: Run = {"events": [*EVENTS], "ways": [*CONTENDERS]}
+    small: Run = {"events": ["rank1", "bit"], "ways": ["anyrank", "dcp"]}
+    bench.main("kills", measure, small, [*choices], **choices)

@@ -1,14 +1,17 @@
-"""Fresh ranks for every measurement, and their memory as the kernel counts it. Linux only.
+"""Fresh ranks for every measurement, on CPUs or devices, their clock and memory. Linux only.
 
 A rank is forked from a server that has imported everything and done nothing else, so all start
 alike, in a fraction of a second. Nothing is reused, and so `anyrank.testing` starts no ranks here:
 a process that has loaded once keeps its pages for the next load, which falsifies time and memory.
+
+On which device a rank computes is said once, to `Launcher`; a job asks `device` for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import inspect
 import multiprocessing
@@ -21,15 +24,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import HERE, MADV_POPULATE_WRITE, PAGE, warm_memory
 
-SAMPLE_SEC = 0.015
+if TYPE_CHECKING:
+    import torch
+
 PRESENT, FILE_OR_SHARED = 1 << 63, 1 << 61
+
+# Kind of device -> the backends of its ranks.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "sim": "cpu:gloo,sim:simccl"}
+KIND = "ANYRANK_BENCH_DEVICE"  # variable of a rank that has a device other than the CPU
 
 Table = dict[str, Any]
 Stages = Iterator[Table]
+ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for products that add in one order
+    # What asks for GPUs while it is imported must not begin with them: ranks are forked later.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 End = Any  # of a pipe to a rank
 
 
@@ -40,25 +58,16 @@ class Outcome:
     Attributes:
         stages: one entry a stage, each with one table a rank. In the last one a rank that raised
             has {"error": traceback, "class", "text"}, another {"end": "died" or "hangs"}.
-        baseline_bytes, peak_bytes, final_bytes: Pss_Anon over all ranks, before the timed stage, at
-            its highest and after it; 0 when it was not sampled.
     """
 
     stages: list[list[Table]] = field(default_factory=list)
-    baseline_bytes: int = 0
-    peak_bytes: int = 0
-    final_bytes: int = 0
 
     @property
     def error(self) -> str:
-        """Of the first rank that failed: its traceback, or how it ended; "" when none did."""
+        """The traceback of a rank that raised, or how another one ended; "" when none failed."""
         failed = [table for table in self.stages[-1] if has_failed(table)] if self.stages else []
+        failed.sort(key=lambda table: "error" not in table)
         return next((str(one.get("error") or f"a rank {one['end']}") for one in failed), "")
-
-    @property
-    def added_bytes(self) -> int:
-        """The peak over the baseline."""
-        return self.peak_bytes - self.baseline_bytes
 
 
 def has_failed(table: Table) -> bool:
@@ -71,17 +80,24 @@ class Launcher:
 
     Args:
         preload: module that imports all that a job needs, beside what `preload.py` does.
+        kind: of the ranks' devices, of `BACKENDS`; each rank has its own.
     """
 
-    def __init__(self, preload: str) -> None:
-        os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    def __init__(self, preload: str, kind: str = "cpu") -> None:
+        os.environ |= ENVIRON
         # The server of some Python versions ignores sys.path.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-        self.preload = preload
+        self.preload, self.kind = preload, kind
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([preload, "preload"])
-        self.values(1, str)  # the server has imported everything before a clock runs
+
+    @functools.cached_property
+    def is_ready(self) -> bool:
+        """Starts the server, which has imported everything before a clock runs."""
+        self.context.set_forkserver_preload([self.preload, "preload"])
+        process = self.context.Process(target=str)
+        process.start()
+        process.join()
+        return True
 
     def values(self, size: int, job: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
         """What a job returns on each of so many fresh ranks; raises as `tables`."""
@@ -95,7 +111,8 @@ class Launcher:
         Raises:
             RuntimeError: one did.
         """
-        outcome = self.run(size, job, *args, **{"timeout_sec": 900.0, **limits})
+        given: dict[str, Any] = {"timeout_sec": 900.0, **limits}
+        outcome = self.run(size, job, *args, **given)
         if outcome.error:
             raise RuntimeError(outcome.error)
         return outcome.stages
@@ -105,7 +122,6 @@ class Launcher:
         size: int,
         job: Callable[..., Any],
         *args: Any,
-        sample: bool = False,
         warm_bytes: int = 0,
         grace_sec: float = 0.0,
         timeout_sec: float = 300.0,
@@ -118,12 +134,12 @@ class Launcher:
                 is ready, one after its timed stage, and one for every stage after; or it returns a
                 value, that of the only stage.
             args: of the job.
-            sample: sum the ranks' Pss_Anon during the timed stage.
             warm_bytes: memory to touch and free right before the timed stage.
             grace_sec: in which the other ranks may still answer once one has failed.
             timeout_sec: for the whole of it; the ranks are killed then.
         """
         outcome = Outcome()
+        assert self.is_ready
         deadline = time.monotonic() + timeout_sec
         ends: list[End] = []
         processes: list[Any] = []
@@ -131,15 +147,21 @@ class Launcher:
             port = _free_port()
             for rank in range(size):
                 ours, theirs = self.context.Pipe()
-                given = (theirs, self.preload, rank, size, port, job, args)
+                given = (theirs, self.preload, self.kind, rank, size, port, job, args)
                 processes.append(self.context.Process(target=_rank, args=given, daemon=True))
                 processes[-1].start()
                 theirs.close()
                 ends.append(ours)
-            pids = [process.pid for process in processes]
-            self._run_stages(outcome, ends, pids if sample else [], warm_bytes, grace_sec, deadline)
-        except OSError as error:  # a rank was gone before it could be asked for its memory
-            outcome.stages.append([{"error": f"{type(error).__name__}: {error}"}])
+            while not outcome.error:
+                if len(outcome.stages) == 1 and warm_bytes:  # before the timed one
+                    warm_memory(warm_bytes)
+                for end in ends if outcome.stages else ():
+                    with contextlib.suppress(OSError):  # it has died since
+                        end.send("go")
+                tables = _answers(ends, grace_sec, deadline)
+                if all(table.get("is_last") for table in tables):
+                    break
+                outcome.stages.append(tables)
         finally:
             for end in ends:
                 end.close()
@@ -149,48 +171,14 @@ class Launcher:
                 process.join()
         return outcome
 
-    def _run_stages(
-        self,
-        outcome: Outcome,
-        ends: list[End],
-        pids: list[int],
-        warm_bytes: int,
-        grace_sec: float,
-        deadline: float,
-    ) -> None:
-        while not outcome.error:
-            watched: list[int] = []
-            if len(outcome.stages) == 1:  # the timed one
-                if warm_bytes:
-                    warm_memory(warm_bytes)
-                watched = pids
-                outcome.baseline_bytes = outcome.peak_bytes = summed_pss(watched)
-            for end in ends if outcome.stages else ():
-                with contextlib.suppress(OSError):  # it has died since
-                    end.send("go")
 
-            def look(watched: list[int] = watched) -> None:
-                if watched:
-                    outcome.final_bytes = summed_pss(watched)
-                    outcome.peak_bytes = max(outcome.peak_bytes, outcome.final_bytes)
-
-            tables = _answers(ends, grace_sec, deadline, look)
-            if all(table.get("is_last") for table in tables):
-                return
-            outcome.stages.append(tables)
-
-
-def _answers(
-    ends: list[End], grace_sec: float, deadline: float, look: Callable[[], None]
-) -> list[Table]:
-    """One table from each rank; `look` is called while they come, and once they are there."""
+def _answers(ends: list[End], grace_sec: float, deadline: float) -> list[Table]:
+    """One table from each rank."""
     tables: list[Table] = [{"end": "hangs"} for _ in ends]
     waiting: dict[End, int] = {end: number for number, end in enumerate(ends)}
     while waiting and (left := deadline - time.monotonic()) > 0:
-        start = time.monotonic()
-        look()
-        pause = SAMPLE_SEC - (time.monotonic() - start)
-        for end in connection.wait([*waiting], min(left, max(0.001, pause))):
+        ready: list[End] = connection.wait([*waiting], left)
+        for end in ready:
             number = waiting.pop(end)
             try:
                 tables[number] = end.recv()
@@ -198,15 +186,13 @@ def _answers(
                 tables[number] = {"end": "died"}
             if has_failed(tables[number]):
                 deadline = min(deadline, time.monotonic() + grace_sec)
-    look()
     return tables
 
 
-def summed_pss(pids: list[int]) -> int:
-    """Anonymous memory of several processes in bytes, a page that n share counted once."""
-    from anyrank.testing import pss_anon
-
-    return sum(pss_anon(pid) for pid in pids)
+def torchrun(size: int) -> list[str]:
+    """The beginning of a command that starts so many ranks as a user does; with ENVIRON."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*line, f"--nproc-per-node={size}"]
 
 
 def _free_port() -> int:
@@ -218,6 +204,7 @@ def _free_port() -> int:
 def _rank(
     end: End,
     preload: str,
+    kind: str,
     rank: int,
     size: int,
     port: int,
@@ -235,7 +222,12 @@ def _rank(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        if kind == "sim":
+            import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+        if kind != "cpu":
+            os.environ[KIND] = kind
+            torch.accelerator.set_device_index(rank)
+        dist.init_process_group(BACKENDS[kind])
         made = job(*args)
         for table in made if inspect.isgenerator(made) else [{"value": made}]:
             end.send(table)
@@ -254,6 +246,59 @@ def _rank(
         sys.stdout.flush()
 
 
+# -- what a job asks for --------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    """This rank's: where its tensors are."""
+    import torch
+
+    kind = os.environ.get(KIND, "cpu")
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ["RANK"]))
+
+
+def meet() -> None:
+    """Wait for all ranks, each with nothing under way on its device."""
+    import torch
+    import torch.distributed as dist
+
+    if device().type != "cpu":
+        torch.accelerator.synchronize()
+    dist.barrier()
+
+
+def timed(work: Callable[[], Any], watch_host: bool = False) -> Table:
+    """A call on all ranks, from the instant at which they begin to that at which all are done.
+
+    Args:
+        work: what is called.
+        watch_host: sample anonymous memory of this process, which takes time.
+
+    Returns:
+        seconds, CPU seconds of this process, and peaks over what there was before: `host_bytes`
+        where the host was watched, `peak_bytes` of the device, or of the host for want of one.
+    """
+    import torch
+
+    from anyrank.testing import PeakMemory
+
+    on_device, before = device().type != "cpu", 0
+    meet()
+    if on_device:
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+    with PeakMemory() if watch_host else contextlib.nullcontext() as host:
+        start, cpu = time.perf_counter(), time.process_time()
+        work()
+        meet()
+        found = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    if host:
+        found["host_bytes"] = found["peak_bytes"] = host.peak_bytes
+    if on_device:
+        found["peak_bytes"] = torch.accelerator.max_memory_allocated() - before
+    return found
+
+
 def settle() -> None:
     """Leave nothing of the start for the measured stage: garbage, free memory, shared pages."""
     libc = ctypes.CDLL(None)
@@ -263,10 +308,7 @@ def settle() -> None:
 
 
 def own_inherited_pages(libc: ctypes.CDLL) -> None:
-    """Copy now what the fork shares with the server, so that no contender pays for that later.
-
-    Without this, the first write to an inherited page counts as memory that the contender added.
-    """
+    """Copy now what the fork shares with the server, so that no contender pays for that later."""
     import numpy as np
 
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from bench import GIB, MIB, Case, Run, Runs, meminfo, ratios, spread, tell, warm_files
+from bench import GIB, MIB, Case, Run, Runs, known, meminfo, ratios, spread, tell, warm_files
 from contenders import CONTENDERS, run
 from launch import Launcher, Outcome
-from weights import make_model, model_numel, weight_map
+from models import make_model, model_numel, weight_map
 
 OPTIONS: dict[str, Any] = {
     "ranks": [2, 4, 8],
@@ -79,12 +79,14 @@ def figures_of(outcome: Outcome, size: int, is_watched: bool) -> Run:
         return {"not_run": outcome.error.strip().splitlines()[-1]}
     prepared, loaded, checked = outcome.stages
     found: Run = {
-        "usable_sec": max(table["usable_sec"] for table in loaded),
+        "usable_sec": max(table["seconds"] for table in loaded),
         "prepared_sec": max(table["prepared_sec"] for table in prepared),
         "wrong": sorted({name for table in checked for name in table["wrong"]}),
     }
     if is_watched:
-        target, peak = sum(table["share_bytes"] for table in checked), outcome.added_bytes
+        target = sum(table["share_bytes"] for table in checked)
+        peak, host = (sum(table[of] for table in loaded) for of in ("peak_bytes", "host_bytes"))
+        found["host_mib_per_rank"] = host / size / MIB
         found["peak_x"] = peak / target
         found["beyond_mib_per_rank"] = (peak - target) / size / MIB
     return found
@@ -103,8 +105,8 @@ def measure_group(
         need = need_bytes(group, name, numel)
         if need > MAX_MEMORY * meminfo("MemAvailable"):
             return {"not_run": f"needs some {need / GIB:.0f} GiB of memory"}
-        given, warm = (name, str(folder), dtype, layout), 0 if is_watched else need
-        outcome = launcher.run(size, run, *given, sample=is_watched, warm_bytes=warm)
+        given, warm = (name, str(folder), dtype, layout, is_watched), 0 if is_watched else need
+        outcome = launcher.run(size, run, *given, warm_bytes=warm)
         return figures_of(outcome, size, is_watched)
 
     able = [name for name in names if layout in CONTENDERS[name].layouts]
@@ -120,24 +122,15 @@ def summarise(group: str, timed: Runs, watched: Runs) -> list[Run]:
     for name, ours in timed.items():
         every = [*ours, *watched[name]]
         row: Run = {"group": group, "contender": name, "title": CONTENDERS[name].title}
-        if reasons := [run["not_run"] for run in every if "not_run" in run]:
-            row["not_run"] = reasons[0]
-        if wrong := sorted({tensor for run in every for tensor in run.get("wrong", ())}):
-            row["wrong"] = wrong
-        if times := [run["usable_sec"] for run in ours if "usable_sec" in run]:
-            row["usable_sec"] = spread(times)
-        for other in sorted({other for _, other, _ in GOALS}) if name == "anyrank" else ["hand"]:
-            both = [
-                pair
-                for pair in zip(ours, timed.get(other, ()), strict=False)
-                if all("usable_sec" in run for run in pair)
-            ]
-            if both:
-                mine, theirs = zip(*both, strict=True)
-                row[f"time_x_{other}"] = ratios(mine, theirs, "usable_sec")
-        for figure in ("peak_x", "beyond_mib_per_rank"):
-            if values := [run[figure] for run in watched[name] if figure in run]:
-                row[figure] = spread(values)
+        row["not_run"] = next((run["not_run"] for run in every if "not_run" in run), "")
+        row["wrong"] = sorted({tensor for run in every for tensor in run.get("wrong", ())})
+        others = sorted({other for _, other, _ in GOALS}) if name == "anyrank" else ["hand"]
+        row["usable_sec"] = spread(known(ours, "usable_sec"))
+        for other in others:
+            row[f"time_x_{other}"] = ratios(ours, timed.get(other, ()), "usable_sec")
+        for figure in ("peak_x", "beyond_mib_per_rank", "host_mib_per_rank"):
+            row[figure] = spread(known(watched[name], figure))
+        row = {figure: value for figure, value in row.items() if value}
         rows.append(row)
     return rows
 
@@ -162,13 +155,13 @@ def goals_of(result: Run) -> list[Run]:
     return goals
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """All groups."""
     folder = Path(options.model) if options.model else make_model(options.gib)
     warm_files(folder)
     have = importlib.util.find_spec("accelerate") is not None
     names = [name for name in options.contenders if have or name != "accelerate"]
-    launcher, rows = Launcher("contenders"), list[Run]()
+    rows = list[Run]()
     for group in groups_of(options):
         rows += measure_group(launcher, group, names, folder, options)
     for row in rows:

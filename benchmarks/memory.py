@@ -5,18 +5,23 @@
 
 Bytes are those of live storages at the highest point of a forward and backward pass, by a dispatch
 mode that follows every storage from the operation that makes it to its end, on fake tensors of the
-full size; the same mode counts on a GPU. Under such a mode autograd sums gradients into new tensors
-where it would otherwise add in place, so the MLP is measured a second time by the allocator's own
-events, 16 times smaller in each dim, and in float32, as the CPU's kernels take scratch memory of
-their own for bfloat16. Time is that of a smaller case on this CPU; contenders take turns. Host time
-is that of 16 tiles of 4 tokens, whose products take next to none.
+full size. Under such a mode autograd sums gradients into new tensors where it would otherwise add
+in place, so most ways of the MLP are measured by the allocator's own events, 16 times smaller in
+each dim, and in float32, as the CPU's kernels take scratch memory of their own for bfloat16. Time
+is that of a smaller case on one rank; contenders take turns. Host time is that of 16 tiles of 4
+tokens, whose products take next to none. On a device the timed cases also have its peaks, and so
+has offloading.
+
+More packages are compared where they are installed:
+
+    pip install --no-deps deepspeed hjson py-cpuinfo ninja msgpack einops liger-kernel triton
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import time
+import importlib.util
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,16 +30,104 @@ from typing import Any
 import bench
 import torch
 import torch.nn.functional as F
-from bench import MIB, Case, Run, describe_machine, goal, median, ratios, tell
-from memory_peers import BF16, LOSSES, MLPS, PACKAGES, Mlp
+from bench import MIB, Case, Run, Runs, goal, median, ratios, tell
+from launch import Launcher, device, timed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import anyrank
+
+BF16 = torch.bfloat16
 SUM_IN_FP32 = ("anyrank.tile, grad_dtype",)  # by operations of its own, so `Live` sees it as it is
 TOKENS, HIDDEN, INNER, VOCAB = 65536, 4096, 14336, 128256
+
+
+# -- the ways -------------------------------------------------------------------------------------
+
+Tiled = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Mlp(nn.Module):
+    """As the large language models have it."""
+
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False, dtype=dtype) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += x.numel() // x.shape[-1]  # some pass them without a batch dim
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def deepspeed_tiles(module: nn.Module, chunk: int) -> Tiled:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    weights = list(module.parameters())
+    return lambda x: TiledMLP.apply(call, module, x, x.shape[1] // chunk, weights)
+
+
+def liger_tiles(module: nn.Module, chunk: int) -> Tiled:
+    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
+
+    return lambda x: apply_tiled_mlp(call, module, x, x.shape[1] // chunk)
+
+
+def call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+def torch_tiles(module: nn.Module, chunk: int) -> Tiled:
+    region = functools.partial(checkpoint, module, use_reentrant=False)
+    return lambda x: torch.cat([region(part) for part in x.split(chunk, 1)], 1)
+
+
+MLPS: dict[str, Callable[[Any, int], Tiled]] = {
+    "plain": lambda module, chunk: module,
+    "torch checkpoint per tile": torch_tiles,
+    "anyrank.tile": lambda module, chunk: anyrank.tile(module, chunk_size=chunk),
+    "anyrank.tile, grad_dtype": lambda module, chunk: anyrank.tile(
+        module, chunk_size=chunk, grad_dtype=torch.float32
+    ),
+}
+if importlib.util.find_spec("deepspeed"):
+    MLPS["DeepSpeed TiledMLP"] = deepspeed_tiles
+if importlib.util.find_spec("liger_kernel"):
+    MLPS["Liger tiled_mlp"] = liger_tiles
+
+
+def full_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(hidden), labels)
+
+
+def chunked_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def part(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(h), y, reduction="sum")
+
+    parts = zip(hidden.split(1024), labels.split(1024), strict=True)
+    return sum(checkpoint(part, h, y, use_reentrant=False) for h, y in parts) / len(labels)
+
+
+def torch_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, head.weight, labels, options=options)
+
+
+LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all logits": full_loss,
+    "torch checkpoint per tile": chunked_loss,
+    "anyrank.tiled_loss": anyrank.tiled_loss,
+    "anyrank.tiled_loss, recompute": functools.partial(anyrank.tiled_loss, impl="recompute"),
+}
+if hasattr(F, "linear_cross_entropy"):
+    LOSSES["torch linear_cross_entropy"] = torch_loss
+
+
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 class Live(TorchDispatchMode):
@@ -72,17 +165,18 @@ class Live(TorchDispatchMode):
 def mlp_case(
     way: str, tokens: int, hidden: int, inner: int, tiles: int, dtype: torch.dtype = BF16
 ) -> Callable[[], Any]:
-    module = Mlp(hidden, inner, dtype)
+    """A step of an MLP, with its tensors as `known`."""
+    with device():
+        module = Mlp(hidden, inner, dtype)
+        x = torch.randn(1, tokens, hidden, dtype=dtype, requires_grad=True)
+        upstream = torch.randn(1, tokens, hidden, dtype=dtype)
     call = MLPS[way](module, tokens // tiles)
-    x = torch.randn(1, tokens, hidden, dtype=dtype, requires_grad=True)
-    upstream = torch.randn(1, tokens, hidden, dtype=dtype)
 
-    def step() -> list[torch.Tensor]:
+    def step() -> None:
         x.grad = None
         for parameter in module.parameters():
             parameter.grad = None
         call(x).backward(upstream)
-        return [x, upstream, *module.parameters()]
 
     step.known = [x, upstream, *module.parameters()]
     return step
@@ -115,40 +209,48 @@ def allocated_mib(make: Callable[[], Any], floor: int, scale: int) -> int:
 
 
 def mlp_bytes() -> list[Run]:
+    """Bytes of every way, by number of tiles."""
     floor = 2 * (2 * TOKENS * HIDDEN + 3 * HIDDEN * INNER)
+
+    def measure_way(way: str, tiles: int) -> Run:
+        if way in SUM_IN_FP32:
+            full = functools.partial(mlp_case, way, TOKENS, HIDDEN, INNER, tiles)
+            return {"mib": live_mib(full, floor)}
+        sizes = (TOKENS // 16, HIDDEN // 16, INNER // 16, tiles, torch.float32)
+        small = functools.partial(mlp_case, way, *sizes)
+        return {"mib": allocated_mib(small, floor, 16 * 16 // 2)}
+
     rows: list[Run] = []
     for tiles in (16, 32, 64):
-        for way in MLPS:
-            full = functools.partial(mlp_case, way, TOKENS, HIDDEN, INNER, tiles)
-            row: Run = {"way": way, "tiles": tiles, "live_mib": live_mib(full, floor)}
-            if way not in SUM_IN_FP32:
-                sizes = (TOKENS // 16, HIDDEN // 16, INNER // 16, tiles, torch.float32)
-                small = functools.partial(mlp_case, way, *sizes)
-                row["allocated_mib"] = allocated_mib(small, floor, 16 * 16 // 2)
-            rows.append(row)
-            tell("mlp", rows[-1])
+        found = Case(
+            f"mlp, {tiles} tiles", MLPS, lambda way, _, n=tiles: measure_way(way, n)
+        ).once()
+        rows += [{"way": way, "tiles": tiles, **figures} for way, figures in found.items()]
     return rows
 
 
 def nested_calls() -> dict[str, float]:
     """How often a token goes through the MLP in a step, inside of a recomputed block."""
-    found: dict[str, float] = {}
-    for way in MLPS:
+
+    def count(way: str, _: int) -> Run:
         module = Mlp(16, 24)
         block = MLPS[way](module, 8)
         x = torch.randn(1, 64, 16, dtype=BF16, requires_grad=True)
-        checkpoint(lambda x, b=block: x + b(F.silu(x)), x, use_reentrant=False).sum().backward()
-        found[way] = module.rows / 64
-    return found
+        checkpoint(lambda x: x + block(F.silu(x)), x, use_reentrant=False).sum().backward()
+        return {"calls": module.rows / 64}
+
+    return {way: run["calls"] for way, run in Case("block", MLPS, count).once().items()}
 
 
 # -- the loss -------------------------------------------------------------------------------------
 
 
 def loss_case(way: str, tokens: int, hidden_size: int, vocab: int, dtype: Any) -> Callable[[], Any]:
-    head = nn.Linear(hidden_size, vocab, bias=False, dtype=dtype)
-    hidden = torch.randn(tokens, hidden_size, dtype=dtype, requires_grad=True)
-    labels = torch.randint(vocab, (tokens,))
+    """A step of a loss, with its tensors as `known`."""
+    with device():
+        head = nn.Linear(hidden_size, vocab, bias=False, dtype=dtype)
+        hidden = torch.randn(tokens, hidden_size, dtype=dtype, requires_grad=True)
+        labels = torch.randint(vocab, (tokens,))
 
     def step() -> None:
         hidden.grad = head.weight.grad = None
@@ -159,59 +261,98 @@ def loss_case(way: str, tokens: int, hidden_size: int, vocab: int, dtype: Any) -
 
 
 def loss_bytes() -> list[Run]:
+    """Live bytes of every way, by number of tokens."""
+
+    def measure_way(way: str, tokens: int) -> Run:
+        make = functools.partial(loss_case, way, tokens, HIDDEN, VOCAB, BF16)
+        try:
+            return {"mib": live_mib(make, 2 * (tokens * HIDDEN + HIDDEN * VOCAB))}
+        except RuntimeError as error:  # some operations have no fake form
+            return {"mib": str(error).splitlines()[0][:120]}
+
     rows: list[Run] = []
-    for tokens in (4096, 16384, 65536):
-        for way in LOSSES:
-            make = functools.partial(loss_case, way, tokens, HIDDEN, VOCAB, BF16)
-            floor = 2 * (tokens * HIDDEN + HIDDEN * VOCAB)
-            try:
-                found = live_mib(make, floor)
-            except RuntimeError as error:  # some operations have no fake form
-                found = str(error).splitlines()[0][:120]
-            rows.append({"way": way, "tokens": tokens, "live_mib": found})
-            tell("loss", rows[-1])
+    for tokens in (4096, 65536):
+        found = Case(f"loss, {tokens}", LOSSES, lambda way, _, n=tokens: measure_way(way, n)).once()
+        rows += [{"way": way, "tokens": tokens, **figures} for way, figures in found.items()]
     return rows
 
 
 # -- time -----------------------------------------------------------------------------------------
 
 
-def times(what: str, steps: dict[str, Callable[[], Any]], repeats: int) -> list[Run]:
-    """Seconds of each, and ratios to the first one of the same turn."""
+def offload_case(way: str, tokens: int, width: int) -> Callable[[], Any]:
+    """A step of eight blocks, whose activations are kept, recomputed, or kept on the host."""
+    blocks = (Mlp(width, 4 * width, torch.float32) for _ in range(8))
+    net, x = nn.Sequential(*blocks).to(device()), torch.randn(1, tokens, width, device=device())
+    x.requires_grad_()
+    if way != "plain":
+        offload = anyrank.Offload(1 << 30) if way == "recompute and offload" else None
+        anyrank.recompute_(net, "*", offload=offload)
 
-    def once(way: str, number: int) -> Run:
-        start = time.perf_counter()
-        steps[way]()
-        return {"seconds": time.perf_counter() - start}
+    def step() -> None:
+        net.zero_grad()
+        net(x).square().mean().backward()
 
-    runs = Case(what, steps, once).run(repeats, warm=1, is_told=False)
+    return step
+
+
+OFFLOADS = ("plain", "recompute", "recompute and offload")
+
+
+def make_steps(what: str, shrink: int) -> dict[str, Callable[[], Any]]:
+    """The steps that are timed in turn."""
+    if what == "mlp_time":
+        return {way: mlp_case(way, 4096 // shrink, 512, 1536, 8) for way in MLPS}
+    if what == "host_time":  # beside torch's checkpoints
+        tiled = [way for way in MLPS if way != "plain"]
+        return {way: mlp_case(way, 64, 16, 24, 16, torch.float32) for way in tiled}
+    if what == "offload":
+        return {way: offload_case(way, 4096 // shrink, 2048 // shrink) for way in OFFLOADS}
+    sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)
+    return {way: loss_case(way, *sizes) for way in LOSSES}
+
+
+def time_steps(what: str, shrink: int, repeats: int) -> Runs:
+    """The job of one rank: the ways in turn."""
+    warnings.simplefilter("ignore")
+    steps = make_steps(what, shrink)
+    job = Case(what, steps, lambda way, _: timed(steps[way]))
+    return job.run(repeats, warm=1, is_told=False)
+
+
+def times(launcher: Launcher, what: str, shrink: int, repeats: int) -> list[Run]:
+    """Seconds of each way, and ratios to the first one of the same turn."""
+    (runs,) = launcher.values(1, time_steps, what, shrink, repeats)
     first = next(iter(runs.values()))
     rows: list[Run] = []
     for way, taken in runs.items():
         row: Run = {"way": way, "n": repeats, "sec": round(median(taken, "seconds"), 4)}
+        if "peak_bytes" in taken[0]:
+            row["peak_mib"] = round(median(taken, "peak_bytes") / MIB, 1)
         rows.append(row | {"ratio": ratios(taken, first, "seconds")})
         tell(what, rows[-1])
     return rows
 
 
-def host_time(repeats: int) -> list[Run]:
-    """Of 16 tiles whose products take next to none; beside torch's checkpoints."""
-    tiled = [way for way in MLPS if way != "plain"]
-    mlps = {way: mlp_case(way, 64, 16, 24, 16, torch.float32) for way in tiled}
-    return times("mlp, host time", mlps, repeats)
+def timed_tables(options: argparse.Namespace, launcher: Launcher) -> Run:
+    """Tables of times; on a device that of offloading, too."""
+    on_device: Run = {"offload": options.repeats} if launcher.kind != "cpu" else {}
+    wanted = {"mlp_time": options.repeats, "host_time": 10 * options.repeats}
+    wanted |= {"loss_time": options.repeats} | on_device
+    return {what: times(launcher, what, options.shrink, n) for what, n in wanted.items()}
 
 
 def goals_of(result: Run) -> list[Run]:
     """What was to be reached, and whether it was."""
-    mlp = {(row["way"], row["tiles"]): row for row in result["mlp"]}
-    loss = {(row["way"], row["tokens"]): row["live_mib"] for row in result["loss"]}
+    mlp = {(row["way"], row["tiles"]): row["mib"] for row in result["mlp"]}
+    loss = {(row["way"], row["tokens"]): row["mib"] for row in result["loss"]}
     mlp_time = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
     host = {row["way"]: row["ratio"]["median"] for row in result["host_time"]}
     loss_time = {row["way"]: row["ratio"]["median"] for row in result["loss_time"]}
     wanted: list[tuple[str, float, float]] = [
-        ("tiled MLP, 64 tiles, MiB", mlp["anyrank.tile", 64]["allocated_mib"], 260),
-        ("tiled MLP, 32 tiles, MiB", mlp["anyrank.tile", 32]["allocated_mib"], 500),
-        ("tiled MLP, 16 tiles, MiB", mlp["anyrank.tile", 16]["allocated_mib"], 500),
+        ("tiled MLP, 64 tiles, MiB", mlp["anyrank.tile", 64], 260),
+        ("tiled MLP, 32 tiles, MiB", mlp["anyrank.tile", 32], 500),
+        ("tiled MLP, 16 tiles, MiB", mlp["anyrank.tile", 16], 500),
         ("tiled MLP, time of plain", mlp_time["anyrank.tile"], 1.35),
         ("tiled MLP, host time of torch's checkpoints", host["anyrank.tile"], 1.3),
         ("calls in a recomputed block", result["nested_calls"]["anyrank.tile"], 2),
@@ -225,22 +366,11 @@ def goals_of(result: Run) -> list[Run]:
     return [goal(what, round(value, 3), most) for what, value, most in wanted]
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """Everything; the parts that take the time are smaller with --quick."""
     warnings.simplefilter("ignore")
-    shrink = options.shrink
-    result: Run = {"versions": describe_machine()["versions"] | bench.versions(PACKAGES)}
-    result["mlp"] = mlp_bytes()
-    result["nested_calls"] = nested_calls()
-    tell("runs of the layer", result["nested_calls"])
-    result["loss"] = loss_bytes()
-    sizes = (4096 // shrink, 512, 1536, 8)
-    mlps = {way: mlp_case(way, *sizes) for way in MLPS}
-    result["mlp_time"] = times("mlp, time", mlps, options.repeats)
-    result["host_time"] = host_time(10 * options.repeats)
-    sizes = (4096 // shrink, 256, 16384 // shrink, torch.float32)
-    losses = {way: loss_case(way, *sizes) for way in LOSSES}
-    result["loss_time"] = times("loss, time", losses, options.repeats)
+    result: Run = {"mlp": mlp_bytes(), "nested_calls": nested_calls(), "loss": loss_bytes()}
+    result |= timed_tables(options, launcher)
     return result | {"goals": goals_of(result)}
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import bench
 from bench import MIB, Case, Run, ratios, tell
+from launch import ENVIRON, Launcher, torchrun
 
 RANKS, EVERY, KILLED = 4, 10, 15
 LAYERS = 8
@@ -42,17 +43,14 @@ def train(folder: Path, width: int, way: str) -> None:
 
     import torch
     import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
+    from models import linears, sharded
 
     import anyrank
 
     dist.init_process_group("gloo")
     rank, first = dist.get_rank(), not (folder / "killed").exists()
     table: dict[str, Any] = {"steps": []}
-    torch.manual_seed(0)
-    layers = [nn.Linear(width, width) for _ in range(LAYERS)]
-    model = fully_shard(nn.Sequential(*layers))
+    model = sharded(linears([width] * LAYERS, bias=True), ())
     optimizer = torch.optim.AdamW(model.parameters())
     rows = torch.randn(4 * 40, width)
     loader = anyrank.ElasticLoader(rows, global_batch=4, microbatch=1)
@@ -79,15 +77,14 @@ def kill_once(width: int, way: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if way == "torchrun":
-            line = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+            line = torchrun(RANKS)
         else:
             code = "from anyrank.cli import main; main()"
-            line = ["-c", code, "run", "--ranks", f"{RANKS}", "--then", f"{RANKS}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            line = [sys.executable, "-c", code, "run", "--ranks", f"{RANKS}", "--then", f"{RANKS}"]
         line += [__file__, "train", name, f"{width}", way]
         for _ in range(2 if way == "torchrun" else 1):
             ended = subprocess.run(
-                [sys.executable, *line], env=env, capture_output=True, text=True, check=False
+                line, env=os.environ | ENVIRON, capture_output=True, text=True, check=False
             )
         if ended.returncode:
             raise SystemExit(ended.stderr[-3000:])
@@ -98,7 +95,7 @@ def kill_once(width: int, way: str) -> Run:
     return {"to_step": after["steps"][0] - killed, "to_new": new - killed}
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, _: Launcher) -> Run:
     """The three ways in turn, and their ratios to the first."""
     width = options.width
     case = Case("kill", PEERS, lambda way, _: kill_once(width, way))

@@ -15,14 +15,14 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 
 import bench
-import torch.distributed as dist
-from bench import MIB, Case, Run, Runs, median, ratios, tell
-from launch import Launcher, Outcome, Stages, settle
-from save_contenders import SAVES, load_dcp, local_tensors, make_state
+from bench import MIB, Case, Run, Runs, known, median, ratios, tell
+from launch import Launcher, Outcome, Stages, meet, settle, timed
+from save_contenders import SAVES, load_dcp, make_state
 
 import anyrank
 
@@ -43,44 +43,56 @@ GOALS = (
 MAX_LOAD = 1.0
 
 
-def save(kind: str, folder: str, layers: int) -> Stages:
+def save(kind: str, folder: str, widths: Sequence[int], is_watched: bool = False) -> Stages:
     """One save on fresh ranks; see `Launcher.run`."""
     warnings.simplefilter("ignore")
-    state = make_state(layers, WIDTH, is_sharded=kind != "accelerate")
+    state = make_state(widths, is_sharded=kind != "accelerate")
     settle()
-    dist.barrier()
+    meet()
     yield {}
-    start = time.perf_counter()
-    stall = SAVES[kind][1](state, folder)
-    yield {"seconds": time.perf_counter() - start, "stall_seconds": stall or 0.0}
+    stall: list[float | None] = []
+    table = timed(lambda: stall.append(SAVES[kind][1](state, folder)), is_watched)
+    yield table | {"stall_seconds": stall[0] or 0.0}
 
 
-def load(kind: str, folder: str, layers: int) -> Stages:
-    """One load of the whole state, into objects as a new process has them."""
+def load(kind: str, folder: str, widths: Sequence[int], from_disk: bool = False) -> Stages:
+    """One load of the whole state, into objects as a new process has them.
+
+    Args:
+        kind: of LOADS.
+        folder: of one save; for anyrank of a run.
+        widths: of the layers.
+        from_disk: the files leave the page cache before.
+    """
     warnings.simplefilter("ignore")
-    state = make_state(layers, WIDTH)
+    state = make_state(widths)
     state[1].state.clear()  # a new process has none, and each contender makes its own
-    state[1].zero_grad()
-    settle()
-    dist.barrier()
-    yield {}
-    start = time.perf_counter()
-    if kind == "dcp":
-        load_dcp(state, folder)
-    else:
+    for file in Path(folder).rglob("*.*") if from_disk else ():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    found: Run = {"bytes_read": 0}
+
+    def resume() -> None:
+        if kind == "dcp":
+            load_dcp(state, folder)
+            return
         whole, verify = anyrank.TrainState(*state), kind == "full"
         with anyrank.Checkpoints(folder, whole, verify=verify) as ckpts:
-            ckpts.resume("must")
-    seconds = time.perf_counter() - start
-    yield {
-        "seconds": seconds,
-        "sum": sum(float(one.double().sum()) for one in local_tensors(state)),
-    }
+            report = ckpts.resume("must")
+            assert report is not None
+            found["bytes_read"] = sum(report.bytes_read)
+
+    settle()
+    meet()
+    yield {}
+    table = timed(resume)
+    yield table | found
 
 
-def state_bytes(layers: int) -> int:
+def state_bytes(widths: Sequence[int]) -> int:
     """Of parameters and Adam state on all ranks together."""
-    return layers * 48 * MIB
+    return sum(3 * 4 * width * width for width in widths)
 
 
 def figures_of(outcome: Outcome) -> Run:
@@ -91,21 +103,23 @@ def figures_of(outcome: Outcome) -> Run:
     return {figure: max(table[figure] for table in tables) for figure in tables[0]}
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """Saves, then loads of what two of them saved."""
-    launcher, size, layers = Launcher("save"), options.ranks, options.layers
-    warm = 2 * state_bytes(layers)
-    moves = [f"{kind} {size}->{other}" for other in options.loads for kind in LOADS]
+    size, widths = options.ranks, [WIDTH] * options.layers
+    warm = 2 * state_bytes(widths)
+    kinds = [kind for kind in LOADS if kind != "dcp" or kind in options.ways]
+    moves = [f"{kind} {size}->{other}" for other in options.loads for kind in kinds]
     with tempfile.TemporaryDirectory(prefix="anyrank-save-") as top:
 
         def save_once(kind: str, number: int) -> Run:
             folder = f"{top}/{kind}-{number}"
             os.sync()
-            found = figures_of(launcher.run(size, save, kind, folder, layers, warm_bytes=warm))
+            found = figures_of(launcher.run(size, save, kind, folder, widths, warm_bytes=warm))
             if number == 0:
-                given = (kind, f"{folder}-watched", layers)
-                outcome = launcher.run(size, save, *given, sample=True, warm_bytes=warm)
-                found["beyond_mib"] = outcome.added_bytes / size / MIB
+                given = (kind, f"{folder}-watched", widths, True)
+                watched = figures_of(launcher.run(size, save, *given, warm_bytes=warm))
+                found["beyond_mib"] = watched["host_bytes"] / MIB
+                found["peak_mib"] = watched["peak_bytes"] / MIB
                 shutil.rmtree(given[1], ignore_errors=True)
             if kind not in ("dcp", "anyrank") or number < options.repeats - 1:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -114,14 +128,14 @@ def measure(options: argparse.Namespace) -> Run:
         def load_once(move: str, number: int) -> Run:
             kind, other = move.split(f" {size}->")
             folder = f"{top}/{'dcp' if kind == 'dcp' else 'anyrank'}-{options.repeats - 1}"
-            given = (kind, folder, layers)
-            return figures_of(launcher.run(int(other), load, *given, warm_bytes=warm))
+            outcome = launcher.run(int(other), load, kind, folder, widths, warm_bytes=warm)
+            return figures_of(outcome)
 
-        runs = Case("save", SAVES, save_once).run(options.repeats)
+        runs = Case("save", options.ways, save_once).run(options.repeats)
         runs |= Case("load", moves, load_once).run(options.repeats)
-    titles = {kind: title for kind, (title, _) in SAVES.items()}
+    titles = {kind: SAVES[kind][0] for kind in options.ways}
     titles |= {f"load {kind}": title for kind, title in LOADS.items()}
-    shape: Run = {"ranks": size, "layers": layers, "mib": state_bytes(layers) // MIB}
+    shape: Run = {"ranks": size, "layers": options.layers, "mib": state_bytes(widths) // MIB}
     shape |= {"titles": titles, "n": options.repeats}
     shape |= {"rows": rows_of(runs), "ratios": ratios_of(runs, size, options.loads)}
     return shape | {"goals": goals_of(shape)}
@@ -141,13 +155,9 @@ def goals_of(result: Run) -> list[Run]:
 
 def rows_of(runs: Runs) -> dict[str, Run]:
     """The medians of each contender."""
-    figures = ("seconds", "stall_seconds", "beyond_mib")
+    figures = ("seconds", "stall_seconds", "beyond_mib", "peak_mib")
     return {
-        kind: {
-            figure: median([run for run in of if figure in run], figure)
-            for figure in figures
-            if any(figure in run for run in of)
-        }
+        kind: {figure: median(of, figure) for figure in figures if known(of, figure)}
         for kind, of in runs.items()
     }
 
@@ -160,14 +170,13 @@ def ratios_of(runs: Runs, size: int, loads: list[int]) -> list[Run]:
         wanted.append((what, f"full {size}->{other}", f"dcp {size}->{other}", "seconds", MAX_LOAD))
     rows: list[Run] = []
     for what, ours, theirs, figure, most in wanted:
-        pairs = zip(runs[ours], runs[theirs], strict=True)
-        both = [pair for pair in pairs if all(figure in run for run in pair)]
-        mine, peers = zip(*both, strict=True)
-        rows.append({"what": what, **ratios(mine, peers, figure), "goal": most})
-        tell("ratio", rows[-1])
+        if found := ratios(runs.get(ours, ()), runs.get(theirs, ()), figure):
+            rows.append({"what": what, **found, "goal": most})
+            tell("ratio", rows[-1])
     return rows
 
 
 if __name__ == "__main__":
     small = {"ranks": 2, "layers": 2, "repeats": 1, "loads": [2, 1]}
-    bench.main("save", measure, small, ranks=4, layers=21, repeats=5, loads=[4, 2, 3])
+    sizes: Run = {"ranks": 4, "layers": 21, "repeats": 5, "loads": [4, 2, 3]}
+    bench.main("save", measure, small, ["ways"], ways=[*SAVES], **sizes)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from launch import device
+from models import linears, local_part, sharded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 
 import anyrank
 
@@ -25,21 +26,20 @@ State = tuple[nn.Module, torch.optim.Optimizer]
 Save = Callable[[State, str], float | None]  # the seconds of stall, where it is not all of them
 
 
-def make_state(layers: int, width: int, is_sharded: bool = True) -> State:
-    """Square layers of fp32 with Adam's state, on the CPU: FSDP2, a unit a layer, or whole."""
-    with torch.device("meta" if is_sharded else "cpu"):
-        model: Any = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+def make_state(widths: Sequence[int], is_sharded: bool = True) -> State:
+    """Square layers of fp32 with Adam's state, on this rank's device: FSDP2, or whole."""
+    with torch.device("meta" if is_sharded else device()):
+        model: Any = linears(widths)
     if is_sharded:
-        for layer in model:
-            fully_shard(layer)
-        model = fully_shard(model).to_empty(device="cpu")
+        model = sharded(model, model).to_empty(device=device())
     # One tensor at a time: the step's own memory must not hide the save's.
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
     for number, parameter in enumerate(model.parameters()):
         if is_sharded:
-            parameter.to_local().detach().fill_(0.01 * (number + dist.get_rank() + 1))
+            local_part(parameter).fill_(0.01 * (number + dist.get_rank() + 1))
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer
 
 
@@ -57,9 +57,8 @@ def local_tensors(state: State) -> Iterator[torch.Tensor]:
     """What this rank holds."""
     model, optimizer = state
     for parameter in model.parameters():
-        yield parameter.to_local().detach()
-        for value in optimizer.state[parameter].values():
-            yield value.to_local() if hasattr(value, "to_local") else value
+        yield local_part(parameter)
+        yield from map(local_part, optimizer.state[parameter].values())
 
 
 def hand(state: State, folder: str) -> None:
@@ -67,7 +66,7 @@ def hand(state: State, folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"{dist.get_rank()}.raw"), "wb", buffering=0) as file:
         for tensor in local_tensors(state):
-            view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            view = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
             while len(view):
                 view = view[file.write(view) :]
         os.fsync(file.fileno())

@@ -21,10 +21,9 @@ from typing import Any
 import bench
 import torch
 from bench import Run, tell
-from exact import digest_of
+from launch import Launcher
+from models import digest_of, wrapped
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank import faults
@@ -53,10 +52,7 @@ def live(folder: str, kind: str, workers: int, background: bool) -> str:
     """Go on with the run to its end, unless a kill comes before; returns the digest."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(5, 13), nn.GELU(), nn.Dropout(0.1), nn.Linear(13, 3))
-    if kind == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
-    net = DistributedDataParallel(net) if kind == "ddp" else net
+    net = wrapped(kind, net, net[:1])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     sizes: dict[str, Any] = {"global_batch": 10, "microbatch": 2, "num_workers": workers}
@@ -105,7 +101,7 @@ def end_run(pool: RankPool, folder: Path, draw: random.Random) -> tuple[set[str]
         killed.append(life)
 
 
-def measure(options: argparse.Namespace) -> Run:
+def measure(options: argparse.Namespace, _: Launcher) -> Run:
     """Kills until there are enough, and the runs that ended with other bits."""
     draw = random.Random(options.seed)
     with RankPool(4) as pool, tempfile.TemporaryDirectory() as root:

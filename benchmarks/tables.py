@@ -22,6 +22,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+Columns = dict[str, Callable[[Any], str]]  # head -> what it says of a row
+
+
+def table_of(rows: Iterable[Any], columns: Columns) -> str:
+    """A table of alike rows."""
+    return table([*columns], [[cell(row) for cell in columns.values()] for row in rows])
+
+
 def section(result: dict[str, Any], what: str, *tables: str) -> str:
     """What was measured, how and where, above its tables."""
     kinds = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -146,19 +154,15 @@ def bold(verdict: str) -> str:
 
 def frozen_table(result: dict[str, Any]) -> str:
     """What a frozen part costs under DDP."""
-    body = [
-        [
-            row["title"],
-            amount(row["frozen_built_bytes"]),
-            amount(row["frozen_step_bytes"]),
-            bold(row["a_rank_that_differs"]),
-        ]
-        for row in result["rows"]
-        if row["kind"] != "none"
-    ]
-    head = ["", "sent at construction", "sent per step", "a rank whose part differs"]
+    columns: Columns = {
+        "": lambda row: row["title"],
+        "sent at construction": lambda row: amount(row["frozen_built_bytes"]),
+        "sent per step": lambda row: amount(row["frozen_step_bytes"]),
+        "a rank whose part differs": lambda row: bold(row["a_rank_that_differs"]),
+    }
+    rows = [row for row in result["rows"] if row["kind"] != "none"]
     size = f"{result['mib']} MiB of parameters and {result['mib']} MiB of buffers"
-    return section(result, f"{size}, {result['ranks']} ranks.", table(head, body))
+    return section(result, f"{size}, {result['ranks']} ranks.", table_of(rows, columns))
 
 
 def amount(nbytes: int) -> str:
@@ -187,10 +191,7 @@ LOSSES = {
 
 def mlp_table(result: dict[str, Any]) -> str:
     """Bytes by number of tiles, calls and time of a tiled MLP."""
-    mib = {
-        (row["way"], row["tiles"]): row.get("allocated_mib", row["live_mib"])
-        for row in result["mlp"]
-    }
+    mib = {(row["way"], row["tiles"]): row["mib"] for row in result["mlp"]}
     times = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
     calls, tiles = result["nested_calls"], (16, 32, 64)
     body = [
@@ -203,7 +204,7 @@ def mlp_table(result: dict[str, Any]) -> str:
 
 def loss_table(result: dict[str, Any]) -> str:
     """Bytes of a tiled loss by number of tokens."""
-    mib = {(row["way"], row["tokens"]): str(row["live_mib"]) for row in result["loss"]}
+    mib = {(row["way"], row["tokens"]): str(row["mib"]) for row in result["loss"]}
     tokens = (4096, 65536)
     body = [[title, *(mib[way, n] for n in tokens)] for way, title in LOSSES.items()]
     return table(["", *(f"{n} tokens" for n in tokens)], body)
@@ -245,23 +246,20 @@ def save_table(result: dict[str, Any]) -> str:
         [titles[f"load {kind}"], *(f"{rows[f'{kind} {move}']['seconds']:.2f}" for move in moves)]
         for kind in kinds
     ]
-    ratios = [
-        [row["what"], with_range(row), f"{row['goal']:g}", yes_or_no(row["median"] <= row["goal"])]
-        for row in result["ratios"]
-    ]
+    ratios: Columns = {
+        "": lambda row: row["what"],
+        "median (range)": with_range,
+        "goal": lambda row: f"{row['goal']:g}",
+        "met": lambda row: "yes" if row["median"] <= row["goal"] else "**no**",
+    }
     return section(
         result,
         f"{result['mib']} MiB of fp32 parameters and Adam state, FSDP2 on {result['ranks']} ranks, "
         f"n = {result['n']}.",
         table(["save", "durable after s", "stall s", "MiB a rank beyond the share"], saves),
         table(["load", *(f"{move} ranks, s" for move in moves)], loads),
-        table(["", "median (range)", "goal", "met"], ratios),
+        table_of(result["ratios"], ratios),
     )
-
-
-def yes_or_no(is_met: bool) -> str:
-    """Whether a goal is met."""
-    return "yes" if is_met else "**no**"
 
 
 def stall(row: dict[str, Any]) -> str:
@@ -293,20 +291,15 @@ def instants(row: dict[str, Any]) -> str:
 
 def sync_table(result: dict[str, Any]) -> str:
     """Weights from one layout into another: time, memory and bytes, beside the other ways."""
-    head = ["weights, ranks: way", "seconds", "anyrank / it"]
-    head += ["most MiB beside the shares", "MiB sent"]
-    body = [
-        [
-            f"{row['mib']} MiB, {row['case']}: {row['way']}",
-            f"{row['median_sec']:.2f}",
-            f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else "",
-            f"{max(row['memory_mib']):.0f}",
-            f"{sum(row['sent_mib']):.0f}",
-        ]
-        for row in result["rows"]
-    ]
+    columns: Columns = {
+        "weights, ranks: way": lambda row: f"{row['mib']} MiB, {row['case']}: {row['way']}",
+        "seconds": lambda row: f"{row['median_sec']:.2f}",
+        "anyrank / it": lambda row: f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else "",
+        "most MiB beside the shares": lambda row: f"{max(row['memory_mib']):.0f}",
+        "MiB sent": lambda row: f"{sum(row['sent_mib']):.0f}",
+    }
     what = f"4 ranks, medians of {result['repeats']}."
-    return section(result, what, table(head, body))
+    return section(result, what, table_of(result["rows"], columns))
 
 
 KILLS = {

@@ -23,15 +23,13 @@ from typing import Any
 
 import bench
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench import tell
+from bench import Case, Run
 from launch import Launcher, Outcome, Table, settle
+from models import sharded
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from trap_files import FILES, INDEX, reference, write_folder
@@ -110,11 +108,8 @@ def all_meta() -> Any:
 
 
 def shard(model: Any) -> Any:
-    """`fully_shard` over all ranks; what is tied stays in one unit."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    """Over all ranks; what is tied stays in one unit."""
+    return sharded(model, model.model.layers)
 
 
 def wrapped(*steps: Callable[[Any], Any]) -> Any:
@@ -315,26 +310,27 @@ def cell_of(outcome: Outcome, row: Row) -> dict[str, Any]:
     return {"verdict": verdict(tables, row), "text": (told or heard)[:MAX_TEXT]}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """The table: each row in every way."""
     warnings.simplefilter("ignore")
-    launcher = Launcher("traps")
-    rows: list[dict[str, Any]] = []
+    rows: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.rows:
-            row, cells = ROWS[name], dict[str, Any]()
-            for way in options.ways:
+
+            def once(way: str, number: int, name: str = name) -> Run:
+                row = ROWS[name]
                 source = write_folder(Path(folder, f"{name}-{way}"), FILES[row.files])
                 outcome = launcher.run(RANKS, run, name, way, str(source), timeout_sec=120)
-                text = json.dumps(cell_of(outcome, row))
-                cells[way] = json.loads(text.replace(folder, "FOLDER"))
-            rows.append({"row": name, "title": row.title, "cells": cells})
-            tell(name, {way: cell["verdict"] for way, cell in cells.items()})
-    result = {"ways": {way: WAYS[way] for way in options.ways}, "rows": rows}
+                cell = cell_of(outcome, row)
+                return cell | {"text": cell["text"].replace(folder, "FOLDER")}
+
+            cells = Case(name, options.ways, once).once()
+            rows.append({"row": name, "title": ROWS[name].title, "cells": cells})
+    result: Run = {"ways": {way: WAYS[way] for way in options.ways}, "rows": rows}
     return result | {"goals": goals_of(result)}
 
 
-def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+def goals_of(result: Run) -> list[Run]:
     """What anyrank is to reach, and what it did."""
     cells = [row["cells"] for row in result["rows"]]
     ours = [row["anyrank"]["verdict"] for row in cells if "anyrank" in row]
@@ -348,5 +344,6 @@ def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    parts: dict[str, Any] = {"rows": [*ROWS], "ways": [*WAYS]}
-    bench.main("traps", measure, parts=[*parts], **parts)
+    choices: Run = {"rows": [*ROWS], "ways": [*WAYS]}
+    small: Run = {"rows": ["rotary", "bit", "pickle"], "ways": ["anyrank", "strict"]}
+    bench.main("traps", measure, small, [*choices], **choices)

@@ -2,14 +2,14 @@
 
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
     python benchmarks/watch.py --parts uneven --minutes 60
-    python benchmarks/watch.py --parts debugged   # needs jinja2, aiohttp and tabulate
     python benchmarks/watch.py --quick            # two hangs and costs, nothing is written
 
 Each hang runs twice under torchrun: with `anyrank.watch("5s", exit=True)`, and alone with a
 time-out of 20 s and torch's flight recorder, whose records are written after 12 s and compared by
 hand: the rank whose newest record differs from the others' is the one that they name, without a
-line. A third time with `torch.distributed.debug`, whose dump of all stacks is read by hand too: the
-rank that is at another line of the script than the others, or has no stack.
+line. A third time, where jinja2, aiohttp and tabulate are installed, with
+`torch.distributed.debug`, whose dump of all stacks is read by hand too: the rank that is at another
+line of the script than the others, or has no stack.
 """
 
 from __future__ import annotations
@@ -17,30 +17,27 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import importlib.util
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import bench
-from bench import (
-    HERE,
-    Run,
-    describe_machine,
-    keep,
-    load_average,
-    median,
-    ratios,
-    read,
-    spread,
-    tell,
-)
+import torch
+from bench import HERE, Case, Run, Runs, median, ratios, spread, tell
+from launch import ENVIRON, Launcher, torchrun
+from models import linears, wrapped
+
+import anyrank
 
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -51,6 +48,7 @@ AFTER_SEC = 5
 ALONE_SEC = 20
 RECORD_SEC = 12
 LIMIT_SEC = 150.0
+PARTS = ("hangs", "uneven", "cost")
 QUICK = ("skips a collective", "SIGSTOP")
 RECORDER = f"""
 def write_records():
@@ -92,59 +90,27 @@ if rank == 0:
     pathlib.Path("steps").write_text(str(number))
 dist.destroy_process_group()
 """
-COST = """
-import json
-import anyrank
-from torch.nn.parallel import DistributedDataParallel
-
-net = DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-batch = torch.ones(64, 256)
-
-def train(steps):
-    times = []
-    for _ in range(steps):
-        before = time.perf_counter()
-        net(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - before)
-    return sorted(times)[len(times) // 2]
-
-def seconds_of_threads():
-    threads = [one for one in threading.enumerate() if one.name.startswith("anyrank-")]
-    paths = [f"/proc/self/task/{{one.native_id}}/schedstat" for one in threads]
-    return sum(int(open(path).read().split()[0]) for path in paths) / 1e9
-
-train(50)
-alone, watched, shares = [], [], []
-for _ in range({blocks}):
-    alone.append(train({steps}))
-    start = time.monotonic()
-    watching = anyrank.watch("60s")
-    watched.append(train({steps}))
-    shares.append(seconds_of_threads() / (time.monotonic() - start))
-    watching.close()
-pathlib.Path(f"cost-{{rank}}").write_text(json.dumps([alone, watched, shares]))
-dist.destroy_process_group()
-"""
 
 
 @contextlib.contextmanager
 def launched(
-    script: str, *arguments: str, ranks: int = 3, limit_sec: float = LIMIT_SEC, **variables: str
-) -> Iterator[tuple[Path, str, bool]]:
+    script: str,
+    *arguments: str,
+    limit_sec: float = LIMIT_SEC,
+    variables: dict[str, str] | None = None,
+) -> Generator[tuple[Path, str, bool]]:
     """A script under torchrun: its folder, its error output, and whether it ended in time."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ["PYTHONPATH"] = os.pathsep.join(paths)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line += [f"--nproc-per-node={ranks}", *arguments]
+    environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT / "src"), **(variables or {})}
     with tempfile.TemporaryDirectory() as name:
         folder, has_ended = Path(name), True
         (folder / "train.py").write_text(script)
         process = subprocess.Popen(
-            line, cwd=folder, env=environ, text=True, stderr=subprocess.PIPE, errors="replace"
+            [*torchrun(3), *arguments],
+            cwd=folder,
+            env=environ,
+            text=True,
+            stderr=subprocess.PIPE,
+            errors="replace",
         )
         try:
             _, said = process.communicate(timeout=limit_sec)
@@ -188,12 +154,9 @@ def watched(hang: Hang) -> Run:
     return {
         "is_right": report["culprits"] == [hang.culprit] and is_line,
         "kind": report["kind"],
-        "is_kind": report["kind"] in hang.kinds,
         "culprits": report["culprits"],
         "line": line,
-        "lines": hang.lines,
         "late_sec": round(late, 1),
-        "screens": len(screens),
         "said": screens[0] if screens else "",
     }
 
@@ -203,7 +166,7 @@ def alone(hang: Hang) -> Run:
     script = hang.script.replace(PRELUDE, PRELUDE + RECORDER)
     variables = {"TIMEOUT_SEC": str(ALONE_SEC), "TORCH_FR_BUFFER_SIZE": "2000"}
     start = time.time()
-    with launched(script, *program(hang), **variables) as (folder, said, has_ended):
+    with launched(script, *program(hang), variables=variables) as (folder, said, has_ended):
         seconds = time.time() - max(start, last_step(folder))
         newest: dict[int, Any] = {}
         for rank in range(3):
@@ -222,15 +185,14 @@ def alone(hang: Hang) -> Run:
         "errors_on": ranks,
         "error": errors[0][:160] if errors else "",
         "recorder_names": odd_one(newest) if len(newest) == 3 else [],
-        "records": newest,
     }
 
 
 def debugged(hang: Hang) -> Run:
     """What the last dump of `torch.distributed.debug` shows of a hang."""
     script = hang.script.replace(PRELUDE, PRELUDE + DEBUG)
-    given = {"TIMEOUT_SEC": str(ALONE_SEC)}
-    with launched(script, *program(hang), **given) as (folder, said, _):
+    variables = {"TIMEOUT_SEC": str(ALONE_SEC)}
+    with launched(script, *program(hang), variables=variables) as (folder, said, _):
         end = last_step(folder) + RECORD_SEC
         dumps = [one for one in folder.glob("dumps/stacks_*") if one.stat().st_mtime < end]
         if not dumps:
@@ -265,53 +227,76 @@ def uneven(minutes: float) -> Run:
     }
 
 
-def cost(blocks: int, steps: int) -> Run:
-    """Step time with and without a watch, in turns in one process; CPU time of its threads.
+def train(blocks: int, steps: int) -> Runs:
+    """A rank's step time with and without a watch, in turns, and the CPU time of its threads."""
+    net = wrapped("ddp", linears([256] * 8, bias=True), ())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    batch = torch.ones(64, 256)
+
+    def once(way: str, number: int) -> Run:
+        start = time.monotonic()
+        watching = anyrank.watch("60s") if way == "watched" else None
+        times: list[float] = []
+        for _ in range(steps):
+            before = time.perf_counter()
+            net(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - before)
+        share = seconds_of_threads() / (time.monotonic() - start)
+        if watching is not None:
+            watching.close()
+        return {"sec": statistics.median(times), "cpu_share": share}
+
+    return Case("watch", ("alone", "watched"), once).run(blocks, warm=1, is_told=False)
+
+
+def seconds_of_threads() -> float:
+    """CPU time of anyrank's threads in this process."""
+    threads = [one for one in threading.enumerate() if one.name.startswith("anyrank-")]
+    paths = [Path(f"/proc/self/task/{one.native_id}/schedstat") for one in threads]
+    return sum(int(path.read_text(encoding="ascii").split()[0]) for path in paths) / 1e9
+
+
+def cost(launcher: Launcher, blocks: int, steps: int) -> Run:
+    """What a watch takes of a step, and of a core, on rank 0 of two.
 
     The flight recorder keeps collectives in both, if it is not switched off.
     """
-    script = PRELUDE + COST.format(blocks=blocks, steps=steps)
-    with launched(script, "train.py", ranks=2, TORCH_FR_BUFFER_SIZE="200") as (folder, _, _):
-        alone, watched, shares = json.loads((folder / "cost-0").read_text())
-    of_alone, of_watched = ([{"sec": sec} for sec in each] for each in (alone, watched))
-    medians = {"alone": median(of_alone, "sec"), "watched": median(of_watched, "sec")}
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "200"  # before the server of ranks starts
+    runs = launcher.values(2, train, blocks, steps)[0]
     return {
-        "step_ms": {way: round(1000 * sec, 3) for way, sec in medians.items()},
-        "step_ratio": ratios(of_watched, of_alone, "sec"),
-        "cpu_share": spread(shares),
+        "step_ms": {way: round(1000 * median(of, "sec"), 3) for way, of in runs.items()},
+        "step_ratio": ratios(runs["watched"], runs["alone"], "sec"),
+        "cpu_share": spread(run["cpu_share"] for run in runs["watched"]),
     }
 
 
-PARTS = {"watched": watched, "alone": alone, "debugged": debugged}
+WAYS: dict[str, Callable[[Hang], Run]] = {"watched": watched, "alone": alone}
+if all(importlib.util.find_spec(name) for name in ("jinja2", "aiohttp", "tabulate")):
+    WAYS["debugged"] = debugged
 
 
-def measure(options: argparse.Namespace) -> Run:
-    """The parts that were asked for, each of which is written into the file when it is done."""
-    found: Run = {} if options.quick else read("watch")
-    for part in options.parts:
-        if part in PARTS:
-            made: Run = {}
-            for name, hang in HANGS.items():
-                if not options.quick or name in QUICK:
-                    made[name] = PARTS[part](hang)
-                    tell(f"{part}, {name}", made[name])
-        else:
-            made = (
-                uneven(options.minutes) if part == "uneven" else cost(options.blocks, options.steps)
-            )
-            tell(part, made)
-        found |= {**describe_machine(), "load": load_average(), part: made}
-        found["command"] = "python benchmarks/watch.py"
-        if {"watched", "uneven", "cost"} <= found.keys():
-            found["goals"] = goals_of(found)
-        if not options.quick:
-            keep("watch", found)
-    return {}
+def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
+    """The parts that were asked for, a table each."""
+    found: Run = {}
+    if "hangs" in options.parts:
+        rows: Run = {}
+        for name, hang in HANGS.items():
+            if name in options.hangs:
+                rows[name] = Case(name, WAYS, lambda way, _, hang=hang: WAYS[way](hang)).once()
+        found["hangs"] = {"rows": rows}
+    if "uneven" in options.parts:
+        found["uneven"] = uneven(options.minutes)
+    if "cost" in options.parts:
+        found["cost"] = cost(launcher, options.blocks, options.steps)
+        tell("cost", found["cost"])
+    return found
 
 
 def goals_of(result: Run) -> list[Run]:
     """What a watch is to reach, and what it did."""
-    rows = result["watched"]
+    rows = {name: ways["watched"] for name, ways in result["hangs"]["rows"].items()}
     late = max(row.get("late_sec", 999) for row in rows.values())
     return [
         bench.goal("hangs that were left out", len(HANGS.keys() - rows.keys()), 0),
@@ -326,6 +311,7 @@ def goals_of(result: Run) -> list[Run]:
 
 
 if __name__ == "__main__":
-    small = {"parts": ["watched", "alone", "cost"], "blocks": 2, "steps": 20}
-    parts = ["watched", "alone", "uneven", "cost"]
-    bench.main("watch", measure, small, parts=parts, minutes=4.0, blocks=12, steps=200)
+    small = {"parts": ["hangs", "cost"], "hangs": [*QUICK], "blocks": 2, "steps": 20}
+    parts: Run = {"parts": [*PARTS], "hangs": [*HANGS]}
+    sizes: Run = {"minutes": 4.0, "blocks": 12, "steps": 200}
+    bench.main("watch", measure, small, ["hangs"], in_tables=True, **parts, **sizes)

@@ -1,20 +1,88 @@
-"""The random Llama that is loaded, and the check that what was loaded is what the files hold."""
+"""Models of the benchmarks, as ranks hold them: built, wrapped, cut into parts, and compared.
+
+Also the random Llama that is loaded, and the check that a rank has what its files hold.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bench import MIB
+from launch import device
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 MAX_SHARD_MB = 200
 
 
-def llama_config(gib: float) -> dict[str, int]:
+# -- any model ------------------------------------------------------------------------------------
+
+
+def linears(widths: Iterable[int], bias: bool = False) -> nn.Sequential:
+    """Square layers, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=bias) for width in widths))
+
+
+def sharded(model: Any, units: Iterable[nn.Module], mesh: Any = None, **options: Any) -> Any:
+    """FSDP2 on a mesh, or on all ranks: each of the units, then what is left."""
+    mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
+    for unit in units:
+        fully_shard(unit, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def wrapped(kind: str, model: Any, units: Iterable[nn.Module], **options: Any) -> Any:
+    """A model as ranks train it: plain, ddp, fsdp, or hsdp with two replicas."""
+    if kind == "plain":
+        return model
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    return sharded(model, units, mesh_of_two() if kind == "hsdp" else None, **options)
+
+
+def mesh_of_two() -> DeviceMesh:
+    """Two replicas, each of them sharded over half of the ranks."""
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """What this rank holds."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of it, which ranks with parts gather. All ranks."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+
+
+def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer, begin: bytes = b"") -> str:
+    """SHA-256 of some bytes, of all weights and of all optimizer state."""
+    digest = hashlib.sha256(begin)
+    for parameter in net.parameters():
+        state = optimizer.state[parameter]
+        for tensor in (parameter, *(state[name] for name in sorted(state))):
+            held = whole(tensor).cpu().contiguous().reshape(-1)
+            digest.update(held.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# -- the random Llama -----------------------------------------------------------------------------
+
+
+def llama_config(gib: float) -> dict[str, Any]:
     """Sizes of a Llama whose bf16 weights take about `gib` GiB.
 
     From 0.5 GiB on they are those of a 1-billion-parameter model with fewer layers.
@@ -74,12 +142,6 @@ def rows_of(parameter: Any) -> tuple[int, int]:
             low = min(chunk * mesh.get_local_rank(dim), high)
             return low, min(low + chunk, high)
     return low, high
-
-
-def local_part(parameter: Any) -> torch.Tensor:
-    """What this rank holds."""
-    tensor = parameter.detach()
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def wrong_tensors(model: nn.Module, folder: str | Path, dtype: torch.dtype) -> list[str]:
