@@ -1,12 +1,15 @@
 """anyrank of the working tree beside that of a commit, in turns: is it slower, or hungrier?
 
-    python benchmarks/beside.py                                  # all of RUNS, beside HEAD
-    python benchmarks/beside.py --commit 2b37ea3 --turns 5
-    python benchmarks/beside.py --runs "sync.py --mib 256" "exact.py --most-ranks 2"
-    python benchmarks/beside.py --quick                          # once each, nothing is written
+    python benchmarks/beside.py                        # beside the last commit
+    python benchmarks/beside.py --commit 2b37ea3       # beside an older one
+    python benchmarks/beside.py --cases save call      # those that begin with these words
+    python benchmarks/beside.py --quick                # once each, nothing is written
 
-A run is any benchmark here with its options. In each turn it runs with the `src` of both, once
-each, and every figure of its results is compared with the same one of the other.
+Each side is a process of its own with its own `src`, that starts fresh ranks for every run; both
+run the jobs of this file, which use what is public, and in `call` the ranks' agreement. Seconds are
+those of the slowest rank, CPU seconds those of all ranks. Memory is that of one more run, as
+watching it takes time: the peaks of what the ranks add (`RssAnon`), from inputs that are there
+already.
 """
 
 from __future__ import annotations
@@ -14,91 +17,305 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import bench
-from bench import HERE, Case, Run, median, ratios, tell
-from launch import Launcher
+import torch
+from bench import HERE, MIB, Case, Run, median, ratios, tell
+from exact import ROWS, Stepper
+from exact import WIDTH as STEP_WIDTH
+from integrations import RANKS, train
+from launch import Launcher, Table, settle, timed
+from models import linears, sharded
+from safetensors.torch import save_file
+from save_contenders import SAVES, make_state
+from sync import ends_of
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 
-RUNS = (
-    "load.py --contenders anyrank --ranks 4 --layout fsdp --gib 0.5 --repeats 1 --memory-repeats 1",
-    "load.py --contenders anyrank --ranks 2 --layout ddp --gib 0.1 --repeats 1 --memory-repeats 1",
-    "save.py --ways anyrank anyrank_background --layers 4 --repeats 1",
-    "sync.py --mib 256 --repeats 3",
-    "exact.py --repeats 5",
-    "integrations.py --rounds 1",
-)
-# Parts of a result that are no figures of anyrank.
-OTHERS = ("goals", "load_average", "n", "goal")
+import anyrank
+from anyrank.testing import PeakMemory
+from anyrank.world.ranks import open_ranks
 
-
-def figures_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """The measured numbers of a result, by where they stand; a row of a list by its words."""
-    if isinstance(value, float) and value > 0:
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in OTHERS:
-                yield from figures_in(item, f"{name}/{key}")
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            row: Run = item if isinstance(item, dict) else {}
-            words = ", ".join(word for word in row.values() if isinstance(word, str))
-            yield from figures_in(item, f"{name}/{words or number}")
+Job = Callable[..., Any]
+WIDTH, LAYERS = 2048, 16  # of a model that is loaded: 256 MiB in float32
+SMALL = 1024  # elements of a small tensor
 
 
-def run_once(line: str, root: Path) -> Run:
-    """The figures of a benchmark that runs with the `src` of a checkout.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    script, *options = shlex.split(line)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        done = subprocess.run(
-            [sys.executable, str(HERE / script), *options, "--out", str(out)],
-            env=os.environ | {"PYTHONPATH": str(root / "src")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{line}, {root}: {done.stderr[-3000:]}")
-        return dict(figures_in(json.loads(out.read_text(encoding="utf-8"))))
+def once(run: Callable[[], Any], is_watched: bool) -> Table:
+    """One call, its ranks beginning together."""
+    settle()
+    return timed(run, is_watched)
 
 
-def compare(line: str, roots: dict[str, Path], turns: int) -> dict[str, Run]:
-    """Figure -> medians of both sides, and the ratios of runs in the same turn: new / old."""
-    runs = Case(line, roots, lambda side, _: run_once(line, roots[side])).run(turns, is_told=False)
-    shared = set.intersection(*(set(run) for of in runs.values() for run in of))
-    found: dict[str, Run] = {}
-    for figure in sorted(shared):
-        medians = {side: round(median(of, figure), 4) for side, of in runs.items()}
-        found[figure] = medians | {"ratio": ratios(runs["new"], runs["old"], figure)}
-        tell(figure, found[figure])
+def in_a_row(run: Callable[[], Any], number: int, is_watched: bool) -> Table:
+    """Many calls on ranks that are connected: the median of one, after the first quarter."""
+    ends: list[tuple[float, float]] = [(time.perf_counter(), time.process_time())]
+    with PeakMemory() if is_watched else nullcontext() as host:
+        for _ in range(number):
+            run()
+            ends.append((time.perf_counter(), time.process_time()))
+    late = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends[number // 4 :])]
+    return medians(late) | ({"peak_bytes": host.peak_bytes} if host else {})
+
+
+def medians(steps: list[tuple[float, float]]) -> Table:
+    """Of wall and CPU seconds."""
+    walls, cpus = zip(*steps, strict=True)
+    return {"seconds": statistics.median(walls), "cpu": statistics.median(cpus)}
+
+
+# -- jobs: each gets a folder of its own, beside the files that are there for all ------------------
+
+
+def load(folder: Path, is_watched: bool, kind: str) -> Table:
+    """A model of large matrices, whole on each rank, or sharded by rows or columns."""
+    with torch.device("cpu" if kind == "whole" else "meta"):
+        model: Any = linears([WIDTH] * LAYERS)
+    if kind == "whole":
+        model = DistributedDataParallel(model)
+    else:
+        placement = Shard(0 if kind == "rows" else 1)
+        sharded(model, (), shard_placement_fn=lambda _: placement).to_empty(device="cpu")
+    return once(lambda: anyrank.load(model, folder.parent / "large.safetensors"), is_watched)
+
+
+def load_small(folder: Path, is_watched: bool, number: int) -> Table:
+    """One module of many small tensors."""
+    model: Any = nn.Module()
+    for n in range(number):
+        model.register_parameter(str(n), nn.Parameter(torch.zeros(SMALL)))
+    return once(lambda: anyrank.load(model, folder.parent / f"{number}.safetensors"), is_watched)
+
+
+def call(folder: Path, is_watched: bool) -> Table:
+    """A call with one agreement and nothing to do."""
+
+    def run() -> None:
+        with open_ranks(None, "benchmark") as ranks:
+            ranks.together("nothing", lambda: 0)
+
+    return in_a_row(run, 200, is_watched)
+
+
+def sync(folder: Path, is_watched: bool) -> Table:
+    """FSDP2 into tensor parallel on the same ranks, many times."""
+    dst, src = ends_of(256, ([*range(4)], [*range(4)]))
+    kept = getattr(anyrank, "Sync", None)  # older ones keep what they planned by themselves
+    return in_a_row(kept(dst, src) if kept else lambda: anyrank.sync(dst, src), 8, is_watched)
+
+
+def save(folder: Path, is_watched: bool, kind: str) -> Table:
+    """192 MiB of parameters and Adam's state; in the background it is the stall that counts."""
+    state = make_state(4, WIDTH)
+    stalls: list[float | None] = []
+    found = once(lambda: stalls.append(SAVES[kind][1](state, str(folder / "run"))), is_watched)
+    return found | ({"seconds": stalls[0]} if stalls[0] else {})
+
+
+def resume(folder: Path, is_watched: bool) -> Table:
+    """What the same ranks have saved, every byte checked."""
+    state = make_state(4, WIDTH)
+    SAVES["anyrank"][1](state, str(folder / "run"))
+    state[1].state.clear()
+
+    def run() -> None:
+        with anyrank.Checkpoints(folder / "run", anyrank.TrainState(*state)) as ckpts:
+            ckpts.resume("must")
+
+    return once(run, is_watched)
+
+
+def step(folder: Path, is_watched: bool, name: str, rounds: int) -> Table:
+    """Forward, backward and exchange of a step that the loader gives."""
+    stepper = Stepper(name, rounds, STEP_WIDTH, ROWS, 4)
+
+    def run() -> None:
+        stepper.prepared()()
+        stepper.net.zero_grad()
+
+    found = in_a_row(run, 12, is_watched)
+    stepper.loader.close()
     return found
 
 
-def measure(options: argparse.Namespace, _: Launcher) -> Run:
-    """All runs, in order."""
+def framework(folder: Path, is_watched: bool, name: str) -> Table:
+    """Short steps of a framework."""
+    with PeakMemory() if is_watched else nullcontext() as host:
+        found = medians(train(name, "four layers", str(folder / "run")))
+    return found | ({"peak_bytes": host.peak_bytes} if host else {})
+
+
+def tiles(folder: Path, is_watched: bool) -> Table:
+    """An MLP in 16 tiles, forward and backward."""
+    up, down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+    mlp = anyrank.tile(nn.Sequential(up, nn.GELU(), down), chunk_size=128, in_dims=0, out_dims=0)
+    rows = torch.randn(2048, 1024, requires_grad=True)
+    return once(lambda: mlp(rows).square().mean().backward(), is_watched)
+
+
+# What is compared -> ranks, job and its arguments.
+CASES: dict[str, tuple[int, Job, tuple[Any, ...]]] = {
+    "load whole, 256 MiB on each of 4 ranks": (4, load, ("whole",)),
+    "load rows, 256 MiB over 4 ranks": (4, load, ("rows",)),
+    "load columns, 256 MiB over 4 ranks": (4, load, ("columns",)),
+    "load 20,000 tensors of 4 KiB, 1 rank": (1, load_small, (20_000,)),
+    "load 10,000 tensors of 4 KiB, 2 ranks": (2, load_small, (10_000,)),
+    "call with one agreement, 2 ranks": (2, call, ()),
+    "call with one agreement, 4 ranks": (4, call, ()),
+    "sync 256 MiB, the same 4 ranks": (4, sync, ()),
+    "save 192 MiB, 4 ranks": (4, save, ("anyrank",)),
+    "save in the background, its stall": (4, save, ("anyrank_background",)),
+    "resume 192 MiB, checked, 4 ranks": (4, resume, ()),
+    "step under DDP, 2 ranks, 3 microbatches": (2, step, ("ddp stock", 3)),
+    "step with exact=True, DDP, 4 ranks": (4, step, ("ddp exact", 3)),
+    "step with exact=True, FSDP2, 4 ranks": (4, step, ("fsdp exact", 3)),
+    "step of 25 ms, Accelerate": (RANKS, framework, ("accelerate",)),
+    "step of 25 ms, Lightning": (RANKS, framework, ("lightning",)),
+    "step of 25 ms, Trainer": (RANKS, framework, ("transformers",)),
+    "tile, 16 tiles of an MLP": (1, tiles, ()),
+}
+
+
+# -- sides ----------------------------------------------------------------------------------------
+
+
+class Side:
+    """A process that runs the jobs with the `src` of one commit.
+
+    Args:
+        root: the checkout.
+        folder: in which its runs get folders of their own.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(root / "src")],
+            env=os.environ | {"PYTHONPATH": str(root / "src")},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, case: str, is_watched: bool) -> Run:
+        """One run of a case on fresh ranks."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            print(json.dumps([case, folder, is_watched]), file=self.process.stdin, flush=True)
+            for line in self.process.stdout:
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))
+        raise RuntimeError(f"{case}: the side of {self.folder.name} has ended")
+
+    def close(self) -> None:
+        """It ends with its input."""
+        self.process.communicate()
+
+
+ANSWER = "answer: "
+
+
+def serve(source: str) -> None:
+    """What the process of a side does: each line names a case."""
+    if not Path(anyrank.__file__).is_relative_to(source):
+        raise RuntimeError(f"{anyrank.__file__} was imported, and not that of {source}")
+    launcher = Launcher("beside")
+    for line in sys.stdin:
+        case, folder, is_watched = json.loads(line)
+        size, job, given = CASES[case]
+        tables = launcher.values(size, job, Path(folder), is_watched, *given)
+        found = {"seconds": max(table["seconds"] for table in tables)}
+        found["cpu"] = sum(table["cpu"] for table in tables)
+        found["memory"] = sum(table.get("peak_bytes", 0) for table in tables)
+        print(ANSWER + json.dumps(found), flush=True)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def sides(commit: str) -> Iterator[dict[str, Side]]:
+    """The process of the working tree and that of a commit, with the files that are loaded."""
     with tempfile.TemporaryDirectory(prefix="anyrank-beside-") as top:
-        given = ["git", "-C", str(HERE.parent), "archive", options.commit, "src"]
+        roots = {"new": HERE.parent, "old": Path(top, "old")}
+        roots["old"].mkdir()
+        given = ["git", "-C", str(HERE.parent), "archive", commit, "src"]
         packed = subprocess.run(given, check=True, stdout=subprocess.PIPE).stdout
-        subprocess.run(["tar", "x", "-C", top], input=packed, check=True)
-        roots = {"new": HERE.parent, "old": Path(top)}
-        rows = {line: compare(line, roots, options.turns) for line in options.runs}
+        subprocess.run(["tar", "x", "-C", str(roots["old"])], input=packed, check=True)
+        found: dict[str, Side] = {}
+        try:
+            for name, root in roots.items():
+                runs = Path(top, f"runs-{name}")
+                runs.mkdir()
+                write_files(runs)
+                found[name] = Side(root, runs)
+            yield found
+        finally:
+            for side in found.values():
+                side.close()
+
+
+def write_files(folder: Path) -> None:
+    """What is loaded: large matrices, and many small tensors."""
+    large = {f"{n}.weight": torch.randn(WIDTH, WIDTH) for n in range(LAYERS)}
+    save_file(large, folder / "large.safetensors")
+    for number in (20_000, 10_000):
+        small = {str(n): torch.randn(SMALL) for n in range(number)}
+        save_file(small, folder / f"{number}.safetensors")
+
+
+# Ratios are of runs in the same repetition: new / old.
+COLUMNS = [
+    "case",
+    "new sec",
+    "old sec",
+    "ratio",
+    "least",
+    "most",
+    "CPU ratio",
+    "new MiB",
+    "old MiB",
+]
+
+
+def row_of(case: str, both: dict[str, Side], repeats: int) -> list[Any]:
+    """Both sides of a case, as `COLUMNS` has them."""
+    runs = Case(case, both, lambda name, _: both[name].run(case, False)).run(repeats, warm=1)
+    wall, cpu = (ratios(runs["new"], runs["old"], figure) for figure in ("seconds", "cpu"))
+    row: list[Any] = [case, *(round(median(runs[name], "seconds"), 4) for name in both)]
+    row += [round(value, 2) for value in (wall["median"], wall["least"], wall["most"])]
+    row += [round(cpu["median"], 2)]
+    return row + [round(side.run(case, True)["memory"] / MIB) for side in both.values()]
+
+
+def measure(options: argparse.Namespace, _: Launcher) -> Run:
+    """All cases, in order."""
+    if options.serve:
+        serve(options.serve)
+        return {}
+    chosen = [case for case in CASES if case.startswith(tuple(options.cases))]
+    rows: list[list[Any]] = []
+    with sides(options.commit) as both:
+        for case in chosen:
+            rows.append(row_of(case, both, options.repeats))
+            tell("row", rows[-1])
     name = ["git", "-C", str(HERE), "rev-parse", "--short", options.commit]
     commit = subprocess.run(name, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    return {"beside": commit, "turns": options.turns, "rows": rows}
+    return {"beside": commit, "repeats": options.repeats, "columns": COLUMNS, "rows": rows}
 
 
 if __name__ == "__main__":
-    defaults: Run = {"commit": "HEAD", "runs": [*RUNS], "turns": 5}
-    bench.main("beside", measure, {"turns": 1}, ["runs"], **defaults)
+    options: dict[str, Any] = {"commit": "HEAD", "cases": [""], "repeats": 5, "serve": None}
+    bench.main("beside", measure, {"repeats": 1}, ["cases", "serve"], **options)
