@@ -11,6 +11,16 @@ log = logging.getLogger("anyrank")
 
 # The table of support in README.md says what was run on each.
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+# Minor versions of frameworks, by the names that pip has.
+TESTED = {
+    "accelerate": "1.15",
+    "lightning": "2.6",
+    "megatron-core": "0.16",
+    "peft": "0.21",
+    "pytorch_lightning": "2.6",
+    "torchtitan": "0.3",
+    "transformers": "5.23",
+}
 
 
 def untested_torch(installed: str) -> str | None:
@@ -39,13 +49,11 @@ def warn_of_untested_torch(installed: str) -> None:
 
 
 @functools.cache
-def warn_if_untested(package: str, oldest: str, newest: str) -> None:
-    """Log one line if the installed version of a framework was not tested.
+def warn_if_untested(package: str) -> None:
+    """Log one line if the installed minor version of a framework was not tested.
 
     Args:
-        package: as pip names it.
-        oldest: the first version that was tested.
-        newest: the last version that was tested; its later patch releases count as tested.
+        package: of `TESTED`.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -53,17 +61,11 @@ def warn_if_untested(package: str, oldest: str, newest: str) -> None:
         installed = version(package)
     except PackageNotFoundError:
         return  # on the path without being installed: its version is unknown
-    if not _release(oldest)[:2] <= _release(installed)[:2] <= _release(newest)[:2]:
+    if re.findall(r"\d+", installed)[:2] != TESTED[package].split("."):
         log.warning(
-            "%s %s is untested (tested: %s to %s): anyrank goes on, and raises an error where the "
+            "%s %s is untested (tested: %s): anyrank goes on, and raises an error where the "
             "package differs from what it needs",
             package,
             installed,
-            oldest,
-            newest,
+            TESTED[package],
         )
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """The numbers of a version: "2.6.0rc1" -> (2, 6, 0)."""
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

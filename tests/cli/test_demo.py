@@ -8,11 +8,11 @@ import os
 import runpy
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import Result
@@ -95,7 +95,9 @@ def test_a_model_is_loaded_and_a_killed_run_ends_as_one_rank(
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_tour_with_its_error(tmp_path: Path) -> None:
-    with pytest.raises(AnyrankError, match=r"exit code 1; their last lines:") as caught:
+    with pytest.raises(
+        AnyrankError, match=r"^the demo failed with exit code 1; its last lines:"
+    ) as caught:
         demo.run(str(tmp_path))
     assert "ValueError: Unrecognized model" in str(caught.value)
 
@@ -199,36 +201,41 @@ def test_a_missing_package_is_one_message_and_exit_2(
 # -- launching ------------------------------------------------------------------------------------
 
 
-def launch(script: str, log: str) -> None:
+def launch(script: str, log: Path) -> int:
     command = [sys.executable, "-c", script]
-    with open(log, "wb") as file:
-        process = torchrun.start(command, file, os.environ | demo.RANK_SETTINGS)
-        try:
-            torchrun.finish(process, time.monotonic() + torchrun.LIMIT_SEC, log)
-        finally:
-            torchrun.kill_all(process)
+    return torchrun.run_to_end(command, str(log), os.environ | demo.RANK_SETTINGS, "no end")
 
 
-def test_ranks_that_fail_are_one_error_with_their_last_lines(tmp_path: Path) -> None:
+def test_ranks_that_fail_leave_their_last_lines(tmp_path: Path) -> None:
     script = (
         "import os; print('x\\n' * 99, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
     )
-    log = str(tmp_path / "log")
-    with pytest.raises(AnyrankError, match=r"exit code 3; their last lines:") as caught:
-        launch(script, log)
-    assert str(caught.value).startswith(f"{log}: ")
-    assert str(caught.value).endswith(" 1 boom\n")
-    assert len(str(caught.value).splitlines()) == 51
+    assert launch(script, tmp_path / "log") == 3
+    said = torchrun.tail(str(tmp_path / "log"))
+    assert said.endswith(" 1 boom\n")
+    assert len(said.splitlines()) == torchrun.TAIL_LINES
 
 
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "LIMIT_SEC", 1.0)
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    log = tmp_path / "log"
-    with pytest.raises(AnyrankError, match=r"took longer than 1.0 s"):
-        launch(script, str(log))
+    with pytest.raises(
+        AnyrankError, match=r"^no end within 1.0 s; its last lines:\n\d+\n$"
+    ) as said:
+        launch(script, tmp_path / "log")
     with pytest.raises(ProcessLookupError):
-        os.kill(int(log.read_text()), 0)
+        os.kill(int(str(said.value).split()[-1]), 0)
+
+
+def test_a_program_is_a_script_or_a_module_and_its_arguments() -> None:
+    here = __file__
+    assert torchrun.program_of("run", False, here, ("--", "--lr", "1")) == (here, "--lr", "1")
+    assert torchrun.program_of("run", False, here, ("a", "--")) == (here, "a", "--")
+    assert torchrun.program_of("run", True, "package.train", ("--lr",)) == (
+        *("-m", "package.train", "--lr"),
+    )
+    with pytest.raises(click.BadParameter, match="a module takes -m: anyrank check -m nothing"):
+        torchrun.program_of("check", False, "nothing", ())
 
 
 # -- the script -----------------------------------------------------------------------------------

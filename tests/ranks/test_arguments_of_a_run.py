@@ -52,6 +52,7 @@ CALLS: dict[str, Any] = {
     "epochs": lambda ckpts, rank: next(iter(ckpts.steps(epochs=3 + rank))),
     "wrong on one": lambda ckpts, rank: ckpts.resume(("auto", -5)[rank]),
     "another folder": lambda ckpts, rank: ckpts.save(),
+    "another run": lambda ckpts, rank: ckpts.save(),
     "another rate": lambda ckpts, rank: ckpts.save(),
 }
 WORDS = {
@@ -59,6 +60,7 @@ WORDS = {
     **{name: f"TrainState(): {name}= differs between ranks" for name in STATES},
     "wrong on one": "[rank 1] resume takes 'auto', 'must', a step or a path, not -5",
     "another folder": "path= differs",
+    "another run": "the ranks' states are of different runs: rank 0 of run-0, rank 1 of run-1: ",
     "another rate": "groups.0.options.lr: 0.1 and 0.2: make it alike on all ranks",
 }
 
@@ -67,6 +69,7 @@ def job_differs(path: str, name: str) -> tuple[str, str, float]:
     rank = dist.get_rank()
     own = {key: values[rank] for key, values in STATES.items() if key == name}
     state = build(rate=0.1 * (1 + rank) if name == "another rate" else 0.1, **own)
+    state.run = f"run-{rank}" if name == "another run" else None
     options = {key: values[rank] for key, values in OPTIONS.items() if key == name}
     folder = f"{path}/{rank}" if name == "another folder" else path
     with anyrank.Checkpoints(folder, state, **options) as ckpts:
@@ -86,6 +89,19 @@ def test_what_is_another_on_one_rank_is_named_and_nothing_is_written(
         assert f"{value!r} on rank {rank}" in text
     assert seconds < SECONDS
     assert list(tmp_path.iterdir()) == [] or name in ("until", "epochs", "another rate")
+
+
+def job_orders(path: str) -> list[bool]:
+    names = ["optimizer", "data", "log"][:: 1 if dist.get_rank() else -1]
+    with anyrank.Checkpoints(path, build()) as ckpts:
+        ckpts.save()
+        reports = [ckpts.resume(skip=dict.fromkeys(names).keys(), fresh=dict.fromkeys("ab").keys())]
+    return [report is not None for report in reports]
+
+
+def test_names_in_another_order_are_the_same(tmp_path: Path) -> None:
+    """Sets have one on each rank, by their process's hash seed."""
+    assert run_ranks(2, job_orders, str(tmp_path)) == [[True], [True]]
 
 
 def job_callback(path: str) -> list[int]:

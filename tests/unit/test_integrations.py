@@ -6,6 +6,7 @@ import inspect
 import logging
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,32 @@ import anyrank
 from anyrank.integrations import framework_names
 from anyrank.integrations.dataloaders import elastic_loader
 from anyrank.integrations.run import FrameworkRun
-from anyrank.versions import warn_if_untested
+from anyrank.versions import TESTED, warn_if_untested
 
 
 @pytest.mark.parametrize(
-    ("oldest", "newest", "is_tested"),
-    [("2.0", "99.0", True), ("2.0", "2.1", False), ("99.0", "99.1", False)],
+    ("installed", "lines"),
+    [("2.6.0", 0), ("2.6.9rc1", 0), ("2.5.1", 1), ("2.60", 1), ("3.0", 1), (None, 0)],
 )
 def test_an_untested_version_gives_a_line_and_no_error(
-    oldest: str, newest: str, is_tested: bool, caplog: pytest.LogCaptureFixture
+    installed: str | None,
+    lines: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def version(package: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setitem(TESTED, "lightning", "2.6")
+    monkeypatch.setattr("importlib.metadata.version", version)
     warn_if_untested.cache_clear()
     with caplog.at_level(logging.WARNING, "anyrank"):
-        warn_if_untested("torch", oldest, newest)
-        warn_if_untested("torch", oldest, newest)
-        warn_if_untested("no-such-package", oldest, newest)
-    assert len(caplog.records) == (0 if is_tested else 1)
+        warn_if_untested("lightning")
+        warn_if_untested("lightning")
+    warn_if_untested.cache_clear()
+    assert len(caplog.records) == lines
 
 
 class Framework:

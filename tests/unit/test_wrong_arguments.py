@@ -184,7 +184,7 @@ CALLS: dict[str, Case] = {
             "keep_every": ["3", 0, -1, True, 1.5],
             "on_commit": [3, "f"],
             "peers": ["x", 1.5, -1],
-            "replicas_every": ["100", 1.5, -1, True],
+            "replicas_every": ["100", 1.5, 0, -1, True],
             "process_group": [3],
         },
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from typing import Any
@@ -36,13 +35,8 @@ def command(
     from anyrank.cli.console import err, show
     from anyrank.watching.findings import Finding, Findings
 
-    if not is_module and not os.path.isfile(script):
-        raise click.BadParameter(
-            f"File '{script}' does not exist; a module takes -m: anyrank check -m {script}",
-            param_hint="'SCRIPT'",
-        )
-    program = (script, *(arguments[1:] if arguments[:1] == ("--",) else arguments))
-    result = _run(ranks, script, ("-m", *program) if is_module else program)
+    program = torchrun.program_of("check", is_module, script, arguments)
+    result = _run(ranks, script, program)
     if result["ranks"] != ranks:
         err().print(
             f"anyrank: {script} made no group of {ranks} ranks: the first was checked alone",
@@ -62,17 +56,7 @@ def _run(ranks: int, script: str, program: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="anyrank-check-") as folder:
         path, log = os.path.join(folder, "result.json"), os.path.join(folder, "log")
         line = torchrun.line(ranks, "-m", "anyrank.watching.first_step", path, *program)
-        with open(log, "wb") as file:
-            process = torchrun.start(line, file, environ(ranks))
-            try:
-                code = process.wait(torchrun.LIMIT_SEC)
-            except subprocess.TimeoutExpired as error:
-                raise AnyrankError(
-                    f"{script}: no optimizer step within {torchrun.LIMIT_SEC} s; its last lines:\n"
-                    f"{torchrun.tail(log)}"
-                ) from error
-            finally:
-                torchrun.kill_all(process)
+        code = torchrun.run_to_end(line, log, environ(ranks), f"{script}: no optimizer step")
         if not os.path.exists(path):
             ended = f"failed with exit code {code}" if code else "ended"
             raise AnyrankError(

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import click
 from rich.console import Console, RenderableType
-from rich.table import Table
 
 # Wider than any line: a narrow terminal wraps lines instead of truncating them, and the output does
 # not depend on the terminal. rich itself honours NO_COLOR and FORCE_COLOR.
@@ -44,11 +43,3 @@ def show(report: Report, as_json: bool) -> None:
         click.echo(report.to_json())
     else:
         write(out(), *str(report).split("\n"))
-
-
-def table(*titles: str) -> Table:
-    """A table without lines, whose first column is text and whose others are numbers."""
-    rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, title in enumerate(titles):
-        rows.add_column(title, justify="right" if number else "left", no_wrap=True)
-    return rows

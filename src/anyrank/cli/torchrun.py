@@ -1,4 +1,4 @@
-"""torchrun on this machine: its command line, its start and its end."""
+"""Ranks on this machine: torchrun's command line, and the start and end of processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 
@@ -60,30 +59,45 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
     return [*command[:position], *flags, *command[position + 1 :]]
 
 
-def start(
-    command: Sequence[str], file: BinaryIO, environ: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a launcher with its output in a file. Ctrl-C does not reach it: `kill_all` ends it."""
-    return subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
-        command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True
-    )
-
-
-def finish(process: subprocess.Popen[bytes], deadline: float, log: str) -> None:
-    """Wait until a launcher ends successfully.
+def program_of(
+    command: str, is_module: bool, script: str, arguments: Sequence[str]
+) -> tuple[str, ...]:
+    """What a launcher takes: a script, or `-m` and a module, and its arguments, of which a first
+    `--` is the command's own.
 
     Raises:
-        AnyrankError: a rank failed, with the last lines of the output; or it is later than
-            `deadline`, LIMIT_SEC from the start on `time.monotonic`.
+        BadParameter: there is no such script.
     """
-    try:
-        code = process.wait(max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired as error:
-        raise AnyrankError(f"{log}: the ranks took longer than {LIMIT_SEC} s") from error
-    if code:
-        raise AnyrankError(
-            f"{log}: the ranks ended with exit code {code}; their last lines:\n{tail(log)}"
+    if not is_module and not os.path.isfile(script):
+        raise click.BadParameter(
+            f"File '{script}' does not exist; a module takes -m: anyrank {command} -m {script}",
+            param_hint="'SCRIPT'",
         )
+    program = (script, *(arguments[1:] if arguments[:1] == ("--",) else arguments))
+    return ("-m", *program) if is_module else program
+
+
+def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], wanted: str) -> int:
+    """Run ranks to their end, with their output in a file; returns the exit code.
+
+    Ctrl-C does not reach them. None is left when this returns or raises.
+
+    Raises:
+        AnyrankError: they took longer than LIMIT_SEC, without what was `wanted`; with the last
+            lines of the output.
+    """
+    with open(log, "wb") as file:
+        process = subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
+            command, stdout=file, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+        )
+        try:
+            return process.wait(LIMIT_SEC)
+        except subprocess.TimeoutExpired as error:
+            raise AnyrankError(
+                f"{wanted} within {LIMIT_SEC} s; its last lines:\n{tail(log)}"
+            ) from error
+        finally:
+            kill_all(process)
 
 
 def tail(log: str) -> str:
@@ -93,7 +107,7 @@ def tail(log: str) -> str:
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a launcher and all its descendants with SIGKILL, so that none can clean up."""
+    """Kill a process and all its descendants with SIGKILL, so that none can clean up."""
     if process.poll() is not None:
         return
     doomed = [process.pid, *descendants(process.pid)]

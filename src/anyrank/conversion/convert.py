@@ -37,7 +37,7 @@ def convert(
 
     The destination is written beside its place, made durable, and then renamed: it is whole, or it
     is not there. Tensors that are one tensor (tied) are written once. Host memory: a few MiB, at
-    any size.
+    any size; with `model=`, both copies of a tensor that the model ties, which are compared.
 
     A source on disk is converted by one process, which meets no other. A live model is given by
     every rank of its group, sharded or not: each saves its share into a folder beside the

@@ -136,7 +136,7 @@ def _saved(
     def write_own() -> list[SavedBox]:
         writes = plan_writes(tensors, coordinates, by_first=buffers)
         items = make_items(tensors, [], writes, ranks.rank)
-        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items).boxes
+        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items)[0]
 
     try:
         ranks.run_on_one("making the folder", make)
@@ -167,7 +167,9 @@ def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
     names = [*(name for name, _ in tensors), *map(rename, selection.tied)]
     twice = [name for name, number in Counter(names).items() if number > 1 or not name]
     if twice:
-        raise LoadError(f"{twice[0]!r} is the name of two tensors of the model, or empty: rename")
+        if not twice[0]:
+            raise LoadError("rename= gives a tensor of the model an empty name")
+        raise LoadError(f"rename= gives two tensors of the model the name {twice[0]}: rename one")
     renamed = {key: rename(name) for key, name in selection.renamed.items()}
     renamed |= {
         name: new
@@ -260,6 +262,8 @@ def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
     first, ours = ranks.ranks[0], summaries[0].tied
     for rank, summary in zip(ranks.ranks, summaries, strict=True):
         if summary.tied != ours:
+            name = min(name for name, _ in ours.items() ^ summary.tied.items())
             raise LoadError(
-                f"the ranks' models differ: rank {first} ties {ours}, rank {rank} {summary.tied}"
+                f"the ranks' models differ: {name} is tied to {ours.get(name, 'none')} on rank "
+                f"{first} and to {summary.tied.get(name, 'none')} on rank {rank}: build them alike"
             )

@@ -104,7 +104,7 @@ def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:
             "ranks, and a second sharding would lose samples. Remove it: give shuffle=True or False"
         )
     if length is None:
-        return {}  # an iterable dataset: ElasticLoader says what to do
+        return {}  # a dataset without a length: ElasticLoader says what to do
     raise ValueError(
         f"the training DataLoader's sampler is a {type(sampler).__name__}, whose order is not "
         "known for other numbers of ranks: give shuffle=True or False, or a WeightedRandomSampler "

@@ -12,14 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
 
-from anyrank.versions import warn_if_untested
-
-TESTED = {
-    "accelerate": "1.15",
-    "lightning": "2.6",
-    "pytorch_lightning": "2.6",
-    "transformers": "5.23",
-}
+from anyrank.versions import TESTED, warn_if_untested
 
 _HOOK = "self, trainer, pl_module"
 _LIGHTNING: dict[str, dict[str, str | None]] = {
@@ -128,13 +121,13 @@ def check_names(package: str, root: str = "") -> None:
     """Compare the names of a framework's classes with the table; warn of an untested version.
 
     Args:
-        package: of TESTED.
+        package: of NAMES.
         root: the module that the table's classes are counted from; by default that of the package.
 
     Raises:
         ImportError: a name is gone, or takes other parameters; says which.
     """
-    warn_if_untested(package, TESTED[package], TESTED[package])
+    warn_if_untested(package)
     for path, names in NAMES[package].items():
         for problem in _differences(f"{root or package}.{path}", names):
             raise ImportError(

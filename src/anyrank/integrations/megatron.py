@@ -16,7 +16,7 @@ from anyrank.versions import warn_if_untested
 
 __all__ = ["layout"]
 
-warn_if_untested("megatron-core", "0.16", "0.16")
+warn_if_untested("megatron-core")
 
 
 def layout(model: nn.Module, mesh: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ FREE = (
     "runtime_config",
 )
 
-warn_if_untested("peft", "0.21", "0.21")
+warn_if_untested("peft")
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None) -> None:

@@ -14,7 +14,7 @@ from anyrank.integrations.dataloaders import OnBatchChange, elastic_loader
 
 
 class RunOptions(TypedDict, total=False):
-    """How a run under a framework is cut into steps, and saved. Every framework takes these.
+    """How a run under a framework is cut into steps, and saved: what a `FrameworkRun` takes.
 
     Attributes:
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.

@@ -16,7 +16,7 @@ import anyrank
 from anyrank.integrations.run import numbered
 from anyrank.versions import warn_if_untested
 
-warn_if_untested("torchtitan", "0.3", "0.3")
+warn_if_untested("torchtitan")
 
 
 class CheckpointManager:

@@ -85,7 +85,7 @@ def _of_arguments(args: Any, keep: int) -> Iterator[str]:
         yield "ignore_data_skip would train samples twice after a resume: remove it"
     if getattr(args, "enable_jit_checkpoint", False):
         yield "enable_jit_checkpoint saves on SIGTERM, and so does the run: remove it"
-    if args.push_to_hub and str(args.hub_strategy) != "end" and args.hub_strategy != "end":
+    if args.push_to_hub and args.hub_strategy != "end":
         yield (
             "hub_strategy pushes the Trainer's own checkpoints, which an elastic run does not "
             "write: set hub_strategy='end'"

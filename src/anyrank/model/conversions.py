@@ -24,11 +24,10 @@ from anyrank.model.wrappers import plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
-from anyrank.versions import warn_if_untested
+from anyrank.versions import TESTED, warn_if_untested
 
 # Formats that transformers writes, always in its file naming. Others may hold live names as well.
 FILE_NAMED = ("safetensors",)
-TESTED = "5.23"  # transformers
 CODE = {
     "conversion_mapping": ("get_model_conversion_mapping",),
     "core_model_loading": (
@@ -122,7 +121,7 @@ def conversion_code() -> Any:
     Raises:
         LoadError: a version of transformers that has one of them elsewhere.
     """
-    warn_if_untested("transformers", TESTED, TESTED)
+    warn_if_untested("transformers")
     try:
         return SimpleNamespace(
             **{
@@ -134,8 +133,8 @@ def conversion_code() -> Any:
     except (ImportError, AttributeError) as error:
         raise LoadError(
             "the keys of files are not the model's, and transformers' own conversion is not where "
-            f"anyrank looks for it ({error}): anyrank was tested with transformers {TESTED}; "
-            "install that, or give a load rename="
+            f"anyrank looks for it ({error}): anyrank was tested with transformers "
+            f"{TESTED['transformers']}; install that, or give a load rename="
         ) from error
 
 

@@ -61,7 +61,7 @@ def saved_names(name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
     Args:
         name, unwrapped, path: see `Registration`.
     """
-    warn_if_untested("peft", "0.21", "0.21")
+    warn_if_untested("peft")
     layer = next((m for m in path if is_adapter_layer(m)), None)
     active: set[str] = set(getattr(layer, "active_adapters", ()))
     if len(active) != 1 or active.isdisjoint(name.split(".")):

@@ -70,7 +70,7 @@ class _SnapshotStorage(LocalStorage):
 
 
 class PeerMemory:
-    """The snapshots of one run, as one rank sees them. All ranks call its methods together.
+    """The snapshots of one run, as one rank sees them. All ranks keep and bring together.
 
     Keeps one snapshot, and a second one while that is written.
 

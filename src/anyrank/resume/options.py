@@ -66,13 +66,14 @@ class ResumeArguments:
             ValueError, TypeError: as `check`; on all ranks.
             CheckpointError: they differ.
         """
-        arguments = {
-            "which": self.path or self.which,
-            "skip": sorted(self.skip) if isinstance(self.skip, (list, tuple)) else self.skip,
-            "fresh": sorted(self.fresh) if isinstance(self.fresh, (list, tuple)) else self.fresh,
-            "rename": self.rename,
-        }
-        compare_arguments(ranks, "resume", arguments, CheckpointError, self.check)
+        arguments: dict[str, Any] = {}
+
+        def check() -> None:
+            self.check()
+            arguments["which"] = self.path or self.which
+            arguments.update(skip=sorted(self.skip), fresh=sorted(self.fresh), rename=self.rename)
+
+        compare_arguments(ranks, "resume", arguments, CheckpointError, check)
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class RunOptions:
         if self.keep_every is not None and not callable(self.keep_every):
             check_int("keep_every", self.keep_every, 1)
         if self.replicas_every is not None:
-            check_int("replicas_every", self.replicas_every, 0)
+            check_int("replicas_every", self.replicas_every, 1)
         parse_cadence(self.every)
         parse_cadence(_as_every(self.peers), "peers")
 
@@ -147,7 +148,7 @@ class RunOptions:
 
     def compares_replicas(self, step: int) -> bool:
         """Whether the replicas are compared at the end of a step."""
-        return bool(self.replicas_every) and step % (self.replicas_every or 1) == 0
+        return self.replicas_every is not None and step % self.replicas_every == 0
 
     @property
     def cadence(self) -> Cadence:

@@ -46,7 +46,7 @@ def resume_run(
     arguments: ResumeArguments,
     verify: bool,
     ranks: Ranks,
-    memory: PeerMemory | None = None,
+    memory: PeerMemory | None,
 ) -> Resumed | None:
     """Restore a state; None if there is nothing to resume. All ranks.
 
@@ -58,10 +58,10 @@ def resume_run(
     target = None if path is None else _agree_on_path(path, folder, arguments, ranks)
     if target is not None and target.own_step is not None:
         path, which = None, target.own_step
-    own_which = "auto" if path is not None or isinstance(which, os.PathLike) else which
+    number = which if path is None and isinstance(which, int) else None
     # skip= was for the first resume, from the path: the run's own steps have all parts.
     own_arguments = arguments if path is None else replace(arguments, skip=())
-    search = StepSearch(folder, own_which, verify, ranks, memory)
+    search = StepSearch(folder, number, verify, ranks, memory)
     resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
         note = f"{path} was not read: the run has steps of its own, and goes on with them"
@@ -72,8 +72,8 @@ def resume_run(
         resumed = Resumed(_begin_with(path, target.step, state, arguments, verify, ranks))
     elif resumed is None and which == "must":
         raise CheckpointError(
-            f"{folder.path}: holds no checkpoint, and resume('must') never starts anew: "
-            "check the path, or use 'auto'"
+            f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
+            "starts anew: check the path, or use 'auto'"
         )
     if resumed is not None and memory is not None:
         memory.remove_except(*filter(None, [resumed.snapshot]))
@@ -114,7 +114,7 @@ def _restore_newest(
         try:
             report = restore_state(state, step, arguments, ranks)
             snapshot = None if step.candidate.snapshot is None else step.candidate.name
-            return Resumed(report, snapshot is None, isinstance(search.which, int), snapshot)
+            return Resumed(report, snapshot is None, search.number is not None, snapshot)
         except CorruptCheckpoint as error:
             search.reject(step.candidate, str(error))
     return None

@@ -90,7 +90,8 @@ class Candidate:
 
 
 class StepSearch:
-    """The steps of a run, the newest first, until one is whole. Equal on all ranks.
+    """The steps of a run, the newest first, until one is whole; or one of them, by its number.
+    Equal on all ranks.
 
     A step is in files or a snapshot in memory; the snapshot is read if both are equally new.
     Damaged steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
@@ -100,13 +101,13 @@ class StepSearch:
     def __init__(
         self,
         folder: RunFolder,
-        which: str | int,
+        number: int | None,
         verify: bool,
         ranks: Ranks,
         memory: PeerMemory | None = None,
     ) -> None:
-        self.folder, self.which, self.verify, self.ranks = folder, which, verify, ranks
-        self.memory = memory if which in ("auto", "must") else None
+        self.folder, self.number, self.verify, self.ranks = folder, number, verify, ranks
+        self.memory = memory if number is None else None
         self.snapshots = self.memory.whole_snapshots() if self.memory is not None else []
         self.newest_step = self.newest_samples = 0
         self.reasons: list[str] = []
@@ -151,11 +152,11 @@ class StepSearch:
     def _find_step(self, snapshot: PeerSnapshot | None) -> Candidate | None:
         """The step to try, with its damage; for a snapshot only its name. One rank."""
         folder, steps = self.folder, self.folder.steps()
-        if self.which not in ("auto", "must"):
-            chosen = [step for step in steps if step.number == self.which]
+        if self.number is not None:
+            chosen = [step for step in steps if step.number == self.number]
             if not chosen:
                 numbers = ", ".join(str(step.number) for step in steps[:10]) or "none"
-                raise CheckpointError(f"{folder.path}: has no step {self.which}; it has {numbers}")
+                raise CheckpointError(f"{folder.path}: has no step {self.number}; it has {numbers}")
             steps = chosen
         is_newest = snapshot is not None and (not steps or steps[0].number <= snapshot.step)
         if snapshot is not None and is_newest and self._is_of_run(snapshot):
@@ -236,8 +237,8 @@ class StepSearch:
             CorruptCheckpoint: it is the requested step.
             CheckpointError: it cannot be renamed.
         """
-        if self.which not in ("auto", "must"):
-            raise CorruptCheckpoint(f"step {self.which} was asked for and is damaged: {damage}")
+        if self.number is not None:
+            raise CorruptCheckpoint(f"step {self.number} was asked for and is damaged: {damage}")
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)

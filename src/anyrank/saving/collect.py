@@ -140,7 +140,6 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     def collect_own() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
         check()
         inner = state.parts
-        inner.check_usable()
         parts, streams = inner.save(ranks.index), capture(inner.generators)
         for tensor in _shared_tensors(parts):
             check_memory(tensor.name, tensor.local())
@@ -307,10 +306,15 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: 
                 f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}: give TrainState the "
                 "same on all ranks"
             )
-        if (other.step, other.run) != (first.step, first.run):
+        if other.step != first.step:
             raise CheckpointError(
                 f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
                 f"{rank} at {other.step}: call step_done on all ranks after each step"
+            )
+        if other.run != first.run:
+            raise CheckpointError(
+                f"the ranks' states are of different runs: rank {ranks.ranks[0]} of {first.run}, "
+                f"rank {rank} of {other.run}: save and resume a state on all ranks together"
             )
     differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
     if not differing:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -131,15 +130,13 @@ def _padded_bytes(item: Item) -> int:
     return -(-item.nbytes // ALIGN) * ALIGN
 
 
-class WrittenShare(NamedTuple):
-    """What a rank wrote: its boxes' positions in files, and the manifest's records of the files."""
-
-    boxes: list[SavedBox]
-    files: dict[str, FileRecord]
-
-
-def write_share(store: Storage, folder: str, name: str, items: Sequence[Item]) -> WrittenShare:
+def write_share(
+    store: Storage, folder: str, name: str, items: Sequence[Item]
+) -> tuple[list[SavedBox], dict[str, FileRecord]]:
     """Write the items into one data file, durably, and its checksums into another.
+
+    Returns:
+        The boxes' places in the file, and the manifest's records of both files.
 
     Raises:
         CheckpointError: a write failed.
@@ -162,7 +159,7 @@ def write_share(store: Storage, folder: str, name: str, items: Sequence[Item]) -
     sums = sums_name(name)
     blocks = BlockSums(output.size, output.digester.finish())
     written = write_file(store, join_path(folder, sums), blocks.to_bytes())
-    return WrittenShare(boxes, {name: FileRecord(output.size, blocks=sums), sums: written})
+    return boxes, {name: FileRecord(output.size, blocks=sums), sums: written}
 
 
 class _Output:

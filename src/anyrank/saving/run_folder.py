@@ -40,7 +40,7 @@ MIN_KEPT = 2
 
 
 class RunFolder:
-    """The files of one run. Used by one rank, the first.
+    """The files of one run. One rank changes them, the first; any may look.
 
     Attributes:
         path: as the user gave it, for messages.
@@ -222,9 +222,9 @@ class RunFolder:
         try:
             self._write_latest(name)
             steps = self.whole_steps()
-            count = max(keep_newest, MIN_KEPT)
-            removable = [step.name for step in steps[count:] if not keeps_forever(step.number)]
-            if removable and self._has_enough_good([step.name for step in steps[:count]]):
+            newest, older = steps[:keep_newest], steps[keep_newest:]
+            removable = [step.name for step in older if not keeps_forever(step.number)]
+            if removable and self._has_enough_good([step.name for step in newest]):
                 for folder in removable:
                     self._remove(folder)
                     removed.append(folder)

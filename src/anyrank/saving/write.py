@@ -72,7 +72,8 @@ def write(
         branch: the step that the run went back to, or None.
 
     Raises:
-        CheckpointError: a rank could not write; nothing was committed.
+        CheckpointError: a rank could not write. Nothing was committed then, unless it was the
+            last thing that failed, the sync of the folder that has the step.
     """
     start = time.perf_counter()
     step = snapshot.manifest.step

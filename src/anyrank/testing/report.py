@@ -27,7 +27,7 @@ class RanksFailed(Exception):
     """At least one rank raised, died unexpectedly, or did not finish.
 
     Attributes:
-        errors: rank -> its exception, in order of arrival. RuntimeError with the traceback if the
+        errors: rank -> its exception, in order of arrival. RuntimeError with its last line if the
             original cannot be pickled, ChildProcessError for a death, TimeoutError for a rank that
             was stopped.
         stacks: rank -> its stack traces, for ranks that were stopped or crashed.
