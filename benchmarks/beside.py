@@ -117,7 +117,7 @@ def sync(folder: Path, is_watched: bool) -> Table:
 
 def save(folder: Path, is_watched: bool, kind: str) -> Table:
     """192 MiB of parameters and Adam's state; in the background it is the stall that counts."""
-    state = make_state(4, WIDTH)
+    state = make_state([WIDTH] * 4)
     stalls: list[float | None] = []
     found = once(lambda: stalls.append(SAVES[kind][1](state, str(folder / "run"))), is_watched)
     return found | ({"seconds": stalls[0]} if stalls[0] else {})
@@ -125,7 +125,7 @@ def save(folder: Path, is_watched: bool, kind: str) -> Table:
 
 def resume(folder: Path, is_watched: bool) -> Table:
     """What the same ranks have saved, every byte checked."""
-    state = make_state(4, WIDTH)
+    state = make_state([WIDTH] * 4)
     SAVES["anyrank"][1](state, str(folder / "run"))
     state[1].state.clear()
 

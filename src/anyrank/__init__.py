@@ -43,11 +43,10 @@ if TYPE_CHECKING:
     from anyrank.state.train_state import TrainState
     from anyrank.steps.loader import ElasticLoader
     from anyrank.steps.sampler import ElasticSampler
+    from anyrank.versions import __version__
     from anyrank.watching.check import check
     from anyrank.watching.hang import watch
     from anyrank.world.group import ALONE
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ALONE",
@@ -129,6 +128,7 @@ HOMES = {
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
     "verify": "anyrank.inspection.verify",
+    "__version__": "anyrank.versions",
     "watch": "anyrank.watching.hang",
 }
 

@@ -1,4 +1,4 @@
-"""The tested versions of torch and of frameworks, and a warning for others."""
+"""The version of anyrank, the tested ones of torch and of frameworks, and a warning for others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 import logging
 import os
 import re
+
+__version__ = "0.1.0"
 
 log = logging.getLogger("anyrank")
 

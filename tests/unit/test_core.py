@@ -40,7 +40,7 @@ BUDGETS = {
     "testing": 1315,
     "watching": 2990,
     "world": 1490,
-    "": 675,  # the modules that are in no room
+    "": 680,  # the modules that are in no room
 }
 AROUND = (
     "exact",

@@ -97,7 +97,7 @@ def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], wan
                 f"{wanted} within {LIMIT_SEC} s; its last lines:\n{tail(log)}"
             ) from error
         finally:
-            kill_all(process)
+            _kill_all(process)
 
 
 def tail(log: str) -> str:
@@ -106,7 +106,7 @@ def tail(log: str) -> str:
         return "".join(file.readlines()[-TAIL_LINES:])
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> None:
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and all its descendants with SIGKILL, so that none can clean up."""
     if process.poll() is not None:
         return

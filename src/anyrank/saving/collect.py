@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import anyrank
 from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
@@ -34,6 +33,7 @@ from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.tensors.writes import plan_writes
+from anyrank.versions import __version__
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
@@ -160,7 +160,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         saved_on={"ranks": ranks.size, "layout": _describe_layout(_shared_tensors(parts))},
         lineage=state.lineage,
         written="",
-        versions={"anyrank": anyrank.__version__, "torch": str(torch.__version__)},
+        versions={"anyrank": __version__, "torch": str(torch.__version__)},
         files={},
         parts=records,
         differed=differed,

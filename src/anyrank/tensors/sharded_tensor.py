@@ -120,17 +120,17 @@ def replicas(
     """
     if tensor.layout is None:
         return {tensor.pieces: tuple(coordinates)} if tensor.pieces else {}
-    held = tuple((rank, known.coordinate(index)) for rank, known in coordinates.items())
-    return _replicas(tensor.shape, tensor.layout, held)
+    places = tuple((rank, known.coordinate(index)) for rank, known in coordinates.items())
+    return _replicas(tensor.shape, tensor.layout, places)
 
 
 @lru_cache(maxsize=64)  # most tensors of a model, and their optimizer state, are alike
 def _replicas(
-    shape: tuple[int, ...], layout: Layout, held: tuple[tuple[int, tuple[int, ...] | None], ...]
+    shape: tuple[int, ...], layout: Layout, places: tuple[tuple[int, tuple[int, ...] | None], ...]
 ) -> Mapping[tuple[Piece, ...], tuple[int, ...]]:
-    """See `replicas`; `held` has every rank and its coordinate."""
+    """See `replicas`; `places` has every rank and its coordinate."""
     by_coordinate: dict[tuple[int, ...] | None, list[int]] = {}
-    for rank, coordinate in held:
+    for rank, coordinate in places:
         by_coordinate.setdefault(coordinate, []).append(rank)
     groups: dict[tuple[Piece, ...], list[int]] = {}
     for coordinate, ranks in by_coordinate.items():
