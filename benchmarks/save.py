@@ -157,7 +157,7 @@ def rows_of(runs: Runs) -> dict[str, Run]:
     """The medians of each contender."""
     figures = ("seconds", "stall_seconds", "beyond_mib", "peak_mib")
     return {
-        kind: {figure: median(of, figure) for figure in figures if known(of, figure)}
+        kind: {name: round(median(of, name), 4) for name in figures if known(of, name)}
         for kind, of in runs.items()
     }
 
