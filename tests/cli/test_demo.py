@@ -6,8 +6,10 @@ import ast
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,20 @@ def test_a_model_is_loaded_and_a_killed_run_ends_as_one_rank(
     assert said["sha256"] == said["reference_sha256"]
     assert len(said["sha256"]) == 64
     assert os.listdir() == []
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_tour_and_leaves_nothing(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", "from anyrank.cli import main; main(['demo'])"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(line, env=environ, stderr=subprocess.DEVNULL) as process:
+        while not (below := [*torchrun.descendants(process.pid)]) or not [*tmp_path.iterdir()]:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert [*tmp_path.iterdir()] == []
+    assert not [pid for pid in below if os.path.exists(f"/proc/{pid}")]
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import pickletools
 import struct
 import warnings
 import zipfile
@@ -20,6 +22,9 @@ from torch import nn
 
 import anyrank
 import anyrank.faults
+from anyrank.errors import UnsafeFile
+from anyrank.formats import pickles
+from anyrank.formats.pickles import check_memory
 
 WEIGHTS = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4)}
 
@@ -171,6 +176,52 @@ def attack_legacy(path: Path, mark: Path) -> None:
 
 def attack_plain(path: Path, mark: Path) -> None:
     path.write_bytes(pickle.dumps(Attack(mark)))
+
+
+SAMPLE = {"a": [1, 2.5, "text", b"bytes", (1 << 70, None)], "b" * 300: bytearray(9), 3: {4, 5}}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_takes_no_more_memory_than_its_bytes_account_for(
+    protocol: int, tmp_path: Path
+) -> None:
+    """Whatever bit is flipped: the unpickler would take gigabytes for a number alone."""
+    whole = pickle.dumps([SAMPLE] + [{"n": [n]} for n in range(300)], protocol)
+    check_memory(whole, "whole")
+    for number in (1 << 20, 1 << 30, (1 << 32) - 1):
+        place = b"\x80\x02]r" + number.to_bytes(4, "little") + b"."
+        with pytest.raises(UnsafeFile, match=f"for {number} objects or bytes, and has 9 bytes"):
+            pickles.loads(place, "file")
+        with pytest.raises(UnsafeFile, match=f"for {number << 20} objects or bytes"):
+            pickles.loads(b"\x80\x05\x96" + (number << 20).to_bytes(8, "little") + b".", "file")
+    for position in range(0, len(whole), 61):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[position] ^= 1 << bit
+            with contextlib.suppress(UnsafeFile):
+                check_memory(bytes(flipped), "flipped")
+                wanted = [n for op, n, _ in genops_before_an_error(bytes(flipped)) if op in "r\x96"]
+                assert all(number <= max(len(whole), 1 << 16) for number in wanted)
+
+
+def genops_before_an_error(data: bytes) -> list[tuple[str, int, int]]:
+    """Opcodes, their numbers and positions, as Python's own reader of pickles has them."""
+    found: list[tuple[str, int, int]] = []
+    with contextlib.suppress(ValueError, OverflowError, DeprecationWarning):
+        for opcode, value, position in pickletools.genops(data):
+            size = len(value) if isinstance(value, bytearray) else value
+            found.append((opcode.code, size if isinstance(size, int) else 0, position or 0))
+    return found
+
+
+def test_an_index_of_dcp_whose_entries_are_nothing_it_knows(tmp_path: Path) -> None:
+    save_dcp(tmp_path)
+    metadata = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(
+        metadata.replace(b"TensorStorageMetadata", b"UensorStorageMetadata")
+    )
+    report = anyrank.verify(tmp_path)
+    assert "0.weight is a UensorStorageMetadata there, neither a tensor nor bytes" in str(report)
 
 
 @pytest.mark.parametrize("make", [attack_zip, attack_legacy, attack_plain])

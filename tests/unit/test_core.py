@@ -17,14 +17,14 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
 # Lines of each room, with comments and empty ones.
 BUDGETS = {
-    "cli": 1265,
+    "cli": 1280,
     "conversion": 1800,
     "data": 1215,
     "exact": 1650,
     "files": 2430,
     "filling": 4055,
     "foreign": 1960,
-    "formats": 2125,
+    "formats": 2190,
     "frozen": 540,
     "inspection": 1310,
     "integrations": 3220,
@@ -32,7 +32,7 @@ BUDGETS = {
     "model": 3085,
     "peers": 380,
     "random_state": 495,
-    "resume": 2025,
+    "resume": 2035,
     "saving": 1365,
     "state": 2220,
     "steps": 2370,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -64,8 +65,13 @@ def command(as_json: bool) -> None:
     from anyrank.cli.console import err, out, write
 
     weights = find_weights()
-    with err().status("training on 4, 3 and 2 ranks, and on one; a minute"):
-        results = run(weights)
+    # An exit, before which ranks are ended and files removed.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with err().status("training on 4, 3 and 2 ranks, and on one; a minute"):
+            results = run(weights)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:

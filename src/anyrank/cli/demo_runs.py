@@ -98,7 +98,11 @@ def _start_ranks(ranks: int, train: Callable[[], None], weights: str, folder: st
     ]
     port = mp.get_context("fork").SimpleQueue()
     return mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-        _rank, (ranks, train, flags, port), nprocs=ranks, join=False, start_method="fork"
+        _rank,
+        (ranks, os.getpid(), train, flags, port),
+        nprocs=ranks,
+        join=False,
+        start_method="fork",
     )
 
 
@@ -109,8 +113,11 @@ def _exact_wrapper() -> str:
     return "fsdp2" if __version__ >= TorchVersion("2.13") else "ddp"
 
 
-def _rank(rank: int, ranks: int, train: Callable[[], None], flags: list[str], port: Any) -> None:
+def _rank(
+    rank: int, ranks: int, parent: int, train: Callable[[], None], flags: list[str], port: Any
+) -> None:
     """One rank from fork to exit: the environment is as torchrun gives it to a script."""
+    end_with(parent, signal.SIGKILL)
     if rank == 0:  # the first rank's store takes a free port, of which it tells the others
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         for _ in range(ranks):

@@ -41,14 +41,14 @@ def main(parent: int, arguments: list[str]) -> int:
     return 0
 
 
-def end_with(parent: int) -> bool:
-    """Send SIGTERM to this process, and so to the ranks, when its parent ends. Linux only.
+def end_with(parent: int, number: signal.Signals = signal.SIGTERM) -> bool:
+    """Send a signal to this process when its parent ends; a launcher passes it on. Linux only.
 
     Returns:
         False if the parent has ended already.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
     return parent == os.getppid()
 
 

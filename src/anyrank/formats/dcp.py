@@ -105,6 +105,13 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
             if type(entry).__name__ == "TensorStorageMetadata"
         }
         others = [fqn for fqn in described if fqn not in tensors]
+        for fqn in others:
+            kind = type(described[fqn]).__name__
+            if kind != "BytesStorageMetadata":
+                raise UnsafeFile(
+                    f"{path}: {fqn} is a {kind} there, neither a tensor nor bytes: the file is "
+                    "damaged; copy it again"
+                )
         objects = {fqn: reader.value(fqn, places) for fqn in others if wanted(fqn)}
     skipped = tuple(f"{fqn}: not a tensor" for fqn in others)
     listing = Listing(

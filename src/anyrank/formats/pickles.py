@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -295,6 +297,59 @@ class TensorUnpickler(pickle.Unpickler):
         return StorageRef(str(key), dtype, int(view[1]) if view else 0)
 
 
+# An opcode for which the unpickler takes as much memory as its number says, before it reads on.
+LARGE = (pickle.LONG_BINPUT, pickle.BYTEARRAY8)
+NUMBER_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+def _opcodes() -> tuple[re.Pattern[bytes], dict[bytes, int]]:
+    """A pattern of opcodes in a row whose length is fixed, and of others the bytes of a number:
+    how long their payload is, or the place of an object.
+    """
+    fixed = [rb"r..\0\0"]  # LONG_BINPUT of a place for which a megabyte is enough
+    numbered = {pickle.LONG_BINPUT: 4}
+    for opcode in pickletools.opcodes:
+        code, nbytes = opcode.code.encode("latin1"), opcode.arg.n if opcode.arg else 0
+        if nbytes in NUMBER_BYTES:
+            numbered[code] = NUMBER_BYTES[nbytes]
+        elif nbytes == pickletools.UP_TO_NEWLINE:
+            lines = 2 if opcode.arg and "pair" in opcode.arg.name else 1
+            fixed.append(re.escape(code) + rb"[^\n]*\n" * lines)
+        elif code not in (pickle.LONG_BINPUT, pickle.STOP):
+            fixed.append(re.escape(code) + b".{%d}" % nbytes)
+    return re.compile(b"(?:" + b"|".join(fixed) + b")*+", re.DOTALL), numbered
+
+
+FIXED, NUMBERED = _opcodes()
+
+
+def check_memory(data: bytes, path: str) -> None:
+    """Refuse a pickle for which more memory would be taken than its bytes account for.
+
+    Raises:
+        UnsafeFile: it puts an object at a place, or has an array, beyond its own length.
+    """
+    position = 0
+    while match := FIXED.match(data, position):
+        start = match.end() + 1
+        opcode = data[start - 1 : start]
+        if opcode not in NUMBERED:
+            return  # the end, or no opcode, which the unpickler says
+        stop = start + NUMBERED[opcode]
+        number = int.from_bytes(data[start:stop], "little")
+        if opcode in LARGE and number > len(data):
+            raise UnsafeFile(
+                f"{path}: its pickle asks for memory for {number} objects or bytes, and has "
+                f"{len(data)} bytes: the file is damaged; copy it again"
+            )
+        position = stop + (0 if opcode == pickle.LONG_BINPUT else number)
+
+
 def load(file: Any, path: str) -> Any:
     """The object at the stream's position, see `TensorUnpickler.tree`."""
     return TensorUnpickler(file, path).tree()
@@ -302,6 +357,7 @@ def load(file: Any, path: str) -> Any:
 
 def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
     """The object that these bytes spell."""
+    check_memory(data, path)
     return TensorUnpickler(io.BytesIO(data), path, extra).tree()
 
 

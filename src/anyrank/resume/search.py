@@ -250,10 +250,19 @@ class StepSearch:
                 log.warning("%s: LOST: %s", self.folder.path, note)
             return
         self.set_aside.append(
-            self.ranks.run_on_one(
-                "setting aside", lambda: self.folder.set_aside(candidate.name, DAMAGED)
-            )
+            self.ranks.run_on_one("setting aside", lambda: self._set_aside(candidate, damage))
         )
+
+    def _set_aside(self, candidate: Candidate, damage: str) -> str:
+        """The new name of a damaged step. One rank."""
+        try:
+            return self.folder.set_aside(candidate.name, DAMAGED)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{damage}\n  {candidate.name} is damaged, and cannot be set aside "
+                f"({error.__cause__}): make the folder writable, or resume another step by its "
+                "number"
+            ) from error
 
     def _error(self) -> CheckpointError:
         """The error if all steps are damaged."""
