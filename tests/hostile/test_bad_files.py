@@ -24,7 +24,7 @@ import anyrank
 import anyrank.faults
 from anyrank.errors import UnsafeFile
 from anyrank.formats import pickles
-from anyrank.formats.pickles import check_memory
+from anyrank.formats.pickles import check_bounds
 
 WEIGHTS = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4)}
 
@@ -187,7 +187,7 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes_account_for(
 ) -> None:
     """Whatever bit is flipped: the unpickler would take gigabytes for a number alone."""
     whole = pickle.dumps([SAMPLE] + [{"n": [n]} for n in range(300)], protocol)
-    check_memory(whole, "whole")
+    check_bounds(whole, "whole")
     for number in (1 << 20, 1 << 30, (1 << 32) - 1):
         place = b"\x80\x02]r" + number.to_bytes(4, "little") + b"."
         with pytest.raises(UnsafeFile, match=f"for {number} objects or bytes, and has 9 bytes"):
@@ -199,7 +199,7 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes_account_for(
             flipped = bytearray(whole)
             flipped[position] ^= 1 << bit
             with contextlib.suppress(UnsafeFile):
-                check_memory(bytes(flipped), "flipped")
+                check_bounds(bytes(flipped), "flipped")
                 wanted = [n for op, n, _ in genops_before_an_error(bytes(flipped)) if op in "r\x96"]
                 assert all(number <= max(len(whole), 1 << 16) for number in wanted)
 

@@ -328,7 +328,7 @@ def _opcodes() -> tuple[re.Pattern[bytes], dict[bytes, int]]:
 FIXED, NUMBERED = _opcodes()
 
 
-def check_memory(data: bytes, path: str) -> None:
+def check_bounds(data: bytes, path: str) -> None:
     """Refuse a pickle for which more memory would be taken than its bytes account for.
 
     Raises:
@@ -357,7 +357,7 @@ def load(file: Any, path: str) -> Any:
 
 def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
     """The object that these bytes spell."""
-    check_memory(data, path)
+    check_bounds(data, path)
     return TensorUnpickler(io.BytesIO(data), path, extra).tree()
 
 
