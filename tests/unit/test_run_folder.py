@@ -111,7 +111,10 @@ def test_damage_that_cannot_be_renamed_is_an_error_that_says_so(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(LocalStorage, "rename", refuse)
-    with pytest.raises(anyrank.CheckpointError, match="cannot be written: Read-only file system"):
+    words = (
+        r"damaged, and cannot be set aside \(\[Errno 30\] Read-only file system\): .* by its number"
+    )
+    with pytest.raises(anyrank.CheckpointError, match=words):
         resume(tmp_path, build())
     assert folders(tmp_path) == [BEFORE, NEWEST]
 
