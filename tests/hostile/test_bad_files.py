@@ -194,6 +194,7 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes_account_for(
             pickles.loads(place, "file")
         with pytest.raises(UnsafeFile, match=f"for {number << 20} objects or bytes"):
             pickles.loads(b"\x80\x05\x96" + (number << 20).to_bytes(8, "little") + b".", "file")
+    check_bounds(b"\x80\x04\x8e" + b"\xff" * 8, "cut")  # bytes beyond any: the unpickler's to say
     for position in range(0, len(whole), 61):
         for bit in range(8):
             flipped = bytearray(whole)

@@ -335,7 +335,7 @@ def check_bounds(data: bytes, path: str) -> None:
         UnsafeFile: it puts an object at a place, or has an array, beyond its own length.
     """
     position = 0
-    while match := FIXED.match(data, position):
+    while position < len(data) and (match := FIXED.match(data, position)):
         start = match.end() + 1
         opcode = data[start - 1 : start]
         if opcode not in NUMBERED:
