@@ -84,7 +84,7 @@ def test_a_model_is_loaded_and_a_killed_run_ends_as_one_rank(
     said = json.loads(result.stdout)
     assert said["findings"] == []
     assert len(said["loaded"]["peak_host_bytes"]) == 4
-    assert len(said["losses"]) == len(said["reference"]) == demo.STEPS
+    assert len(said["losses"]) == len(said["reference"]) == demo_runs.STEPS
     assert [leg["ranks"] for leg in said["legs"]] == [4, 3, 2]
     assert [leg["killed_in_save_of"] for leg in said["legs"]] == [2, 4, None]
     assert said["legs"][1]["from_step"] >= 1

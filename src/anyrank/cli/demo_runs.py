@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 import anyrank
 from anyrank.cli import torchrun
-from anyrank.cli.demo import RESULTS, SAVE_STEPS, SCRIPT, STEPS
+from anyrank.cli.demo import RESULTS
 from anyrank.cli.launcher import end_with
 from anyrank.errors import AnyrankError
 from anyrank.files.manifest import read_manifest, step_name
@@ -38,7 +38,8 @@ from anyrank.inspection.inspect import inspect
 from anyrank.inspection.stream import boxes_of, open_values
 from anyrank.model.memory_meter import PeakMemory
 
-ROWS = 36  # of the dataset: two epochs
+SCRIPT = "finetune.py"
+STEPS, SAVE_STEPS, ROWS = 6, 1, 36  # of training, between two saves, of the dataset: two epochs
 LEGS = ((4, 2), (3, 4), (2, None))  # ranks, and the step in whose save they are killed
 POLL_SEC = 0.01
 Ranks = Any  # torch.multiprocessing's ProcessContext, which has no types

@@ -77,14 +77,19 @@ def program_of(
     return ("-m", *program) if is_module else program
 
 
-def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], wanted: str) -> int:
+def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], late: str) -> int:
     """Run ranks to their end, with their output in a file; returns the exit code.
 
     Ctrl-C does not reach them. None is left when this returns or raises.
 
+    Args:
+        command: as returned by `line`, or of a process that forks ranks.
+        log: the file.
+        environ: all environment variables.
+        late: how the error begins if they take too long, as in "no optimizer step".
+
     Raises:
-        AnyrankError: they took longer than LIMIT_SEC, without what was `wanted`; with the last
-            lines of the output.
+        AnyrankError: they took longer than LIMIT_SEC; with the last lines of the output.
     """
     with open(log, "wb") as file:
         process = subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
@@ -94,7 +99,7 @@ def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], wan
             return process.wait(LIMIT_SEC)
         except subprocess.TimeoutExpired as error:
             raise AnyrankError(
-                f"{wanted} within {LIMIT_SEC} s; its last lines:\n{tail(log)}"
+                f"{late} within {LIMIT_SEC} s; its last lines:\n{tail(log)}"
             ) from error
         finally:
             _kill_all(process)
