@@ -3,8 +3,8 @@
 Tries a plain step first, under a limit of the process's memory, and then trains with recomputed
 layers whose inputs wait in host memory, tiled MLPs and a tiled loss, under the same limit.
 
-    python examples/long_sequence.py                   # 4096 tokens, 384 MiB beyond the start
-    python examples/long_sequence.py --tokens 16384 --limit-mib 768
+    python examples/long_sequence.py                   # 4096 tokens, 640 MiB beyond the start
+    python examples/long_sequence.py --tokens 16384 --limit-mib 1280
     torchrun --nproc-per-node 2 examples/long_sequence.py
 """
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--limit-mib", type=int, default=384)
+    parser.add_argument("--limit-mib", type=int, default=640)
     options = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -1,4 +1,8 @@
-"""The example trains where plain training has no room, on one rank and on two."""
+"""The example trains where plain training has no room, on one rank and on two.
+
+The limits are twice what it takes and half of what plain takes: how much of its memory a process
+loses to fragments depends on what it did before.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def check(printed: str) -> None:
 
 
 def test_the_example_trains_where_plain_does_not_fit() -> None:
-    check(run_python(EXAMPLE, "--tokens", "2048", "--limit-mib", "336", "--steps", "4"))
+    check(run_python(EXAMPLE, "--tokens", "2048", "--limit-mib", "400", "--steps", "4"))
 
 
 def test_the_example_trains_on_two_ranks_where_plain_does_not_fit() -> None:
