@@ -26,6 +26,7 @@ from anyrank import TrainState
 from anyrank.cli import demo, demo_runs, torchrun
 from anyrank.errors import AnyrankError
 from anyrank.inspection.inspect import inspect
+from anyrank.watching.system import descendants
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/finetune.py"
@@ -100,7 +101,7 @@ def test_sigterm_ends_the_tour_and_leaves_nothing(tmp_path: Path) -> None:
     line = [sys.executable, "-c", "from anyrank.cli import main; main(['demo'])"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(line, env=environ, stderr=subprocess.DEVNULL) as process:
-        while not (below := [*torchrun.descendants(process.pid)]) or not [*tmp_path.iterdir()]:
+        while not (below := descendants(process.pid)) or not [*tmp_path.iterdir()]:
             assert process.poll() is None
             time.sleep(0.05)
         process.terminate()

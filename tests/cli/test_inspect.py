@@ -122,6 +122,15 @@ def test_a_bad_file_is_one_message_and_exit_1(
     assert anyrank("inspect x.safetensors --json").stdout == ""
 
 
+@pytest.mark.parametrize("line", ["inspect ''", "verify ''", "diff '' ''"])
+def test_an_empty_path_as_of_an_unset_variable_is_one_message(
+    anyrank: Callable[[str], Result], line: str
+) -> None:
+    result = anyrank(line)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: source= is an empty path: give a path")
+
+
 def test_an_incomplete_download_names_the_missing_shard(
     snapshot: Callable[[str, str], Result], tmp_path: Path
 ) -> None:

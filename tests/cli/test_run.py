@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 
 from anyrank.cli.run import environ
-from anyrank.cli.torchrun import descendants
+from anyrank.watching.system import descendants
 
 SCRIPT = """
 import os, sys, pathlib, time

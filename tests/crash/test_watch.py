@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.hangs import HANGS, PRELUDE, Hang
 
-from anyrank.cli.torchrun import descendants
+from anyrank.watching.system import descendants
 
 LIMIT_SEC = 240  # for a job that takes ten on a machine of its own
 AFTER = "3s"
@@ -40,7 +40,7 @@ def run(folder: Path, *arguments: str, script: str = "") -> subprocess.Completed
     try:
         out, err = process.communicate(timeout=LIMIT_SEC)
     finally:
-        for pid in [*descendants(process.pid)]:
+        for pid in descendants(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)

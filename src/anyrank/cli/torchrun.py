@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
 
 from anyrank.errors import AnyrankError
+from anyrank.watching.system import descendants
 
 # torchrun's own flags; its help explains them in detail.
 MACHINE_FLAGS = {
@@ -126,18 +127,3 @@ def send(number: signal.Signals, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """The descendants of a process, from /proc."""
-    children: Sequence[str] = ()
-    try:
-        tasks = os.listdir(f"/proc/{pid}/task")
-        for task in tasks:
-            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                children = [*children, *file.read().split()]
-    except OSError:
-        return
-    for child in children:
-        yield int(child)
-        yield from descendants(int(child))

@@ -110,7 +110,7 @@ def check_source(source: object) -> None:
             )
     if not paths or "" in paths:
         what = "an empty path" if paths else "an empty list"
-        raise ValueError(f"source= is {what}: give a path, a list of paths or a dict of tensors")
+        raise WrongValue(f"source= is {what}: give a path, a list of paths or a dict of tensors")
 
 
 def list_source(source: Source) -> Listing:

@@ -25,12 +25,13 @@ from anyrank.watching.system import (
     STOPPED,
     Workers,
     bytes_moved,
-    describe_own_process,
     end_of,
     oom_kills,
+    pid_namespace,
     seconds_wanted,
     state_of,
 )
+from anyrank.world.device import boot_id
 
 LOOKS = 20
 PAUSE_SEC = 0.1
@@ -146,9 +147,12 @@ class Eyes:
         os.close(self.file)
 
     def describe(self) -> dict[str, Any]:
-        """What `look_from_outside` of another process needs, as plain values."""
-        eyes = {"file": self.file, "signal": self.signal, "main": self.main}
-        return {**describe_own_process(), **eyes}
+        """What `look_from_outside` of another process needs, as plain values.
+
+        The boot and the namespace are those within which the process's id means something.
+        """
+        own = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
+        return own | {"file": self.file, "signal": self.signal, "main": self.main}
 
     def look(self, steps: int) -> Look:
         """Look for two seconds at this process, which has made so many steps."""

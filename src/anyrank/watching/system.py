@@ -6,9 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from typing import Any
-
-from anyrank.world.device import boot_id
 
 STOPPED = ("T", "t")  # states of a process
 ENDED = ("Z", "X")  # of one that ended, before its parent has waited for it
@@ -16,11 +13,6 @@ WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's process
 SCAN_SHARE = 1000  # times what a scan of all threads' children takes of a core, between two
 STATUS_FIELD = 49  # of the fields of /proc/PID/stat, counted from the state on
 ORDERLY = (0, signal.SIGTERM)  # how a DataLoader ends its workers
-
-
-def describe_own_process() -> dict[str, Any]:
-    """This process's id, and the boot and the namespace within which the id means something."""
-    return {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": _pid_namespace()}
 
 
 def state_of(pid: int) -> str:
@@ -149,18 +141,18 @@ def oom_kills() -> int:
     return 0
 
 
-def _name(pid: int) -> str:
+def pid_namespace() -> str:
+    """The namespace of this process's ids; "" where the system has none."""
     try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
-def _pid_namespace() -> str:
-    """The namespace of this process's ids; "" where the system has none."""
+def _name(pid: int) -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
     except OSError:
         return ""
 
