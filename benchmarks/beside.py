@@ -136,6 +136,32 @@ def resume(folder: Path, is_watched: bool) -> Table:
     return once(run, is_watched)
 
 
+def save_compared(folder: Path, is_watched: bool) -> Table:
+    """48 MiB on each rank that are equal, written once, and compared for it."""
+    state = anyrank.TrainState(*make_state([WIDTH], is_sharded=False))
+    with anyrank.Checkpoints(folder / "run", state, replicas_every=1) as ckpts:
+        return once(ckpts.save, is_watched)
+
+
+def convert(folder: Path, is_watched: bool, is_run: bool) -> Table:
+    """A file cast to bfloat16, or a run's weights, into a file."""
+    source, dtype = folder.parent / "large.safetensors", "bfloat16"
+    if is_run:
+        source, dtype = folder / "run", None
+        with anyrank.Checkpoints(source, anyrank.TrainState(linears([WIDTH] * LAYERS))) as ckpts:
+            ckpts.save()
+    return once(lambda: anyrank.convert(source, folder / "x.safetensors", dtype=dtype), is_watched)
+
+
+def verify(folder: Path, is_watched: bool) -> Table:
+    """A run of 192 MiB: every checksum."""
+    with anyrank.Checkpoints(
+        folder / "run", anyrank.TrainState(*make_state([WIDTH] * 4, is_sharded=False))
+    ) as ckpts:
+        ckpts.save()
+    return once(lambda: anyrank.verify(folder / "run"), is_watched)
+
+
 def step(folder: Path, is_watched: bool, name: str, rounds: int) -> Table:
     """Forward, backward and exchange of a step that the loader gives."""
     stepper = Stepper(name, rounds, STEP_WIDTH, ROWS, 4)
@@ -177,6 +203,10 @@ CASES: dict[str, tuple[int, Job, tuple[Any, ...]]] = {
     "save 192 MiB, 4 ranks": (4, save, ("anyrank",)),
     "save in the background, its stall": (4, save, ("anyrank_background",)),
     "resume 192 MiB, checked, 4 ranks": (4, resume, ()),
+    "save 48 MiB under DDP, compared, 4 ranks": (4, save_compared, ()),
+    "convert 256 MiB into bfloat16": (1, convert, (False,)),
+    "convert a run of 256 MiB": (1, convert, (True,)),
+    "verify a run of 192 MiB": (1, verify, ()),
     "step under DDP, 2 ranks, 3 microbatches": (2, step, ("ddp stock", 3)),
     "step with exact=True, DDP, 4 ranks": (4, step, ("ddp exact", 3)),
     "step with exact=True, FSDP2, 4 ranks": (4, step, ("fsdp exact", 3)),
