@@ -21,7 +21,7 @@ from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.log_writer import LogWriter
 from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
-from anyrank.resume.options import ResumeArguments, RunOptions
+from anyrank.resume.options import ResumeArguments, SaveOptions
 from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.background import BackgroundSave
@@ -112,7 +112,7 @@ class Checkpoints:
         if on_commit is not None:
             check_function("on_commit", on_commit)
         check_group(process_group)
-        self._options = RunOptions(
+        self._options = SaveOptions(
             self.path, keep, every, background, verify, keep_every, peers, replicas_every
         )
         self._folder = RunFolder(storage_for(self.path), self.path)

@@ -113,7 +113,7 @@ def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class SaveOptions:
     """The options of a run's saves; `Checkpoints` describes them.
 
     Raises:
