@@ -54,6 +54,7 @@ WORDS = {
 PUBLIC = {
     ("every", "Checkpoints.__init__"),
     ("every", "RunOptions"),
+    ("every", "SaveOptions"),
     ("every", "parse_cadence"),
     ("of", "Difference"),
 }

@@ -151,8 +151,8 @@ class Eyes:
 
         The boot and the namespace are those within which the process's id means something.
         """
-        own = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
-        return own | {"file": self.file, "signal": self.signal, "main": self.main}
+        process = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
+        return process | {"file": self.file, "signal": self.signal, "main": self.main}
 
     def look(self, steps: int) -> Look:
         """Look for two seconds at this process, which has made so many steps."""
