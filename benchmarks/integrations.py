@@ -8,8 +8,11 @@ DDP on two CPU ranks, each with two microbatches of 8 sequences, and AdamW. What
 to a step depends on the numbers of microbatches, samples and parameters, and not on their size: so
 a step is measured that is about as long as one on a GPU (an encoder of MiniLM's sizes, 16 vectors a
 sequence), and one that is as short as steps get (four layers), where the addition is seen best.
-Both train in turn, each round on fresh ranks, one to two minutes for each. No step is saved within
-a round. The samples are read in the ranks' own processes, so that seeding each of them counts.
+Both train in turn, each round on fresh ranks, two minutes for each. No step is saved within a
+round. The samples are read in the ranks' own processes, so that seeding each of them counts.
+
+glibc keeps the memory of a step's buffers here: whether it gives them back to the kernel after each
+backward, which is up to 5 ms of page faults, depends on what happened to be freed before.
 
 Of all steps the fastest tenth is compared, in wall time and in CPU time of rank 0: on a machine
 that others use too, the slower ones show what those did. The medians are there as well.
@@ -46,7 +49,10 @@ import anyrank.integrations.transformers as trainer_integration
 
 RANKS, MICROBATCH, GLOBAL_BATCH = 2, 8, 32
 PER_STEP = GLOBAL_BATCH // MICROBATCH // RANKS  # microbatches of a rank
-WARM = 2  # steps of a round that do not count
+WARM = 8  # steps of a round that do not count, as the first ones check more than the others
+KEEP_MEMORY = dict.fromkeys(
+    ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 32)
+)  # of glibc
 
 Clock = tuple[float, float]  # wall and CPU, in seconds
 
@@ -80,8 +86,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "encoder": Workload(width=384, length=16, steps=8, rounds=16, encoder=True),
-    "four layers": Workload(width=256, length=48, steps=32, rounds=22, encoder=False),
+    "encoder": Workload(width=384, length=16, steps=20, rounds=6, encoder=True),
+    "four layers": Workload(width=256, length=48, steps=96, rounds=8, encoder=False),
 }
 
 
@@ -261,6 +267,7 @@ def row_of(launcher: Launcher, name: str, what: str, rounds: int) -> Run:
 
 def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """A row for each framework and workload."""
+    os.environ |= KEEP_MEMORY  # before the ranks' server starts
     rows: list[Run] = []
     for what, name in itertools.product(WORKLOADS, options.names):
         rounds = options.rounds or WORKLOADS[what].rounds
