@@ -17,7 +17,7 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
 # Lines of each room, with comments and empty ones.
 BUDGETS = {
-    "cli": 1285,
+    "cli": 1270,
     "conversion": 1800,
     "data": 1215,
     "exact": 1650,
