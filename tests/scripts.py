@@ -1,5 +1,6 @@
 """Scripts on ranks of the pool, with what torchrun or a shell would give them: starting Python,
-torch and a framework takes longer than most tests. The real ones start in tests/cli.
+torch and a framework takes longer than most tests. The real ones start in tests/cli. And what a
+process leaves behind: tracebacks, and other processes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import os
 import resource
 import runpy
 import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import anyrank
 from anyrank.testing import run_ranks
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "test"}  # by which scripts and frameworks recognise it
@@ -63,3 +68,25 @@ def job_script(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
         sys.argv = before
         resource.setrlimit(resource.RLIMIT_DATA, limits)
     return 0, out.getvalue()
+
+
+def our_frames(text: str) -> list[str]:
+    """The lines of tracebacks that lie in anyrank, wherever that is installed."""
+    inside = f'File "{os.path.dirname(anyrank.__file__)}{os.sep}'
+    return [line for line in text.splitlines() if inside in line]
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; nobody may collect an orphan's end."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_the_end_of(pids: Iterable[int]) -> None:
+    """Wait until these processes have ended: a moment after a kill the system has buried them."""
+    deadline = time.monotonic() + 120
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"these have not ended: {left}"
+        time.sleep(0.01)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from click.testing import Result
 from tests.runs import save
-from tests.scripts import run_script
+from tests.scripts import run_script, wait_for_the_end_of
 from torch import nn
 
 from anyrank import TrainState
@@ -107,10 +107,7 @@ def test_sigterm_ends_the_tour_and_leaves_nothing(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
     assert [*tmp_path.iterdir()] == []
-    end = time.monotonic() + 60  # ranks are killed; a moment later the system has buried them
-    while [pid for pid in below if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_the_end_of(below)
 
 
 @pytest.mark.slow

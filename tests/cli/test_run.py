@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from tests.scripts import wait_for_the_end_of
 
 from anyrank.cli.run import environ
 from anyrank.watching.system import descendants
@@ -77,17 +78,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     assert len(below) >= 3  # torchrun and two ranks
     process.kill()
     process.communicate(timeout=240)
-    deadline = time.monotonic() + 120
-    while any(map(is_running, below)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, below))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_for_the_end_of(below)
 
 
 def start_and_wait(tmp_path: Path) -> subprocess.Popen[str]:

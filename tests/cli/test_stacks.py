@@ -122,7 +122,7 @@ def test_without_a_right_to_the_stacks_the_reason_is_said(
     result = anyrank(f"stacks {launcher}")
     assert result.exit_code == 0
     assert result.stdout.count("py-spy: Permission denied (os error 13)") == 3
-    assert "Traceback" not in result.output
+    assert "Traceback (most" not in result.output
 
 
 def test_without_py_spy_the_commands_are_named(

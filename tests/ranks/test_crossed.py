@@ -43,10 +43,8 @@ def job_one_rank_calls(call: str, caller: int, folder: str) -> None:
 def test_a_call_of_one_rank_alone_is_an_error_on_all(
     tmp_path: Path, call: str, caller: int
 ) -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, job_one_rank_calls, call, caller, str(tmp_path), timeout=120)
-    assert time.monotonic() - start < 60
     text = str(caught.value)
     assert all(f"[rank{rank}] anyrank.errors.RankError: " in text for rank in range(3))
     others = ", ".join(str(rank) for rank in range(3) if rank != caller)

@@ -507,7 +507,7 @@ def test_what_a_dataset_raises_on_one_rank_all_ranks_raise(kind: str, workers: i
         assert "[rank 0]" not in text
         assert "KeyError" in text
         assert "raised by dataset[11], epoch 0, microbatch [10, 11]" in text
-        assert seconds < 20
+        assert seconds < 60  # on a busy machine; without an answer it takes half an hour
 
 
 def job_bad_next(workers: int, folder: str) -> list[Any]:
