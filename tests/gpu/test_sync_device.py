@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.filling.move import LocalMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -25,3 +26,24 @@ def test_weights_go_to_the_device_and_back(device: torch.device, dtype: torch.dt
     anyrank.sync(back, dst, verify=True)
     for held, wanted in zip(back.parameters(), dst.parameters(), strict=True):
         assert torch.equal(held, wanted.cpu().float())
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_what_stays_on_the_device_waits_for_it_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, atomic: bool
+) -> None:
+    """Whole copies, with casts and turned, behind what the caller has asked of both ends."""
+    src = {str(n): torch.randn(640, 640).to(device) for n in range(4)}
+    src["turned"] = torch.randn(640, 320).to(device).t()
+    dst = {name: torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in src.items()}
+    dst["0"].fill_(7)  # still under way when the call begins
+    for tensor in src.values():
+        tensor.add_(1)
+    waits: list[LocalMemory] = []
+    usual = LocalMemory.settle
+    monkeypatch.setattr(LocalMemory, "settle", lambda self: (waits.append(self), usual(self)))
+    report = anyrank.sync(dst, src, atomic=atomic)
+    assert len(waits) == 1
+    assert report.bytes_copied == [(4 * 640 + 320) * 640 * 2]
+    for name, tensor in dst.items():
+        assert torch.equal(tensor.cpu(), src[name].cpu().bfloat16()), name

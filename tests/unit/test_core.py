@@ -22,7 +22,7 @@ BUDGETS = {
     "data": 1215,
     "exact": 1650,
     "files": 2430,
-    "filling": 4055,
+    "filling": 4080,
     "foreign": 1960,
     "formats": 2190,
     "frozen": 540,

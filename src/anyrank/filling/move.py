@@ -79,9 +79,28 @@ class LocalMemory:
         """Whether `source_view` makes the values, so that nothing holds them."""
         return flow.strips[transfer.strip].source in self.adapters.added
 
+    def is_one_copy(self, flow: Flow, transfer: Transfer) -> bool:
+        """Whether what this rank gives itself needs no memory beside the two ends, however large.
+
+        What is computed would be as large as the transfer, and so would be the temporary that a
+        cast or a strided side takes between two devices.
+        """
+        source = self.sources.get(flow.strips[transfer.strip].source)
+        if source is None or self.is_computed(flow, transfer):
+            return False
+        return source.device == self._target(flow).device
+
+    def settle(self) -> None:
+        """Wait until the devices have come to the copies under way."""
+        for device in self.devices():
+            torch.accelerator.current_stream(device).synchronize()
+
+    def _target(self, flow: Flow) -> torch.Tensor:
+        return self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
+
     def target_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
-        into = self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
+        into = self._target(flow)
         if into.shape == box.sizes:
             return into  # all of it
         return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]
@@ -130,7 +149,9 @@ class _Message:
     stop: int = -1
 
 
-def _messages(flows: Sequence[Flow], most_bytes: int) -> list[_Message]:
+def _messages(
+    flows: Sequence[Flow], most_bytes: int, is_one_copy: Callable[[Flow, Transfer], bool]
+) -> list[_Message]:
     """A rank's messages in their order, of at most so many bytes each; the same at both ends."""
     messages: list[_Message] = []
     opened: dict[tuple[int, int], _Message] = {}
@@ -138,6 +159,9 @@ def _messages(flows: Sequence[Flow], most_bytes: int) -> list[_Message]:
         most = most_bytes // flow.wire_dtype.itemsize
         for transfer in flow.transfers:
             pair = (transfer.sender, transfer.receiver)
+            if pair[0] == pair[1] and is_one_copy(flow, transfer):
+                messages.append(_Message(*pair, [_Block(flow, transfer, transfer.box, 0)]))
+                continue
             for box in transfer.box.cut(most):
                 nbytes = box.numel * flow.wire_dtype.itemsize
                 message = opened.get(pair)
@@ -209,6 +233,7 @@ class Mover:
                 raise self.problem or Interrupted
             self._round(flows)
             self.sample()
+        self._try(self.places.settle)
         if self.problem is not None:
             raise self.problem
 
@@ -216,7 +241,7 @@ class Mover:
         rank = self.ranks.rank
         self._try(lambda: self.places.begin(flows))
         with self.ranks.streaming(WHAT):
-            for message in _messages(flows, self.message_bytes):
+            for message in _messages(flows, self.message_bytes, self.places.is_one_copy):
                 if message.sender == message.receiver:
                     self._try(lambda m=message: self._copy(m))
                 elif message.sender == rank:
@@ -239,7 +264,6 @@ class Mover:
         for block in message.blocks:
             target = self.places.target_view(block.flow, block.transfer, block.box)
             copy_into(target, self.places.source_view(block.flow, block.transfer, block.box))
-            _settle(target)
             self.copied += block.box.numel * block.flow.target_dtype.itemsize
 
     def _send(self, message: _Message) -> None:

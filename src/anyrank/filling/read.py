@@ -73,6 +73,7 @@ class FileMemory(LocalMemory):
             LoadError: this rank failed to read.
         """
         faults.point("load.exchange")
+        self.settle()  # a device may still read the blocks of the round before
         jobs: list[Job] = []
         self.blocks.clear()
         for flow in flows:
