@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from anyrank.state.report import ResumeReport
     from anyrank.state.train_state import TrainState
     from anyrank.steps.loader import ElasticLoader
-    from anyrank.steps.sampler import ElasticSampler
     from anyrank.versions import __version__
     from anyrank.watching.check import check
     from anyrank.watching.hang import watch
@@ -55,7 +54,6 @@ __all__ = [
     "Checkpoints",
     "CorruptCheckpoint",
     "ElasticLoader",
-    "ElasticSampler",
     "LoadError",
     "LoadPlan",
     "LoadReport",
@@ -98,7 +96,6 @@ HOMES = {
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
     "ElasticLoader": "anyrank.steps.loader",
-    "ElasticSampler": "anyrank.steps.sampler",
     "LoadError": "anyrank.errors",
     "LoadPlan": "anyrank.filling.report",
     "LoadReport": "anyrank.filling.report",

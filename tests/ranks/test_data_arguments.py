@@ -118,20 +118,20 @@ def test_a_position_that_differs_is_refused() -> None:
     check(run_ranks(2, job_position), "CheckpointError", text)
 
 
-def job_sampler(names: list[str], path: str) -> list[tuple[str, str, float]]:
+def job_open(names: list[str], path: str) -> list[tuple[str, str, float]]:
     found: list[tuple[str, str, float]] = []
     for name in names:
         options = given(name)
-        sampler = anyrank.ElasticSampler(options.pop("n"), **options)
-        state = anyrank.TrainState(nn.Linear(1, 1), data=sampler)
+        loader = anyrank.ElasticLoader(Unread(options.pop("n")), **options)
+        state = anyrank.TrainState(nn.Linear(1, 1), data=loader)
         with anyrank.Checkpoints(f"{path}/{name}", state) as ckpts:
             found.append(error_of(ckpts.resume))
     return found
 
 
-def test_a_sampler_that_differs_is_refused_when_the_run_is_opened(tmp_path: Path) -> None:
-    names = [name for name in DIFFERENT if name not in ("weights", "key", "exact")]
-    for name, *rows in zip(names, *run_ranks(2, job_sampler, names, str(tmp_path)), strict=True):
+def test_a_loader_that_differs_is_refused_when_the_run_is_opened(tmp_path: Path) -> None:
+    found = run_ranks(2, job_open, list(DIFFERENT), str(tmp_path))
+    for name, *rows in zip(DIFFERENT, *found, strict=True):
         check(rows, "CheckpointError", DIFFERENT[name][1])
 
 

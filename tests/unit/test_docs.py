@@ -528,7 +528,7 @@ def test_every_public_name_is_told_of() -> None:
     [
         *(anyrank.load, anyrank.materialize, anyrank.plan, anyrank.freeze, anyrank.sync),
         *(anyrank.check, anyrank.TrainState, anyrank.Checkpoints, anyrank.Checkpoints.resume),
-        *(anyrank.ElasticLoader, anyrank.ElasticSampler, anyrank.ElasticLoader.from_shards),
+        *(anyrank.ElasticLoader, anyrank.ElasticLoader.from_shards),
     ],
     ids=lambda value: value.__qualname__,
 )

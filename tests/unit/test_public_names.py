@@ -43,12 +43,6 @@ def loader() -> anyrank.ElasticLoader:
     return anyrank.ElasticLoader(DATA, global_batch=4, microbatch=2)
 
 
-def share() -> Any:
-    sampler = anyrank.ElasticSampler(8, global_batch=4, microbatch=2)
-    next(iter(sampler))
-    return sampler.share(0)
-
-
 def watching() -> Any:
     made = anyrank.watch("1h")
     made.close()
@@ -73,8 +67,6 @@ MAKERS: list[Callable[[], Any]] = [
     lambda: anyrank.verify(WEIGHTS),
     lambda: anyrank.check(nn.Linear(2, 2)),
     loader,
-    lambda: anyrank.ElasticSampler(8, global_batch=4, microbatch=2),
-    share,
     lambda: next(iter(loader())),
     lambda: anyrank.Offload(1),
     lambda: anyrank.Offload(1).stats(),

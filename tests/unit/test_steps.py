@@ -128,7 +128,7 @@ def test_no_limit_or_two_are_an_error_at_the_call(tmp_path: Path, limit: dict[st
         ckpts.steps(**limit)
 
 
-@pytest.mark.parametrize("data", [None, anyrank.ElasticSampler(4, global_batch=2, microbatch=1)])
+@pytest.mark.parametrize("data", [None, torch.optim.SGD([torch.zeros(1)], lr=0.1)])
 def test_a_state_without_a_loader_has_no_steps(tmp_path: Path, data: Any) -> None:
     state = anyrank.TrainState(nn.Linear(1, 1), data=data)
     with (

@@ -50,10 +50,6 @@ def steps(**given: Any) -> Any:
     return anyrank.Checkpoints("run", state).steps(**given)
 
 
-def share(**given: Any) -> Any:
-    return anyrank.ElasticSampler(8, **LOADER).share(**given)
-
-
 def watch(**given: Any) -> Any:
     anyrank.watch(**given).close()
 
@@ -249,13 +245,6 @@ CALLS: dict[str, Case] = {
             "lengths": [3, None, [4], [4, "4"], [4, -4], [True, 4]],
         },
     ),
-    "ElasticSampler": (
-        anyrank.ElasticSampler,
-        (),
-        {"dataset_or_length": 8, **LOADER},
-        DATA | {"dataset_or_length": [0, -8, 8.0, None, True]},
-    ),
-    "share": (share, (), {}, {"number": ["0", 0.0, None, True]}),
     "watch": (
         watch,
         (),

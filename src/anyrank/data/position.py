@@ -1,8 +1,7 @@
 """The position of a run in its data, counted in samples of completed steps, and its verification.
 
 The position does not depend on the ranks: a state saved on N ranks is loaded on M. Each rank also
-keeps a receipt of the samples that it has run, which `check_receipt` compares with the plan. An
-`ElasticLoader` and an `ElasticSampler` own one each.
+keeps a receipt of the samples that it has run, which `check_receipt` compares with the plan.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Position:
     Attributes:
         owner: name of the class that has it, for messages.
         accounts: of the current epoch, the last, and of those before that are not verified yet.
-        epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticData`.
+        epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticLoader`.
     """
 
     owner: str
@@ -212,7 +211,7 @@ class Position:
         """Check a state. Returns its counts, receipt and entry for `notes`.
 
         Raises:
-            CheckpointError, CorruptCheckpoint: as `ElasticData.load_state_dict`.
+            CheckpointError, CorruptCheckpoint: as `ElasticLoader.load_state_dict`.
         """
         own_state = self.state_dict()
         with reading_record("data position"):
@@ -293,76 +292,3 @@ class Position:
         extra = f", {account.dropped} dropped" if account.dropped else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
         return EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")
-
-
-class ElasticData:
-    """Data whose order does not depend on the number of ranks, and whose position is saved."""
-
-    @property
-    def position(self) -> Position:
-        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
-        raise NotImplementedError
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next step, from 0."""
-        return self.position.epoch
-
-    @property
-    def step(self) -> int:
-        """Completed steps of the run."""
-        return self.position.step
-
-    @property
-    def consumed(self) -> int:
-        """Samples of completed steps in this epoch."""
-        return self.position.consumed
-
-    @property
-    def samples(self) -> int:
-        """Samples of completed steps in the run."""
-        return self.position.samples
-
-    @property
-    def dropped(self) -> int:
-        """Samples left out at the ends of epochs by tail="drop"."""
-        return self.position.dropped
-
-    @property
-    def notes(self) -> list[str]:
-        """Differences from the run that was loaded, as sentences."""
-        return self.position.notes
-
-    @property
-    def receipts(self) -> list[EpochVerdict]:
-        """Finished epochs of the run, in order; a state keeps the newest ten."""
-        return self.position.receipts
-
-    @property
-    def in_step(self) -> bool:
-        """Whether microbatches were run that are not committed: a save is refused then."""
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
-        return self.position.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved, on any number of ranks. No collectives.
-
-        Raises:
-            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
-                global_batch without on_batch_change="rescale"; with exact=True, another number of
-                threads. Nothing has changed then.
-            CorruptCheckpoint: not a state that `state_dict` returns.
-        """
-        self.position.load_state_dict(state_dict)
-
-    def commit(self) -> None:
-        """Count the current step as completed, after the optimizer's step. No collectives. An
-        `ElasticLoader` does nothing if it is counted already.
-
-        Raises:
-            CheckpointError: not all of its microbatches were run.
-        """
-        self.position.commit()

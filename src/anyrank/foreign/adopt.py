@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
@@ -34,6 +33,7 @@ from anyrank.state.part_types import Matched, Stored, listed
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
+from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.world.ranks import Ranks
@@ -160,7 +160,7 @@ class ForeignStep(ResumeSource):
                 matched[part] = self._module(part, value, ranks)
             elif isinstance(value, Optimizer):
                 matched[part] = self._optimizer(part, value, names, arguments, ranks)
-            elif isinstance(value, ElasticData):
+            elif isinstance(value, ElasticLoader):
                 matched[part] = self._position(value, state)
             else:
                 matched[part] = self._stateful(part, value, ranks)
@@ -218,7 +218,7 @@ class ForeignStep(ResumeSource):
     def _stored(self, tensors: dict[str, StoredTensor], fresh: tuple[str, ...] = ()) -> Stored:
         return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
 
-    def _position(self, data: ElasticData, state: TrainState) -> Matched:
+    def _position(self, data: ElasticLoader, state: TrainState) -> Matched:
         position, outcome = _start_of(data, self.source)
 
         def commit() -> None:
@@ -360,7 +360,7 @@ def _in_optimizer_steps(
     return state, Outcome("derived", reason)
 
 
-def _start_of(data: ElasticData, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
+def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
     """The state of a loader that goes on in the epoch that the checkpoint was in, from its start.
 
     Which samples of that epoch were seen is unknown, as the other tool's order is its own.

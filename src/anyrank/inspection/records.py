@@ -38,7 +38,7 @@ def record_differences(
 
     Returns:
         What differs, the first value of each part -> both values, "absent" for none. And of two
-        ElasticLoaders or ElasticSamplers, what differs between their states.
+        ElasticLoaders, what differs between their states.
 
     Raises:
         CorruptCheckpoint: a part's record is not as a save writes it.
@@ -64,7 +64,7 @@ def record_differences(
 
 
 def _position(manifest: Manifest) -> Mapping[str, Any] | None:
-    """The state of an ElasticLoader or ElasticSampler; None of another loader, or without one."""
+    """The state of an ElasticLoader; None of another loader, or without one."""
     record = manifest.parts.get("data")
     tree = cast("Any", record).get("tree") if isinstance(record, dict) else None
     return tree if isinstance(tree, dict) and tree.keys() >= POSITION else None

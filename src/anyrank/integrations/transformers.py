@@ -85,8 +85,8 @@ def elastic(
     args = trainer.args
     keep_every: Any = options.get("keep_every")
     # It raises what is wrong with the sizes and the ranks.
-    anyrank.ElasticSampler(
-        1, global_batch=global_batch, microbatch=args.per_device_train_batch_size
+    anyrank.ElasticLoader(
+        range(1), global_batch=global_batch, microbatch=args.per_device_train_batch_size
     )
     training = Training(global_batch, {"base": base, **parts})
 

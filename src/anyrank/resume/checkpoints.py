@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, RankError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
@@ -421,7 +420,7 @@ class Checkpoints:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks, parts = self._groups.enter_context(opened), self._state.parts
             compare_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
-            if isinstance(data, ElasticData):
+            if isinstance(data, ElasticLoader):
                 data.position.check_same(ranks)
             parts.agree(ranks)
             if self._options.background:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from anyrank.checks import check_int
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.saving.collect import is_within_step
 from anyrank.state.train_state import TrainState
@@ -130,7 +129,7 @@ class StepCounter:
                 "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
             )
         self._state.parts.check_usable()
-        if isinstance(self._state.data, ElasticData):
+        if isinstance(self._state.data, ElasticLoader):
             self._state.data.position.check_complete()
 
     def go_over(
@@ -238,7 +237,7 @@ class StepCounter:
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""
         state = self._state
-        if isinstance(state.data, ElasticData):
+        if isinstance(state.data, ElasticLoader):
             state.data.commit()
             state.samples = state.data.samples
         state.step += 1

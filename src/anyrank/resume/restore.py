@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from anyrank import faults
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
@@ -34,6 +33,7 @@ from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
 from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
@@ -205,7 +205,7 @@ class _Restorer:
         notes += [note for part in self.matched.values() for note in part.notes]
         notes += _note_differences(self.source.differed)
         data = self.state.data
-        if isinstance(data, ElasticData):
+        if isinstance(data, ElasticLoader):
             notes += [
                 f"epoch {receipt.epoch}: {receipt.samples} samples {receipt.verdict}"
                 for receipt in data.receipts

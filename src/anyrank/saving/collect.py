@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.manifest import Manifest
@@ -31,6 +30,7 @@ from anyrank.state.digests import check_memory
 from anyrank.state.part_types import Saved, differences
 from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
+from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.versions import __version__
@@ -89,7 +89,7 @@ class RankSummary:
 
 def is_within_step(state: TrainState) -> bool:
     """Whether microbatches were drawn that no completed step accounts for."""
-    return isinstance(state.data, ElasticData) and state.data.in_step
+    return isinstance(state.data, ElasticLoader) and state.data.in_step
 
 
 def check_boundary(state: TrainState) -> None:
@@ -134,7 +134,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ that must be equal.
     """
-    if isinstance(state.data, ElasticData):
+    if isinstance(state.data, ElasticLoader):
         state.data.position.check_receipt(ranks)
 
     def collect_own() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
@@ -156,7 +156,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         run=state.run or summaries[0].new_run,
         step=state.step,
         epoch=state.epoch,
-        samples=state.data.samples if isinstance(state.data, ElasticData) else state.samples,
+        samples=state.data.samples if isinstance(state.data, ElasticLoader) else state.samples,
         saved_on={"ranks": ranks.size, "layout": _describe_layout(_shared_tensors(parts))},
         lineage=state.lineage,
         written="",
@@ -176,7 +176,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
 def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """This rank's position, also among the data-parallel ranks if the loader knows them."""
     data = (ranks.index, ranks.size)
-    if isinstance(state.data, ElasticData):
+    if isinstance(state.data, ElasticLoader):
         data = state.data.position.data_rank()
     return RankCoords(ranks.index, ranks.size, *data)
 

@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
@@ -33,6 +32,7 @@ from anyrank.state.part_types import (
     own_name,
 )
 from anyrank.state.report import Outcome
+from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
 
 HOOKS = (
@@ -43,7 +43,6 @@ HOOKS = (
 )
 PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
 NESTED = 6  # containers within each other that are looked into
-POSITIONS = ("ElasticLoader", "ElasticSampler")  # each continues where the other was saved
 
 
 @runtime_checkable
@@ -95,8 +94,8 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         CorruptCheckpoint: the record is not what a save writes of such an object.
     """
     matched = Matched(Outcome("exact"))
-    name, is_position = type(thing).__name__, isinstance(thing, ElasticData)
-    if record["class"] != name and not (is_position and record["class"] in POSITIONS):
+    name, is_position = type(thing).__name__, isinstance(thing, ElasticLoader)
+    if record["class"] != name:
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     if "by_rank" in record:
@@ -135,7 +134,7 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
         return tensor
 
     tree: Any = from_json(record["tree"], take)
-    if isinstance(thing, ElasticData):
+    if isinstance(thing, ElasticLoader):
         try:
             thing.position.check_state_dict(tree)
         except CorruptCheckpoint:

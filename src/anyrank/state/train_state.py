@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model, check_names, check_type
-from anyrank.data.position import ElasticData
 from anyrank.errors import CheckpointError
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.random_state.saved_streams import capture, digests_of
@@ -23,6 +22,7 @@ from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.report import Outcome
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
+from anyrank.steps.loader import ElasticLoader
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -43,7 +43,7 @@ class TrainState:
         scheduler: a learning-rate scheduler; it counts steps of the run. Accelerate's, which counts
             processes, is refused.
         scaler: a GradScaler.
-        data: an `ElasticLoader` or `ElasticSampler`, or any loader with `state_dict()`.
+        data: an `ElasticLoader`, or any loader with `state_dict()`.
         seed: of the run; other streams are derived from it when a run goes on on other ranks.
         generators: the run's own torch.Generators, by name; they are restored like the ambient
             random streams.
@@ -298,7 +298,7 @@ class RunParts:
                 matched[part] = match_stateful(part, cast("Stateful", value), record, stored, rank)
         self._check_schedulers(matched)
         loader, data = matched.get("data"), self.parts.get("data")
-        if loader and not stored.same_ranks and not isinstance(data, ElasticData):
+        if loader and not stored.same_ranks and not isinstance(data, ElasticLoader):
             loader.outcome = Outcome(
                 "derived",
                 f"a {type(data).__name__} has what it saved on {stored.ranks} ranks: only "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +21,8 @@ from anyrank.data.fetch import (
     request_for,
 )
 from anyrank.data.order import Order
-from anyrank.data.position import ElasticData, OnBatchChange
+from anyrank.data.position import OnBatchChange
+from anyrank.data.receipts import EpochVerdict
 from anyrank.data.schedule import Schedule, Tail
 from anyrank.data.shards import Shards
 from anyrank.data.weighted import weighted_order
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from anyrank.exact.run import ExactRun
 
 
-class ElasticLoader(ElasticData):
+class ElasticLoader:
     """A loader of steps whose data does not depend on the number of ranks.
 
     A step is a global batch, divided into K = global_batch / microbatch microbatches. The samples
@@ -196,6 +197,65 @@ class ElasticLoader(ElasticData):
     def position(self) -> LoaderPosition:
         """Its place in the data, and the verification of it. For anyrank's own use: may change."""
         return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step, from 0."""
+        return self.position.epoch
+
+    @property
+    def step(self) -> int:
+        """Completed steps of the run."""
+        return self.position.step
+
+    @property
+    def consumed(self) -> int:
+        """Samples of completed steps in this epoch."""
+        return self.position.consumed
+
+    @property
+    def samples(self) -> int:
+        """Samples of completed steps in the run."""
+        return self.position.samples
+
+    @property
+    def dropped(self) -> int:
+        """Samples left out at the ends of epochs by tail="drop"."""
+        return self.position.dropped
+
+    @property
+    def notes(self) -> list[str]:
+        """Differences from the run that was loaded, as sentences."""
+        return self.position.notes
+
+    @property
+    def receipts(self) -> list[EpochVerdict]:
+        """Finished epochs of the run, in order; a state keeps the newest ten."""
+        return self.position.receipts
+
+    def state_dict(self) -> dict[str, Any]:
+        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        return self.position.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was saved, on any number of ranks. No collectives.
+
+        Raises:
+            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
+                global_batch without on_batch_change="rescale"; with exact=True, another number of
+                threads. Nothing has changed then.
+            CorruptCheckpoint: not a state that `state_dict` returns.
+        """
+        self.position.load_state_dict(state_dict)
+
+    def commit(self) -> None:
+        """Count the current step as completed, after the optimizer's step; nothing if it is
+        counted already. No collectives.
+
+        Raises:
+            CheckpointError: not all of its microbatches were run.
+        """
+        self.position.commit()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
