@@ -355,6 +355,48 @@ assert report is not None and state.step == 2
     assert loaded_by(code, ["numpy.linalg"]) == set()
 
 
+# Torch's packages of sharded tensors and modules, and what comes with them: 0.6 s.
+SHARDING = ["sympy", "torch.distributed.fsdp", "torch.distributed.tensor"]
+
+PLAIN_CALLS = """
+import contextlib, sys, torch, anyrank
+from safetensors.torch import save_file
+
+folder = sys.argv[1]
+def model(): return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+save_file(model().state_dict(), folder + "/a.safetensors")
+torch.save(model().state_dict(), folder + "/a.pt")
+for source in (folder + "/a.safetensors", folder + "/a.pt", model().state_dict()):
+    anyrank.plan(model(), source)
+    anyrank.load(model(), source)
+with anyrank.meta(): on_meta = model()
+anyrank.materialize(on_meta)
+anyrank.sync(model(), on_meta)
+anyrank.freeze(model())
+anyrank.check(model())
+anyrank.inspect(folder + "/a.pt")
+anyrank.diff(folder + "/a.pt", folder + "/a.safetensors")
+anyrank.convert(folder + "/a.pt", folder + "/b.safetensors")
+loader = anyrank.ElasticLoader(torch.zeros(4, 2), global_batch=4, microbatch=2)
+with anyrank.Checkpoints(folder + "/run", anyrank.TrainState(model(), data=loader)) as ckpts:
+    ckpts.resume()
+from anyrank.cli import main
+for command in ("inspect a.safetensors", "verify a.pt", "diff a.pt a.safetensors"):
+    name, *files = command.split()
+    with contextlib.suppress(SystemExit):
+        main([name, *(f"{folder}/{file}" for file in files)], standalone_mode=False)
+"""
+
+
+def test_what_shards_nothing_loads_no_sharded_classes(tmp_path: Path) -> None:
+    """All public names, commands, and what a process does with plain models until its first save,
+    which writes DCP's index; an optimizer loads them by itself.
+    """
+    names = "for name in anyrank.__all__: getattr(anyrank, name)"
+    code = f"import sys\nsys.argv[1:] = [{str(tmp_path)!r}]\n{PLAIN_CALLS}{names}"
+    assert loaded_by(code, [*SHARDING, "torch", "transformers"]) == {"torch"}
+
+
 def test_integrations_are_there_and_load_no_framework() -> None:
     code = "import anyrank\nassert 'lightning' in dir(anyrank.integrations)"
     assert loaded_by(code, [*HEAVY, "torch"]) == set()

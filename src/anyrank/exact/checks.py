@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from anyrank.steps.fsdp_groups import parameter_groups
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.world.ranks import Ranks
 
 SAMPLED = 1 << 14  # elements of a buffer; larger ones are compared whole in a model's first step
@@ -50,7 +49,7 @@ def environment(model: nn.Module) -> dict[str, int | str]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),
         "anyrank": version("anyrank"),
-        "wrapper": FSDP2 if any(isinstance(m, FSDPModule) for m in model.modules()) else OTHER,
+        "wrapper": FSDP2 if any(is_fsdp2(m) for m in model.modules()) else OTHER,
     }
 
 
@@ -120,13 +119,13 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
                 "which scales rows of its weight in the forward pass, each rank those of its own "
                 "microbatches: build it without, and scale all rows after optimizer.step()"
             )
-        if isinstance(module, FSDPModule) and len(parameter_groups(module)) > 1:
+        if is_fsdp2(module) and len(parameter_groups(module)) > 1:
             raise ValueError(
                 f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
                 "no reduction for all of them: shard it over one mesh"
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             _check_mesh(name, parameter, ranks)
             _check_hooks(name, parameter)
     is_kept = torch.are_deterministic_algorithms_enabled()
@@ -151,7 +150,7 @@ def sparse_gradient(name: str, layout: torch.layout) -> str:
     )
 
 
-def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
+def _check_mesh(name: str, parameter: Any, ranks: Ranks) -> None:
     """Refuse a parameter that is sharded over other ranks than those of the data."""
     members = parameter.device_mesh.mesh.flatten().tolist()
     if sorted(members) != sorted(ranks.ranks):
@@ -161,8 +160,8 @@ def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
             "DDP over the ranks of the data"
         )
     mesh, placements = parameter.device_mesh, parameter.placements
-    sharded = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-    others = [placement for placement in placements if not isinstance(placement, Shard | Replicate)]
+    sharded = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    others = [p for p in placements if not (p.is_shard() or p.is_replicate())]
     if len(sharded) != 1 or len(placements) > 2 or others:
         raise ValueError(
             f"exact=True: {name} is laid out as {list(placements)} on {mesh}: shard it over one "
@@ -175,7 +174,7 @@ def _check_mesh(name: str, parameter: DTensor, ranks: Ranks) -> None:
         )
 
 
-def _check_hooks(name: str, parameter: DTensor) -> None:
+def _check_hooks(name: str, parameter: Any) -> None:
     """Refuse gradient hooks, which FSDP2 calls once a step on several ranks, or never."""
     of_tensor = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
     of_sum = parameter._post_accumulate_grad_hooks  # pyright: ignore
@@ -238,7 +237,7 @@ class ChangeWatch:
         self.versions = {
             name: (parameter, version_of(parameter))
             for name, parameter in parameters.items()
-            if not isinstance(parameter, DTensor)
+            if not is_dtensor(parameter)
         }
         self.before = {
             name: (buffer, version_of(buffer), self.sample(buffer).clone())

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.exact.rounds import Rounds
@@ -141,10 +140,10 @@ def unit_groups(
     mesh, placements = parameter.device_mesh, parameter.placements
     members = dist.get_process_group_ranks
     places = {rank: index for index, rank in enumerate(ranks.ranks)}
-    axis = next(i for i, placement in enumerate(placements) if isinstance(placement, Shard))
+    axis = next(i for i, placement in enumerate(placements) if placement.is_shard())
     group = mesh.get_group(axis)
     shards = OrderedGroup(group, count, [[places[rank]] for rank in members(group)])
-    replicated = [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
+    replicated = [i for i, placement in enumerate(placements) if placement.is_replicate()]
     if not replicated:
         return shards, None
     lines: list[list[int]] = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()

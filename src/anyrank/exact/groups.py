@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from anyrank.exact.checks import sparse_gradient
 from anyrank.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
@@ -23,6 +22,7 @@ from anyrank.exact.tree_sum import TreeSum
 from anyrank.steps.buckets import BUCKET_BYTES, MAX_STARTED, buckets, local
 from anyrank.steps.norm import sum_dtype
 from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT
+from anyrank.tensors.torch_classes import is_dtensor
 
 
 class Bucket:
@@ -236,8 +236,8 @@ class GradientSums:
 
 def _put(parameter: Any, part: torch.Tensor) -> None:
     """Make a tensor this rank's part of the parameter's gradient."""
-    if isinstance(parameter, DTensor):
-        parameter.grad = DTensor.from_local(
+    if is_dtensor(parameter):
+        parameter.grad = type(parameter).from_local(
             part,
             parameter.device_mesh,
             parameter.placements,

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch.distributed.tensor import DTensor, Shard
+
+from anyrank.tensors.torch_classes import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def judge_optimizer(optimizer: optim.Optimizer) -> Iterator[str]:
         kinds = {
             (parameter.dtype, parameter.device.type)
             for parameter in group["params"]
-            if isinstance(parameter, DTensor)
-            and any(isinstance(placement, Shard) for placement in parameter.placements)
+            if is_dtensor(parameter)
+            and any(placement.is_shard() for placement in parameter.placements)
         }
         for dtype, device in sorted(kinds, key=str):
             if note := judge(type(optimizer), group, dtype, device):

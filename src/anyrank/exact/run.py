@@ -18,8 +18,6 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.data.schedule import StepPlan
@@ -37,6 +35,7 @@ from anyrank.exact.rounds import Rounds
 from anyrank.exact.sync import ExactSync
 from anyrank.steps.buckets import local
 from anyrank.steps.gradient_sync import GradientSync
+from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -171,7 +170,7 @@ class ExactRun:
                 self._known[key] = ref(parameter, lambda _, key=key: self._known.pop(key, None))
         if WARNING in self._noted:
             return
-        sharded = (p for p in parameters if isinstance(p, DTensor) and p.grad is not None)
+        sharded = (p for p in parameters if is_dtensor(p) and p.grad is not None)
         some = (p for p in sharded if local(p.detach()).numel())
         self._samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
 
@@ -223,7 +222,7 @@ def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
     FSDP2 reduces gradients in each backward, so with turns a rank keeps shards of sums alone. Other
     gradients are exchanged after the last backward, and neighbours add up most.
     """
-    return ranks.size > 1 and any(isinstance(module, FSDPModule) for module in model.modules())
+    return ranks.size > 1 and any(is_fsdp2(module) for module in model.modules())
 
 
 def _sample_of(parameter: Any) -> torch.Tensor:

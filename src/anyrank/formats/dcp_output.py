@@ -6,17 +6,6 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own record, no public name
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
 from anyrank.formats.dcp import METADATA
@@ -59,6 +48,18 @@ def metadata_of(
         aliases: name -> the name of the tensor that it is.
         by_part: whether what precedes a name's first dot is a table of the state, as in runs.
     """
+    from torch.distributed.checkpoint.filesystem import (
+        _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own, no public name
+    )
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     names: dict[str, list[str]] = {}

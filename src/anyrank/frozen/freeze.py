@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from anyrank.checks import check_model, check_path, check_type
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.spec import dtype_name
+from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.tensors.walk import walk
 
 M = TypeVar("M", bound=nn.Module)
@@ -190,7 +190,7 @@ def _named_modules(
 
     Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
     """
-    if memo is None or any(isinstance(part, FSDPModule) for _, part in walk(module)):
+    if memo is None or any(is_fsdp2(part) for _, part in walk(module)):
         yield from type(module).named_modules(module, memo, prefix, remove_duplicate)
 
 

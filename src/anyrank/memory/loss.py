@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from anyrank.checks import check_choice, check_function, check_int, check_number, check_type
 from anyrank.errors import RecomputeError
@@ -28,6 +27,7 @@ from anyrank.memory.tile import Tiled
 from anyrank.memory.tile_weights import check_grad_dtype
 from anyrank.memory.tiling_dims import check_chunk_size
 from anyrank.memory.used_modules import used_modules
+from anyrank.tensors.torch_classes import is_dtensor
 
 
 def tiled_loss(
@@ -182,6 +182,8 @@ def checked(
 ) -> torch.Tensor:
     """Run `fn` on a tile and check its result."""
     if mesh is not None:  # a head that gathers its input must see that this is whole
+        from torch.distributed.tensor import DTensor, Replicate
+
         hidden = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
     losses = gathered(fn(hidden, labels, *rest))
     if not isinstance(losses, torch.Tensor) or losses.shape[:1] != labels.shape or losses.ndim != 1:
@@ -202,15 +204,15 @@ def _begins_with(value: Any, labels: torch.Tensor) -> int | None:
 
 def gathered(value: Any) -> Any:
     """A DTensor as a plain tensor, whole on each rank; any other value unchanged."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     """The mesh of hidden states that a sharded head expects as a DTensor."""
-    if not isinstance(hidden, DTensor):
+    if not is_dtensor(hidden):
         return None
     sharded = any(
-        isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements)
+        is_dtensor(p) and any(placement.is_shard() for placement in p.placements)
         for module in used_modules(unwrap(fn, (), {})[0])
         for p in module.parameters()
     )
@@ -226,7 +228,7 @@ def _why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
         return "the head has hooks, or its own forward"
     if getattr(nn.modules.module, "_has_any_global_hook", lambda: False)():
         return "all modules have a hook"
-    if isinstance(fn.weight, DTensor):
+    if is_dtensor(fn.weight):
         return "the head's weight is sharded"
     if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # the last has no values
         return f"the head's weight is a {type(fn.weight).__name__}"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool
 from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.torch_classes import is_dtensor
 
 
 class OffloadEngine:
@@ -95,7 +95,7 @@ class OffloadEngine:
         """Whether a tensor is moved."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             tensor = tensor.to_local()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return False
@@ -111,7 +111,7 @@ class OffloadEngine:
 
     def storage(self, tensor: torch.Tensor) -> OffloadedStorage:
         """The one entry of a tensor's storage, for as long as the storage is alive."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         storage = local.untyped_storage()
         known = self.storages.get(id(storage))
         entry = known() if known else None
@@ -224,7 +224,7 @@ class _OffloadedTensor:
         self.alive = weakref.ref(tensor)
         local = tensor
         self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if storage is not None and isinstance(tensor, DTensor):
+        if storage is not None and is_dtensor(tensor):
             local = tensor.to_local()
             self.wrap = _dtensor_wrapper(tensor)
         self.dtype = local.dtype
@@ -297,13 +297,12 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _dtensor_wrapper(like: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _dtensor_wrapper(like: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that wraps a local part into a DTensor."""
+    kind = type(like)
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
 
     def wrap(local: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        return kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     return wrap

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from anyrank.checks import check_function
@@ -30,6 +28,7 @@ from anyrank.memory.tiling_dims import (
 from anyrank.memory.used_modules import UsedModules, used_modules
 from anyrank.random_state.streams import source_of
 from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.tensors.walk import walk
 
 
@@ -237,7 +236,7 @@ def _called_units(fn: Callable[..., Any]) -> list[nn.Module]:
     module = find_module(fn)
     if module is None:
         return []
-    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    units = [part for part in module.modules() if is_fsdp2(part)]
     return [unit for unit in units if unit is not module or fn is module]
 
 
@@ -259,7 +258,7 @@ def _check_tile_counts(fn: Callable[..., Any], number: int, label: str) -> None:
         parameter.device_mesh: None
         for unit in _called_units(fn)
         for parameter in unit.parameters()
-        if isinstance(parameter, DTensor)
+        if is_dtensor(parameter)
     }
     for mesh in meshes:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from anyrank.memory.call import Call, flatten, unflatten, unwrap
+from anyrank.tensors.torch_classes import is_dtensor
 
 Dims = list[int | None]  # an entry for each leaf
 
@@ -36,7 +36,7 @@ class Tiling:
             if dim is None or not isinstance(leaf, torch.Tensor):
                 self.dims.append(None)
                 continue
-            if isinstance(leaf, DTensor):
+            if is_dtensor(leaf):
                 raise ValueError(
                     f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
                     f"{leaf.device_mesh}, and only plain tensors can be tiled: tile an "

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import RecomputeError
 from anyrank.memory.call import find_module
 from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.torch_classes import is_dtensor
 from anyrank.tensors.walk import walk
 
 KEPT_BYTES = 64 << 10  # of a buffer that is kept by value
@@ -89,7 +89,7 @@ class _Weight(NamedTuple):
         now = getattr(self.module, self.key, None)
         if not isinstance(now, torch.Tensor) or now is self.tensor:
             return False
-        if isinstance(now, DTensor) or isinstance(self.tensor, DTensor):
+        if is_dtensor(now) or is_dtensor(self.tensor):
             return False
         return now.untyped_storage() is not self.tensor.untyped_storage()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import frozen_info, remember
@@ -17,6 +16,7 @@ from anyrank.model.memory_meter import Meter
 from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
+from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.wording import first_few
 from anyrank.world.device import rank_device
 
@@ -200,7 +200,7 @@ def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
     FSDP2 has no public name for its policy and its device; where the private ones are missing, the
     unit's real parameters would show them, and a meta model without them goes to the device.
     """
-    unit: Any = next((m for m in reversed(path) if isinstance(m, FSDPModule)), None)
+    unit: Any = next((m for m in reversed(path) if is_fsdp2(m)), None)
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
@@ -15,6 +14,7 @@ from anyrank.frozen.freeze import frozen_info
 from anyrank.model.dtensors import global_shape, layout_of
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
+from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
@@ -96,7 +96,7 @@ def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | Non
             f"{name or 'the model'}: is a {kind.__module__}.{kind.__name__}, whose weights are "
             "packed and no tensors of the model: load or save before it is quantised"
         )
-    if isinstance(module, FullyShardedDataParallel):
+    if is_fsdp1(module):
         raise LoadError(
             f"{raw or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose flat "
             "parameters are not the model's: load before it is wrapped, or use fully_shard (FSDP2)"
@@ -118,7 +118,7 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
 def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
     """`find_tensors` of a model whose modules are known."""
     for owner in modules:
-        if isinstance(owner.module, FSDPModule):
+        if is_fsdp2(owner.module):
             owner.module.reshard()
     tensors: dict[int, ModelTensor] = {}
     for owner in modules:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.frozen.freeze import without_answers
 from anyrank.tensors.names import WRAPPERS, TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.torch_classes import fsdp2_class
 
 Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
 Path: TypeAlias = "tuple[nn.Module, ...]"
@@ -105,6 +105,6 @@ def plain_of(kind: type[nn.Module]) -> type[nn.Module]:
     """`plain_class` of a class."""
     while True:
         order = kind.__mro__
-        if FSDPModule not in order[1:2]:
+        if fsdp2_class() not in order[1:2]:
             return kind
         kind = order[2]

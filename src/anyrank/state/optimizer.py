@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
@@ -52,6 +51,7 @@ from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.torch_classes import is_dtensor
 from anyrank.world.device import rank_device
 
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
@@ -253,7 +253,7 @@ def _put_state(
 
 
 # How memory is laid out: plain, as the part that a given parameter is, or on a DTensor's mesh.
-_Lie = ModelTensor | tuple[DTensor, Sequence[Any]] | None
+_Lie = ModelTensor | tuple[Any, Sequence[Any]] | None
 
 
 class _Room:
@@ -273,7 +273,7 @@ class _Room:
             if group.get("capturable") or group.get("fused")
             for parameter in group["params"]
         }
-        self.meshes: dict[torch.device, DTensor] = {}  # an empty tensor on each
+        self.meshes: dict[torch.device, Any] = {}  # an empty DTensor on each
 
     def taker(self, parameter: ModelTensor | None, where: str) -> Callable[[Any], torch.Tensor]:
         """What gives memory to each tensor of a parameter's state, or to those of no parameter."""
@@ -303,7 +303,7 @@ class _Room:
                 )
             device, current = self._device(where, parameter), now.get(where)
             lie: _Lie = None
-            if isinstance(current, DTensor) and current.shape == saved.shape and not is_own:
+            if is_dtensor(current) and current.shape == saved.shape and not is_own:
                 lie = current, current.placements  # as the optimizer itself has laid it out
             elif parameter is not None and parameter.layout is None:
                 lie = self._as_saved(where, layout, device) if kind == "~laid" else None
@@ -323,6 +323,8 @@ class _Room:
         Raises:
             _Unplaced: its mesh was not one axis of all ranks.
         """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         if not dist.is_initialized():
             return None
         parsed = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
@@ -364,20 +366,22 @@ def _by_parameter(
         _Unplaced: it does not say which part belongs to which rank.
     """
     tensor = parameter.tensor
-    as_parameter: _Lie = (tensor, tensor.placements) if isinstance(tensor, DTensor) else parameter
+    as_parameter: _Lie = (tensor, tensor.placements) if is_dtensor(tensor) else parameter
     if kind == "~like" and (shape == parameter.shape or layout == str(parameter.layout)):
         return as_parameter
     if kind == "~laid" and shape == parameter.shape:
         return as_parameter
     if layout:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
+            from torch.distributed.tensor import Replicate
+
             return tensor, [Replicate()] * tensor.device_mesh.ndim
         return None
     if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
         return None
     pairs = zip(shape, parameter.shape, strict=False)
     factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
-    if factored if isinstance(tensor, DTensor) else shape == parameter.shape:
+    if factored if is_dtensor(tensor) else shape == parameter.shape:
         return as_parameter
     raise _Unplaced(
         f"{where}: has shape {list(shape)}, its parameter {list(parameter.shape)} is sharded now: "

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from anyrank.tensors.torch_classes import is_dtensor
 
 BUCKET_BYTES = 4 << 20  # of gradients exchanged together
 MAX_STARTED = 2  # buckets in flight, each in two copies or more
@@ -20,7 +21,7 @@ MAX_STARTED = 2  # buckets in flight, each in two copies or more
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def buckets(

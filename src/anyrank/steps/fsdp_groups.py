@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+
+from anyrank.tensors.torch_classes import fsdp2_class
 
 # What is read of a parameter's record, and of a group with exact=True.
 GROUP_NAMES = (
@@ -51,7 +52,7 @@ def check_names(modules: Sequence[Any], is_exact: bool) -> None:
         RuntimeError: names the class, the name and torch's version; or exact=True on a torch
             before 2.13.
     """
-    if modules and is_exact and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if modules and is_exact and not hasattr(fsdp2_class(), "set_reduce_scatter_unused_params"):
         raise RuntimeError(
             "exact=True under FSDP2 needs torch 2.13 or newer, as FSDP2 leaves out the gradients "
             f"of unused parameters before; this is torch {torch.__version__}: use "

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.data.schedule import MicrobatchSlot
@@ -22,6 +20,7 @@ from anyrank.files.content_hash import content_hash
 from anyrank.steps.buckets import average, local
 from anyrank.steps.fsdp_groups import check_names, drop_accumulated, parameter_groups
 from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT, StepRecord
+from anyrank.tensors.torch_classes import is_dtensor, is_fsdp1, is_fsdp2
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
@@ -53,10 +52,10 @@ class GradientSync:
         self.ranks, self.group = ranks, group
         self.modules = dict(model.named_modules())
         kinds = [*self.modules.values()]
-        if any(isinstance(module, FullyShardedDataParallel) for module in kinds):
+        if any(is_fsdp1(module) for module in kinds):
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
-        self.fsdp = [module for module in kinds if isinstance(module, FSDPModule)]
+        self.fsdp = [module for module in kinds if is_fsdp2(module)]
         check_names(self.fsdp, is_exact=False)
         self.reshard()
         self.named = _parameters_of(self.modules)
@@ -65,7 +64,7 @@ class GradientSync:
         inner = [(module, dict(module.module.named_parameters())) for module in self.ddp]
         wrapped = {id(param) for _, named in inner for param in named.values()}
         if self.fsdp:
-            wrapped |= {id(param) for param in self.named.values() if isinstance(param, DTensor)}
+            wrapped |= {id(param) for param in self.named.values() if is_dtensor(param)}
         # Without the wrapper's forward, FSDP2 parameters are DTensors and raise; DDP's do not.
         self.exchanged = {
             name: parameter
@@ -93,7 +92,7 @@ class GradientSync:
 
     def _check_meshes(self) -> None:
         trainable = [param for param in self.summed.values() if param.requires_grad]
-        for mesh in {param.device_mesh for param in trainable if isinstance(param, DTensor)}:
+        for mesh in {param.device_mesh for param in trainable if is_dtensor(param)}:
             if len(set(mesh.mesh.flatten().tolist()).intersection(self.ranks.ranks)) > 1:
                 raise ValueError(
                     f"parameters are sharded over {mesh}, whose ranks need the same data, and "
@@ -148,7 +147,7 @@ class GradientSync:
         alone = {
             name: parameter
             for name, parameter in self.summed.items()
-            if not (self.fsdp and isinstance(parameter, DTensor))
+            if not (self.fsdp and is_dtensor(parameter))
         }
         return {n: f"{list(p.shape)} {content_hash(local(p))}" for n, p in alone.items()}
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+
+from anyrank.tensors.torch_classes import is_dtensor
 
 SLAB = 1 << 22  # elements that are converted at a time
 BITS = 60  # of the largest power
@@ -60,7 +61,9 @@ def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
     groups: dict[Any, _ShardedGradients] = {}
     for gradient in gradients:
         mesh, axes, part = None, (), gradient
-        if isinstance(gradient, DTensor):
+        if is_dtensor(gradient):
+            from torch.distributed.tensor import Replicate
+
             mesh = gradient.device_mesh
             places = [Replicate() if p.is_partial() else p for p in gradient.placements]
             if any(p.is_partial() for p in gradient.placements):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +26,7 @@ from anyrank.model.wrappers import plain_class
 from anyrank.state.digests import check_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
+from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.watching.findings import Finding
 from anyrank.wording import count, join_first
 from anyrank.world.device import rank_device
@@ -87,7 +87,7 @@ class Model:
         """Ranks that share one copy of the data: those along the axes behind FSDP's, or, without
         FSDP, of the whole mesh.
         """
-        size, is_fsdp = 1, any(isinstance(layer.module, FSDPModule) for layer in self.layers)
+        size, is_fsdp = 1, any(is_fsdp2(layer.module) for layer in self.layers)
         for entry in self.parameters():
             tensor: Any = entry.tensor
             placements = getattr(tensor, "placements", None)
@@ -108,10 +108,10 @@ def take_apart(model: nn.Module) -> Model:
     """
     layers, entries = find_modules(model), list[Entry]()
     for layer in layers:
-        if isinstance(layer.module, FSDPModule):
+        if is_fsdp2(layer.module):
             layer.module.reshard()
     for layer in layers:
-        units = (module for module in reversed(layer.path) if isinstance(module, FSDPModule))
+        units = (module for module in reversed(layer.path) if is_fsdp2(module))
         unit = next(units, None)
         prefix = f"{layer.unwrapped}." if layer.unwrapped else ""
         for kind, table in TABLES:
