@@ -66,6 +66,40 @@ def test_the_streams_of_an_elastic_loader_are_not_equal(anyrank: Callable[[str],
     assert (result.stdout, result.exit_code) == ("check: 0 findings on 2 ranks\n", 0)
 
 
+UNEQUAL = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Codes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.book = nn.Parameter(torch.zeros(4), requires_grad=False)
+    def forward(self, x):
+        self.book += x.shape[0]
+        return x + self.book
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), Codes(), nn.Dropout(0.1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(2 + dist.get_rank(), 4)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_batches_of_unequal_sizes_hide_and_invent_nothing(
+    anyrank: Callable[[str], Result],
+) -> None:
+    """Dropout and noise have drawn otherwise often, and a forward has written to its own table."""
+    Path("train.py").write_text(UNEQUAL)
+    result = anyrank("check --json train.py")
+    assert result.exit_code == 1, result.stderr
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert (finding["rule"], finding["where"]) == ("streams", "2, ranks 0, 1")
+
+
 @pytest.mark.slow
 def test_findings_are_exit_1(anyrank: Callable[[str], Result]) -> None:
     Path("package").mkdir()

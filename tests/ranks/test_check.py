@@ -63,6 +63,12 @@ def replica_of_one_rank() -> Arguments:
     return {"model": model}
 
 
+def frozen_part_of_one_rank() -> Arguments:
+    model = net()
+    model[0].requires_grad_(False).bias.data += dist.get_rank()
+    return {"model": model}
+
+
 def replicas_built_with_own_seeds() -> Arguments:
     seeded()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -117,6 +123,13 @@ def order_of_a_set() -> Arguments:
 def dropout_with_one_seed() -> Arguments:
     model = nn.Sequential(net(), nn.Dropout(0.1))
     return {"model": DistributedDataParallel(model)}
+
+
+def dropout_that_drew_more_on_one_rank() -> Arguments:
+    """As after batches of other widths."""
+    arguments = dropout_with_one_seed()
+    torch.rand(5 + dist.get_rank())
+    return arguments
 
 
 def sampler_with_own_seeds() -> Arguments:
@@ -200,6 +213,7 @@ def reentrant_as_an_attribute() -> Arguments:
 
 BUGS: list[tuple[str, Callable[[], Arguments], str]] = [
     ("replicas", replica_of_one_rank, "2.weight, rank 0 unlike rank 1"),
+    ("replicas", frozen_part_of_one_rank, "0.bias, rank 0 unlike rank 1"),
     ("replicas", replicas_built_with_own_seeds, "0.weight, 1.weight, 0.bias, 1.bias, rank 0"),
     ("ties", tie_of_a_copy, "embed.weight, head.weight, ranks 0, 1"),
     ("ties", tie_in_two_units, "embed.weight, head.weight, ranks 0, 1"),
@@ -208,6 +222,7 @@ BUGS: list[tuple[str, Callable[[], Arguments], str]] = [
     ("trainable", trained_on_one_rank, "2.bias, rank 0 unlike rank 1"),
     ("trainable", order_of_a_set, "b.weight, a.weight"),
     ("streams", dropout_with_one_seed, "1, ranks 0, 1"),
+    ("streams", dropout_that_drew_more_on_one_rank, "1, ranks 0, 1"),
     ("streams", sampler_with_own_seeds, "loader.sampler, ranks 0, 1"),
     ("sampler", sharded_twice, "loader.dataset, ranks 0, 1"),
     ("sampler", padded, "loader.sampler, ranks 0, 1"),

@@ -23,8 +23,8 @@ LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0, "")
 
 def facts(**changes: Any) -> Facts:
     """Those of a rank on which all is well."""
-    changes.setdefault("stream", f"stream {changes.pop('number', 0)}")
-    well = Facts({}, 1, "", False, "", None, ())
+    changes.setdefault("seed", changes.pop("number", 0))
+    well = Facts({}, 1, 0, False, "", None, ())
     return dataclasses.replace(well, **changes)
 
 
@@ -43,6 +43,14 @@ def said(*every: Facts, **options: Any) -> list[tuple[str, str]]:
 def test_lines_that_a_rank_lacks_are_no_other_values() -> None:
     lacking = {"values whole": {"w": {0: "a", 1: None}}}
     assert said(facts(), facts(number=1), differing=lacking) == []
+
+
+def test_frozen_parts_are_told_from_trained_ones() -> None:
+    values = {0: "a", 1: "b"}
+    differing = {"values whole": {"w": values}, "values frozen whole": {"vae.w": values}}
+    trained, frozen = run_rules(known(facts(), facts(number=1), differing=differing))
+    assert (trained.where[:2], frozen.where[:6]) == ("w,", "vae.w,")
+    assert "they are not broadcast" in frozen.fix
 
 
 @pytest.mark.parametrize(("batch", "fix"), [(16, "batch_size=8"), (15, "that 2 divides")])

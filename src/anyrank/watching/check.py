@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -64,11 +64,11 @@ def check_now(
     *,
     global_batch: int | None = None,
     accumulation: int = 1,
-    is_before: bool = True,
+    written: Collection[int] | None = None,
     is_seeded: bool = False,
 ) -> Findings:
-    """As `check`; with `is_before=False`, after a forward, which may change buffers, and may have
-    run under a seed of its own. All ranks.
+    """As `check`; with `written`, after forwards that have changed buffers and the frozen
+    parameters with these ids, and may have run under a seed of their own. All ranks.
     """
     listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [value for value in listed if value is not None]
@@ -87,7 +87,7 @@ def check_now(
         compare_arguments(ranks, "check", arguments, RankError, check_arguments)
 
         def look() -> tuple[dict[str, Table], Facts]:
-            return facts_of(model, optimizers, loader, ranks, is_before, is_seeded)
+            return facts_of(model, optimizers, loader, ranks, written, is_seeded)
 
         tables, facts = ranks.run_and_gather("looking at the model", look)
         differing = differences(tables, facts, ranks)

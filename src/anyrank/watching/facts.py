@@ -7,13 +7,14 @@ differ, one rank sends its table to all, and each answers with the lines that it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from anyrank.random_state.saved_streams import capture, digest_of
+from anyrank.random_state.streams import own_accelerator
 from anyrank.state.digests import digests_of
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -37,7 +38,7 @@ class Facts:
     Attributes:
         digests: of each table.
         tensor_parallel: ranks that share one copy of the data.
-        stream: digest of torch's generator.
+        seed: of torch's generator, which is the same however often a rank has drawn.
         is_seeded: whether forwards run under seeds of their own, as an ElasticLoader's do.
         dropout: modules that draw random numbers in each forward.
         loader: None for none, and for an ElasticLoader.
@@ -46,7 +47,7 @@ class Facts:
 
     digests: Mapping[str, str]
     tensor_parallel: int
-    stream: str
+    seed: int
     is_seeded: bool
     dropout: str
     loader: LoaderFacts | None
@@ -81,7 +82,7 @@ def facts_of(
     optimizers: Sequence[Any],
     loader: Any,
     ranks: Ranks,
-    is_before: bool,
+    written: Collection[int] | None = None,
     is_seeded: bool = False,
 ) -> tuple[dict[str, Table], Facts]:
     """This rank's tables and facts.
@@ -91,14 +92,16 @@ def facts_of(
         optimizers: of it; none when they are not known.
         loader: of its data, or None.
         ranks: that check together.
-        is_before: whether no forward ran, so that buffers are alike as well.
+        written: ids of frozen parameters that forwards have written to, as to buffers; None where
+            none ran, so that buffers are alike as well.
         is_seeded: whether forwards ran under seeds of their own.
 
     Raises:
         LoadError: the model's parameters are not its own (FSDP1).
     """
     parts = model_rules.take_apart(model)
-    tensors = model_rules.readable(parts, buffers=is_before)
+    tensors = model_rules.readable(parts, written)
+    frozen = {entry.name for entry in parts.parameters() if not entry.tensor.requires_grad}
     digests = digests_of((tensor.name, tensor.local()) for tensor in tensors)
     kinds = model_rules.kinds_of(parts)
     tables = {
@@ -107,22 +110,28 @@ def facts_of(
     }
     for tensor, digest in zip(tensors, digests, strict=True):
         if (share := _share(tensor)) is not None:
-            tables.setdefault(f"values {share}", {})[tensor.name] = digest
+            what = f"values frozen {share}" if tensor.name in frozen else f"values {share}"
+            tables.setdefault(what, {})[tensor.name] = digest
     by_id = {id(item.tensor): digest for item, digest in zip(tensors, digests, strict=True)}
-    streams = capture({})
-    drawn = "device" if parts.on_accelerator() and "device" in streams else "torch"
     return (
         tables,
         Facts(
             {name: _digest(table.items()) for name, table in tables.items()},
             parts.tensor_parallel(),
-            digest_of(streams[drawn]),
+            _seed(parts.on_accelerator()),
             is_seeded or isinstance(loader, ElasticLoader),
             model_rules.active_dropout(parts),
             data_facts.look_at(loader),
             [*model_rules.own_findings(parts, optimizers, by_id, ranks.size)][:FINDINGS],
         ),
     )
+
+
+def _seed(on_accelerator: bool) -> int:
+    """The seed of the generator that the model draws from."""
+    modules = [torch.get_device_module(d) for d in own_accelerator() if on_accelerator]
+    seeds = (getattr(module, "initial_seed", torch.initial_seed) for module in modules)
+    return next(seeds, torch.initial_seed)()
 
 
 def _share(tensor: ShardedTensor) -> str | None:

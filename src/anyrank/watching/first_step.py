@@ -37,6 +37,7 @@ class FirstStep:
     def __init__(self, result: str) -> None:
         self.result = result
         self.seen: dict[int, nn.Module] = {}  # that ran a forward
+        self.frozen: dict[int, tuple[nn.Parameter, int]] = {}  # and how often they were written
         self.optimizers: list[Optimizer] = []
         self.model: nn.Module | None = None
         self.seed = torch.initial_seed()  # under which the last forward ran
@@ -46,6 +47,9 @@ class FirstStep:
         if module is self.model:
             self.conclude()
         self.seed = torch.initial_seed()
+        for parameter in module.parameters() if id(module) not in self.seen else ():
+            if not parameter.requires_grad:
+                self.frozen.setdefault(id(parameter), (parameter, parameter._version))
         self.seen.setdefault(id(module), module)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -88,8 +92,9 @@ class FirstStep:
         if self.model is None:
             return {"error": "no module whose forward ran has parameters of the optimizer"}
         is_seeded = self.seed != torch.initial_seed()  # as ElasticLoader seeds each microbatch
+        written = {key for key, (p, version) in self.frozen.items() if p._version != version}
         findings = check_now(
-            self.model, self.optimizers, None, is_before=False, is_seeded=is_seeded
+            self.model, self.optimizers, None, written=written, is_seeded=is_seeded
         )
         return {"ranks": findings.num_ranks, "findings": [asdict(finding) for finding in findings]}
 

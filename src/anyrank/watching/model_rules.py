@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +130,14 @@ def kinds_of(model: Model) -> dict[str, str]:
     }
 
 
-def readable(model: Model, buffers: bool) -> list[ShardedTensor]:
-    """What replicas hold alike: parameters, and buffers but for statistics of batches."""
+def readable(model: Model, written: Collection[int] | None) -> list[ShardedTensor]:
+    """What replicas hold alike: parameters, and buffers but for statistics of batches; after a
+    forward, neither buffers nor the frozen parameters that it has `written` to.
+    """
     tensors: dict[int, ShardedTensor] = {}
     for entry in model.entries:
-        counts = entry.kind == "parameter"
-        if not counts and buffers:
+        counts = entry.kind == "parameter" and id(entry.tensor) not in (written or ())
+        if entry.kind != "parameter" and written is None:
             counts = not hasattr(entry.module, "track_running_stats")
         if not counts or id(entry.tensor) in tensors or entry.tensor.is_meta:
             continue

@@ -41,7 +41,8 @@ def _join_findings(known: Known) -> Iterator[Finding]:
 
 
 def _replicas(known: Known) -> Iterator[Finding]:
-    lines = _differing(known, "values")
+    frozen = _differing(known, "values frozen")
+    lines = {line: v for line, v in _differing(known, "values").items() if line not in frozen}
     if lines:
         yield Finding(
             "replicas",
@@ -49,6 +50,14 @@ def _replicas(known: Known) -> Iterator[Finding]:
             _where(lines),
             "each rank would train a model of its own, and saves would hold a mixture",
             "torch.manual_seed(0)  # on all ranks, before the model is built; or load() on all",
+        )
+    if frozen:
+        yield Finding(
+            "replicas",
+            "replicas of a frozen parameter have different values",
+            _where(frozen),
+            "each rank would train against a part of its own, and saves would hold one of them",
+            "load() or seed frozen parts alike on all ranks: they are not broadcast",
         )
 
 
@@ -91,7 +100,7 @@ def _streams(known: Known) -> Iterator[Finding]:
         )
     if known.data_parallel < 2 or any(facts.is_seeded for facts in known.facts):
         return
-    streams = _group({rank: facts.stream for rank, facts in _ranks(known)})
+    streams = _group({rank: facts.seed for rank, facts in _ranks(known)})
     groups = [ranks for ranks in streams.values() if len(ranks) > 1]
     if known.data_parallel < len(known.ranks):  # ranks of a tensor-parallel group may be alike
         groups = [ranks for ranks in groups if len(ranks) == len(known.ranks)]
@@ -102,7 +111,7 @@ def _streams(known: Known) -> Iterator[Finding]:
         if users:
             yield Finding(
                 "streams",
-                "torch's random numbers are the same on several ranks",
+                "torch's random numbers come from one seed on several ranks",
                 f"{users}, {name_ranks(ranks)}",
                 "every rank drops and augments alike: fewer different samples than it seems",
                 "torch.manual_seed(seed + dist.get_rank())  # after the model is built",
