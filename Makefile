@@ -22,28 +22,39 @@ RANKS := $(addprefix tests/,ranks device machines)
 PROCESSES := $(addprefix tests/,cli crash)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean
+.PHONY: help demo test test-all sessions test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of this machine
 	$(VENV)/bin/anyrank demo
 
-test: $(READY)  ## all tests; needs no GPU and no network
-	@$(MAKE) --no-print-directory --jobs 3 test-ranks test-processes test-others
+test: $(READY)  ## promises, the core, and what differs from main: 8 minutes on two cores
+	@$(MAKE) --no-print-directory sessions TIER=--tier=fast
+
+test-all: $(READY)  ## every test: 20 minutes on two cores; no GPU, no network
+	@$(MAKE) --no-print-directory sessions
 
 # Three sessions at a time, as each often waits: for a process to start, or to end, or for a disk.
-# Each prints whole lines.
+# Each prints whole lines, and leaves the seconds of its tests in build/tests.
+# KEEP=--keep writes them into benchmarks/results/tests.json.
+sessions: $(READY)
+	@rm -rf build/tests
+	@$(MAKE) --no-print-directory --jobs 3 test-ranks test-processes test-others; ended=$$?; \
+		$(VENV_PYTHON) tests/durations.py build/tests $(KEEP) && exit $$ended
+
 test-ranks: $(READY)
-	$(VENV_PYTHON) -m pytest $(RANKS) 2>&1 | sed -u 's/^/ranks     | /'
+	$(VENV_PYTHON) -m pytest $(TIER) --record build/tests/ranks.json $(RANKS) 2>&1 \
+		| sed -u 's/^/ranks     | /'
 
 test-processes: $(READY)
-	$(VENV_PYTHON) -m pytest $(PROCESSES) 2>&1 | sed -u 's/^/processes | /'
+	$(VENV_PYTHON) -m pytest $(TIER) --record build/tests/processes.json $(PROCESSES) 2>&1 \
+		| sed -u 's/^/processes | /'
 
 test-others: $(READY)
-	$(VENV_PYTHON) -m pytest $(addprefix --ignore=,$(RANKS) $(PROCESSES)) 2>&1 \
-		| sed -u 's/^/others    | /'
+	$(VENV_PYTHON) -m pytest $(TIER) --record build/tests/others.json \
+		$(addprefix --ignore=,$(RANKS) $(PROCESSES)) 2>&1 | sed -u 's/^/others    | /'
 
 # The same constraints but torch's, and setuptools', which each torch bounds for itself.
 # The result goes into benchmarks/results/compat.json, from which README has its table.
@@ -54,7 +65,7 @@ compat:  ## all tests on another torch, in an environment beside .venv: make com
 		> build/compat/$(TORCH).new
 	@cmp -s build/compat/$(TORCH).new build/compat/$(TORCH).txt \
 		|| mv build/compat/$(TORCH).new build/compat/$(TORCH).txt
-	-@PYTEST_ADDOPTS=-rsfE $(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) \
+	-@PYTEST_ADDOPTS=-rsfE $(MAKE) --no-print-directory test-all VENV=.venv-torch-$(TORCH) \
 		CONSTRAINTS=build/compat/$(TORCH).txt 2>&1 | tee build/compat/$(TORCH).log
 	@.venv-torch-$(TORCH)/bin/python tests/compat.py build/compat/$(TORCH).log
 

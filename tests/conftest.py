@@ -1,5 +1,5 @@
-"""Ends the rank processes with the session; runs the tests of devices on the one that is there, and
-says so where none is.
+"""Ends the rank processes with the session; leaves out what `make test` does not run; runs tests of
+devices on the one that is there, and says so where none is.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 from tests.device.build_sim import why_not
+from tests.durations import Recorder
+from tests.tiers import FastTier
 from torch.distributed.fsdp import FSDPModule
 
 from anyrank.testing import close_pool
@@ -20,6 +23,8 @@ from anyrank.testing import close_pool
 # What is imported while tests are collected stays: to look it over for garbage takes a fifth of
 # that time, and most of each collection afterwards.
 gc.disable()
+
+TIER = pytest.StashKey[FastTier]()
 
 # A law holds on a busy machine too; pytest's own time-out ends a test that hangs.
 TOO_SLOW = [hypothesis.HealthCheck.too_slow]
@@ -35,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=["cuda", "sim"], help="run tests/gpu and tests/device, on this device"
     )
+    parser.addoption("--tier", choices=["fast", "all"], default="all", help="see tests/tiers.py")
+    parser.addoption("--record", type=Path, help="file for the seconds that each test took")
 
 
 def device_type(config: pytest.Config) -> str:
@@ -45,10 +52,25 @@ def device_type(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "sim":
         import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+    if config.getoption("--tier") == "fast":
+        config.stash[TIER] = FastTier()
+    if config.getoption("--record"):
+        config.pluginmanager.register(Recorder(config.getoption("--record")))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    tier = config.stash.get(TIER, None)
+    return f"tier: {tier.header if tier else 'all tests'}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    tier = config.stash.get(TIER, None)
+    return (tier is not None and tier.leaves_out(collection_path)) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     device = device_type(config)
+    tier = config.stash.get(TIER, None)
     unwanted = {
         "gpu": not device,
         "cuda": device != "cuda",
@@ -56,6 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "builds_sim": device == "sim",
     }
     left = [i for i in items if any(i.get_closest_marker(m) for m, out in unwanted.items() if out)]
+    if tier is not None:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        left += [item for item in slow if tier.leaves_out_slow_of(item.path) and item not in left]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
@@ -102,7 +127,8 @@ def pytest_terminal_summary(
         one for one in terminalreporter.getreports("skipped") if "tests/machines" in one.nodeid
     ]
     if skipped:
-        terminalreporter.write_line(f"tests/machines did not run: {skipped[0].longrepr[2]}")
+        why = skipped[0].longrepr[2].removeprefix("Skipped: ")
+        terminalreporter.write_line(f"promises 4 and 6 were not tried between machines: {why}")
 
 
 def pytest_unconfigure() -> None:

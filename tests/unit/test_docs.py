@@ -416,7 +416,7 @@ def test_a_lost_path_is_found() -> None:
 
 # -- commands -------------------------------------------------------------------------------------
 
-TARGETS = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))
+TARGETS = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.M))
 ENVIRONMENT = r"(?:[A-Z_]+=\S+ )*"
 PROGRAMS = "make|anyrank|pip|python|torchrun"
 OTHERS = ("cd ", "git clone ", "#")

@@ -1,0 +1,225 @@
+"""Which tests `make test` leaves out: the slow ones of rooms around the core that did not change.
+
+A test file that is in no room's list is in both tiers, so a new one is, until it takes its time.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Room(NamedTuple):
+    """What `make test` leaves out of a room around the core.
+
+    Attributes:
+        paths: words of paths; a change of a file with one of them is a change of the room.
+        smoke: a test file that is always run.
+        slow: test files that only run if the room has changed.
+    """
+
+    paths: str
+    smoke: str
+    slow: str
+
+
+ROOMS = {
+    "benchmarks": Room(
+        paths="benchmarks",
+        smoke="unit/test_benchmarks",
+        slow="device/test_benchmarks",
+    ),
+    "cli": Room(
+        paths="cli examples",
+        smoke="cli/test_inspect",
+        slow="cli/test_demo cli/test_run cli/test_run_memory cli/test_wheel",
+    ),
+    "conversion": Room(
+        paths="conversion conversions",
+        smoke="unit/test_convert",
+        slow="""
+            crash/test_convert_killed integrations/test_convert_peft
+            integrations/test_convert_transformers ranks/test_convert_ranks
+            unit/test_convert_beside_the_path
+        """,
+    ),
+    "device": Room(
+        paths="device gpu machines",
+        smoke="unit/test_promise_3_own_device_only",
+        slow="device/test_simulated machines/test_two_machines",
+    ),
+    "docs": Room(
+        paths="docs README CONTRIBUTING examples page_setups public",
+        smoke="unit/test_docstrings",
+        slow="unit/test_docs unit/test_typing",
+    ),
+    "exact": Room(
+        paths="exact exact_runs",
+        smoke="unit/test_exact_checks",
+        slow="""
+            crash/test_exact_killed ranks/test_exact_changes ranks/test_exact_gradients
+            ranks/test_exact_habits ranks/test_exact_memory ranks/test_exact_models
+            ranks/test_exact_optimizers ranks/test_exact_ranks ranks/test_exact_stock
+            unit/test_exact_optimizers
+        """,
+    ),
+    "foreign": Room(
+        paths="foreign tools",
+        smoke="unit/test_foreign",
+        slow="""
+            integrations/test_from_accelerate integrations/test_from_dcp
+            integrations/test_from_deepspeed integrations/test_from_lightning
+            integrations/test_from_ranks_files integrations/test_from_trainer
+            integrations/test_look_at_tools
+        """,
+    ),
+    "frozen": Room(
+        paths="frozen",
+        smoke="unit/test_freeze",
+        slow="ranks/test_freeze_ranks ranks/test_load_frozen",
+    ),
+    "hugging": Room(
+        paths="hugging quantised families",
+        smoke="integrations/test_transformers",
+        slow="integrations/test_quantised_transformers ranks/test_quantised_ranks",
+    ),
+    "integrations": Room(
+        paths="integrations examples",
+        smoke="unit/test_integrations",
+        slow="""
+            integrations/test_accelerate_elastic integrations/test_lightning
+            integrations/test_lightning_elastic integrations/test_megatron
+            integrations/test_quantised_optimizers integrations/test_seed_resume
+            integrations/test_torchtitan integrations/test_trainer
+        """,
+    ),
+    "layouts": Room(
+        paths="layouts given_layouts dtensors",
+        smoke="ranks/test_given_boxes",
+        slow="ranks/test_given_layouts",
+    ),
+    "memory": Room(
+        paths="memory memory_models examples",
+        smoke="unit/test_tile",
+        slow="""
+            integrations/test_long_sequence integrations/test_memory_transformers
+            integrations/test_seed_memory ranks/test_tiled_loss_ranks unit/test_memory_transforms
+            unit/test_module_state unit/test_offload unit/test_recompute unit/test_tiled_loss
+        """,
+    ),
+    "peers": Room(
+        paths="peers run_memory",
+        smoke="unit/test_run_log",
+        slow="crash/test_peers",
+    ),
+    "peft": Room(
+        paths="peft examples",
+        smoke="integrations/test_peft_first_values",
+        slow="integrations/test_peft_folders integrations/test_peft_resume",
+    ),
+    "remote": Room(
+        paths="remote storage output",
+        smoke="unit/test_listing",
+        slow="integrations/test_object_store",
+    ),
+    "sync": Room(
+        paths="sync live live_flows merge match load_live",
+        smoke="unit/test_sync_arguments",
+        slow="""
+            integrations/test_rl_sync integrations/test_sync_transformers ranks/test_load_live
+            ranks/test_sync_bytes ranks/test_sync_failures ranks/test_sync_looks
+            ranks/test_sync_merge ranks/test_sync_traps unit/test_sync_merge
+        """,
+    ),
+    "testing": Room(
+        paths="testing",
+        smoke="unit/test_faults",
+        slow="crash/test_pool",
+    ),
+    "watching": Room(
+        paths="watching hangs",
+        smoke="unit/test_hang_verdicts",
+        slow="""
+            cli/test_check cli/test_stacks crash/test_watch ranks/test_check ranks/test_slow_rank
+        """,
+    ),
+}
+
+
+class FastTier:
+    """What `make test` leaves out here and now.
+
+    Attributes:
+        header: what it says of that.
+    """
+
+    def __init__(self) -> None:
+        base, files = changed_files()
+        rooms = changed_rooms(files)
+        self._files = left_out(rooms)
+        self._changed = {file for name in rooms for file in files_of(ROOMS[name])}
+        told = ", ".join(sorted(rooms)) or "none"
+        self.header = (
+            f"fast; {len(self._files)} slow files wait for make test-all. "
+            f"Compared with {base}; rooms that differ, and run whole: {told}"
+        )
+
+    def leaves_out(self, path: Path) -> bool:
+        """Whether this is a test file that is not run."""
+        return path.is_relative_to(ROOT) and str(path.relative_to(ROOT)) in self._files
+
+    def leaves_out_slow_of(self, path: Path) -> bool:
+        """Whether the tests of a file that are marked as slow are not run."""
+        name = str(path.relative_to(ROOT))
+        return "test_promise_" not in name and name not in self._changed
+
+
+def files_of(room: Room) -> list[str]:
+    """The paths of a room's test files below the repository, the slow ones first."""
+    return [f"tests/{name}.py" for name in (*room.slow.split(), room.smoke)]
+
+
+def changed_files() -> tuple[str, set[str]]:
+    """What they are compared with, and the files that differ from it, by their paths.
+
+    That is where this branch left main; on main itself it is the commit before. Outside of a clone
+    it is nothing, and no file differs.
+    """
+    name = next((one for one in ("main", "origin/main") if _git("merge-base", "HEAD", one)), "")
+    if not name:
+        return "nothing, as git knows no branch main here", set()
+    base = _git("merge-base", "HEAD", name)
+    if base == _git("rev-parse", "HEAD"):
+        name, base = "the commit before", "HEAD~1"
+    differ = [_git("diff", "--name-only", base), _git("ls-files", "--others", "--exclude-standard")]
+    return name, set("\n".join(differ).splitlines())
+
+
+def changed_rooms(files: set[str]) -> set[str]:
+    """The rooms that one of these files belongs to."""
+    words = {word for file in files for word in re.split(r"[/.]", file)}
+    return {
+        name
+        for name, room in ROOMS.items()
+        if words & {*room.paths.split()} or files & {*files_of(room)}
+    }
+
+
+def left_out(rooms: set[str]) -> set[str]:
+    """The slow test files of all rooms but these."""
+    others = [room for name, room in ROOMS.items() if name not in rooms]
+    return {file for room in others for file in files_of(room)[:-1]}
+
+
+def _git(*arguments: str) -> str:
+    """What git says; nothing where it fails, or is not there."""
+    line = ["git", "-c", "safe.directory=*", *arguments]
+    try:
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

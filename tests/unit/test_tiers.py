@@ -1,0 +1,88 @@
+"""What `make test` runs, and what the run itself says of it: rooms that differ, and durations."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests import tiers
+from tests.durations import Recorder, read_sessions, slowest, table
+from tests.tiers import ROOMS, ROOT, FastTier, changed_files, changed_rooms, files_of, left_out
+
+
+def test_each_file_of_a_room_is_there_and_in_no_list_twice() -> None:
+    named = [name for room in ROOMS.values() for name in room.slow.split()]
+    assert sorted(named) == sorted(set(named))
+    smoke = {files_of(room)[-1] for room in ROOMS.values()}
+    assert len(smoke) == len(ROOMS)
+    assert smoke & left_out(set()) == set()
+    files = [file for room in ROOMS.values() for file in files_of(room)]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_each_promise_has_its_files_in_both_tiers() -> None:
+    files = sorted(ROOT.glob("tests/*/test_promise_*.py"))
+    numbers = {int(file.stem.split("_")[2]) for file in files}
+    assert numbers == set(range(1, 11))
+    tier = FastTier()
+    assert [file for file in files if tier.leaves_out(file) or tier.leaves_out_slow_of(file)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "rooms"),
+    [
+        ("src/anyrank/exact/sums.py", {"exact"}),
+        ("src/anyrank/around/exact/sums.py", {"exact"}),
+        ("src/anyrank/world/ranks.py", set[str]()),
+        ("tests/crash/test_pool.py", {"testing"}),
+        ("tests/unit/test_faults.py", {"testing"}),
+        ("README.md", {"docs"}),
+        ("", set[str]()),
+    ],
+)
+def test_a_room_whose_files_differ_runs_whole(file: str, rooms: set[str]) -> None:
+    assert changed_rooms({file}) == rooms
+    assert left_out(rooms) == left_out(set()) - {
+        one for name in rooms for one in files_of(ROOMS[name])
+    }
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.com"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_what_differs_is_asked_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
+    assert changed_files() == ("nothing, as git knows no branch main here", set())
+    git(tmp_path, "init", "--initial-branch", "main")
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+        git(tmp_path, "add", name)
+        git(tmp_path, "commit", "-m", name)
+    (tmp_path / "a").write_text("changed")
+    assert changed_files() == ("the commit before", {"a", "b"})
+    git(tmp_path, "checkout", "-b", "work")
+    git(tmp_path, "commit", "-a", "-m", "changed")
+    (tmp_path / "new").touch()
+    assert changed_files() == ("main", {"a", "new"})
+    git(tmp_path, "checkout", "--orphan", "other")
+    git(tmp_path, "commit", "-m", "without a past")
+    assert changed_files()[1] == set()
+
+
+def test_the_run_writes_what_its_tests_took(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "build" / "ranks.json")
+    for name, seconds in (("tests/a.py::x", 2.0), ("tests/a.py::x", 0.25), ("tests/b.py::y", 1.0)):
+        report = pytest.TestReport(name, ("", 0, ""), {}, "passed", None, "call", duration=seconds)
+        recorder.pytest_runtest_logreport(report)
+    recorder.pytest_sessionfinish(pytest.ExitCode.OK)
+    sessions = read_sessions(tmp_path / "build")
+    assert sessions["ranks"]["tests"] == {"tests/a.py::x": 2.25, "tests/b.py::y": 1.0}
+    lines = slowest(sessions)
+    assert lines[:2] == ["the 2 slowest of 2 tests:", "     2.2 s  tests/a.py::x"]
+    assert lines[-1] == "ranks 0 s"
+    kept = json.loads(json.dumps(table(sessions)))
+    assert kept["files"][0] == {"file": "a.py", "seconds": 2.2, "tests": 1}
