@@ -367,4 +367,4 @@ def test_a_table_inside_a_table() -> None:
 
 def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "ema": WEIGHTS}, tmp_path / "w.pt")
-    refused(tmp_path / "w.pt", anyrank.LoadError, r"found epoch, ema: give the inner dict")
+    refused(tmp_path / "w.pt", anyrank.LoadError, r"2 of them fit with rename=\{'ema': ''\}")

@@ -10,6 +10,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
 from anyrank.files.output import OutputTensor
+from anyrank.formats.tables import tables_named
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
 from anyrank.tensors.quantised import is_small, scaled
 from anyrank.tensors.spec import StoredTensor
@@ -42,8 +43,13 @@ def select(listing: Listing, rename: Rename) -> Selection:
     Raises:
         LoadError: two keys get one name, there are no weights, or one is not a dense tensor.
     """
-    keys, skipped = _weights_of(listing)
     new_name = renamer(rename)
+    named = tables_named(listing, None if rename is None else new_name)
+    if named is None:
+        keys, skipped = _weights_of(listing)
+    else:
+        listing, skipped = named, []
+        keys = {key: key for key in listing.tensors}
     names = {key: _plain(new_name(name)) for key, name in keys.items()}
     if names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}

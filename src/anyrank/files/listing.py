@@ -90,6 +90,8 @@ class Listing:
             quantised, nested) -> what it is; among `skipped` too.
         tables: prefixes of keys that name a table of the checkpoint, and not a module, where the
             format tells them apart.
+        table: the table that the tensors are of, without whose name their keys are.
+        beside: tensors of other tables, by their whole keys; not in what `tensors` are asked for.
         quantisation: `quantization_config` of the config.json beside the weights.
     """
 
@@ -103,6 +105,8 @@ class Listing:
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
     tables: frozenset[str] = frozenset()
+    table: str = ""
+    beside: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -185,6 +189,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     tensors: dict[str, StoredTensor] = {}
     checksums: list[Checksum] = []
     sums: dict[int, str] = {}
+    beside: dict[str, StoredTensor] = {}
     for listing in parts:
         base = len(files)
         files += (info.with_file_offset(base) for info in listing.files)
@@ -198,6 +203,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
                     "give only the files that belong together"
                 )
             tensors[key] = stored.with_file_offset(base)
+        beside |= {key: t.with_file_offset(base) for key, t in listing.beside.items()}
     return Listing(
         format=format_name,
         files=tuple(files),
@@ -208,6 +214,8 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         sums=sums,
         extras={k: v for listing in parts for k, v in listing.extras.items()},
         unreadable={k: v for listing in parts for k, v in listing.unreadable.items()},
+        table=next((listing.table for listing in parts if listing.table), ""),
+        beside=beside,
         quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
     )
 

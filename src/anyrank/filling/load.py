@@ -85,7 +85,8 @@ def load(
         cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
             can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
-            (regex, replacement), or a callable; a key that becomes "" is left out.
+            (regex, replacement), or a callable; a key that becomes "" is left out. Of a source with
+            several tables of tensors it chooses: {"ema": ""}.
         layout: for plain tensors that are this rank's part of a whole, as Megatron and vLLM hold
             them: a dict of name or pattern to (mesh, placements), or a function of the name. The
             parts are checked over the ranks: no hole, no overlap.

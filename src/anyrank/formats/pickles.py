@@ -20,7 +20,7 @@ import torch
 
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import EXTRA_STATE, extra_of
-from anyrank.tensors.names import NESTED
+from anyrank.tensors.names import NESTED, is_other_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,18 +361,35 @@ def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any
     return TensorUnpickler(io.BytesIO(data), path, extra).tree()
 
 
-def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
+@dataclass(frozen=True)
+class FoundTable:
+    """The weights in a checkpoint.
+
+    Attributes:
+        table: key -> tensor, or a table of them.
+        others: what else there is, with the reason why it is not among the weights.
+        name: of the table; "" where it is the checkpoint itself.
+        tables: names in `table` of tables, none of which is known as that of the weights.
+    """
+
+    table: dict[Any, Any]
+    others: list[str]
+    name: str = ""
+    tables: frozenset[str] = frozenset()
+
+
+def find_table(tree: Any, path: str) -> FoundTable:
     """The table of weights in a checkpoint, and what else it holds.
 
     It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
-    do, the one with more of them: a generator's state may lie alongside the weights. What else it
-    holds is said with the reason why it is not among them.
+    do, the one with more of them: a generator's state may lie alongside the weights. Where there is
+    none, tables of other names are left to who asks.
 
     Raises:
-        LoadError: there is none.
+        LoadError: there is none at all.
     """
     if isinstance(tree, TensorRef):
-        return {"": tree}, []
+        return FoundTable({"": tree}, [])
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of weights")
     entries = cast("dict[Any, Any]", tree)
@@ -383,10 +400,14 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
             table = cast("dict[Any, Any]", inner)
             others = {key: value for key, value in entries.items() if key != name}
             others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
-            return table, [_why_not(*entry, chosen=name) for entry in others.items()]
+            notes = [_why_not(*entry, chosen=name) for entry in others.items()]
+            return FoundTable(table, notes, name)
     if direct:
         known = {*direct, *extras_of(entries)}
-        return entries, [_why_not(k, v) for k, v in entries.items() if k not in known]
+        return FoundTable(entries, [_why_not(k, v) for k, v in entries.items() if k not in known])
+    if tables := tables_of(tree):
+        others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
+        return FoundTable({**tables}, others, tables=frozenset(tables))
     for key, value in entries.items():
         if isinstance(value, Bytesless):
             raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
@@ -395,6 +416,17 @@ def find_table(tree: Any, path: str) -> tuple[dict[Any, Any], list[str]]:
         f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
         "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
+
+
+def tables_of(tree: Any) -> dict[str, dict[Any, Any]]:
+    """The entries of a checkpoint that are tables of tensors by name, but for optimizers."""
+    entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
+    return {
+        key: cast("dict[Any, Any]", value)
+        for key, value in entries.items()
+        if isinstance(key, str) and isinstance(value, dict) and not is_other_part(key)
+        if "param_groups" not in value and refs_of(cast("dict[Any, Any]", value))
+    }
 
 
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:

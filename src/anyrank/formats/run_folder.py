@@ -185,10 +185,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         listing = list_step(storage, folder, read_manifest(storage, folder))
     except AnyrankError as error:
         raise LoadError(str(error)) from error
-    weights = {k: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
-    others = tuple(f"{k}: not weights" for k in listing.tensors if k not in weights)
-    renamed = {k[len(WEIGHTS) :]: t for k, t in weights.items()}
-    return replace(listing, tensors=renamed, skipped=others)
+    beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}
+    skipped = tuple(f"{k}: not weights" for k in beside)
+    weights = {k[len(WEIGHTS) :]: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
+    table = WEIGHTS.removesuffix(".")
+    return replace(listing, tensors=weights, skipped=skipped, table=table, beside=beside)
 
 
 def list_step(

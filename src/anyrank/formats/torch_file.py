@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import zipfile
@@ -63,22 +64,39 @@ def list_file(storage: Storage, path: str) -> Listing:
     name = read.name
     if isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree:
         name = "lightning"
-    table, others = pickles.find_table(read.tree, path)
-    refs = pickles.refs_of(table)
-    tensors = {key: read.stored(key, ref) for key, ref in refs.items()}
+    content = pickles.find_table(read.tree, path)
+    table = content.table
+    tensors = {key: read.stored(key, ref) for key, ref in pickles.refs_of(table).items()}
     return Listing(
         name,
         (read.info,),
         tensors,
         checksums=read.checksums,
-        skipped=tuple(others),
+        skipped=tuple(content.others),
         extras=pickles.extras_of(table),
         unreadable={
             str(key): f"a {value.kind}"
             for key, value in table.items()
             if isinstance(value, pickles.Bytesless)
         },
+        tables=content.tables,
+        table=content.name,
+        beside=_beside(read, content.name),
     )
+
+
+def _beside(read: TorchFile, chosen: str) -> dict[str, StoredTensor]:
+    """The tensors of the tables that were not chosen, but for those with tensors that are not
+    read: a table that nobody asks for is no reason to refuse the file.
+    """
+    beside: dict[str, StoredTensor] = {}
+    tables = pickles.tables_of(read.tree) if chosen else {}
+    for name, table in tables.items():
+        if name != chosen:
+            with contextlib.suppress(LoadError):
+                refs = pickles.refs_of({name: table})
+                beside |= {key: read.stored(key, ref) for key, ref in refs.items()}
+    return beside
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,21 @@ def converted(
         return listing, rename
     tensors: dict[str, StoredTensor] = {}
     pending: dict[str, StoredTensor] = {}
+    first: dict[str, str] = {}  # name -> key
+    converter = _Converter(inner, live)
     for key, stored in listing.tensors.items():
         renamed = rename(key)
         direct = next((name for name in candidates(renamed) if name in live), None)
         live_named = not listing.format.startswith(FILE_NAMED) or is_of_adapter(renamed)
         if direct is not None and live_named:
-            tensors[renamed] = stored
+            name, part = renamed, tensors
         else:
             name = renamed if direct is None else direct
-            pending[name.removeprefix("module.").removeprefix(PEFT_PREFIX)] = stored
-    tensors.update(_Converter(inner, live).run(pending))
+            name, part = name.removeprefix("module.").removeprefix(PEFT_PREFIX), pending
+        if name in part and (part is tensors or converter.means_tensor(name)):
+            raise LoadError(f"both {first[name]} and {key} of the source mean {name}: rename one")
+        part[name], first[name] = stored, key
+    tensors.update(converter.run(pending))
     return listing.with_tensors(tensors), lambda key: key
 
 
@@ -172,6 +177,10 @@ class _Converter:
         for name, (converter, collected) in groups.items():
             result.update(self._fused(name, converter, collected))
         return result
+
+    def means_tensor(self, key: str) -> bool:
+        """Whether a key becomes a tensor of the model, or a part of one."""
+        return self._renamed(key)[0] in self.live
 
     def _renamed(self, key: str) -> tuple[str, str | None]:
         prefix = self.model.base_model_prefix

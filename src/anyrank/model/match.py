@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method
+from anyrank.formats.tables import weights_for
 from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
@@ -29,8 +30,6 @@ from anyrank.model.tensors import (
 )
 from anyrank.tensors.names import (
     Near,
-    inner_prefix,
-    is_other_part,
     match_keys,
     renamer,
     wrong_prefix,
@@ -126,7 +125,7 @@ def match_model(
     is_raw = is_live or listing.format == FORMAT
     if not is_live:
         dtypes = _dtypes_by_name(tensors)
-        listing = _without_other_parts(dtypes, listing)
+        listing = weights_for(dtypes, listing, renamer(options.rename) if options.rename else None)
         listing = dequantised(listing, dtypes, renamer(options.rename))
     inner = pretrained(model)
     listing, rename = converted(inner, tensors, listing, renamer(options.rename))
@@ -198,25 +197,6 @@ def _title(listing: Listing) -> str:
 def _skipped(listing: Listing) -> list[str]:
     skipped = list(listing.skipped)
     return [listed("not looked at in the source", skipped)] if skipped else []
-
-
-def _without_other_parts(known: Collection[str], listing: Listing) -> Listing:
-    """The weights of a checkpoint that also holds an optimizer or other parts."""
-    prefix = inner_prefix(listing.tensors, known) or ""
-    others = {
-        key: None
-        for key in listing.tensors
-        if not key.startswith(prefix) or (not prefix and _is_beside(key, known, listing))
-    }
-    inner = {k[len(prefix) :]: t for k, t in listing.tensors.items() if k not in others}
-    skipped = (*listing.skipped, *(f"{key}: not weights" for key in others))
-    return replace(listing.with_tensors(inner), skipped=skipped)
-
-
-def _is_beside(key: str, known: Collection[str], listing: Listing) -> bool:
-    """Whether a key is of a table beside weights that are at the root, as torchtitan saves them."""
-    is_table = key.partition(".")[0] in listing.tables
-    return is_table and is_other_part(key) and key not in known
 
 
 def _fill_frozen(

@@ -154,25 +154,29 @@ def is_other_part(key: str) -> bool:
     return re.sub(r"_\d+$", "", key.partition(".")[0]) in OTHERS
 
 
-def inner_prefix(keys: Iterable[str], known: Collection[str]) -> str | None:
+def inner_prefix(
+    keys: Iterable[str], known: Collection[str], rename: Callable[[str], str] | None = None
+) -> str | None:
     """The prefix under which the weights are, when no key means a tensor of the model by itself.
 
     Where one name is above all (`app` in torch's recipes for DCP), they are looked for below it.
+    What follows the prefix may be the name, or become it by `rename`.
     """
     keys = list(keys)
-    if _any_known(keys, "", known):
+    renamers = [lambda key: key, *([rename] if rename else [])]
+
+    def any_known(prefix: str) -> bool:
+        inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        names = (renamed(key) for renamed in renamers for key in inner)
+        return any(name in known for new in names for name in candidates(new))
+
+    if any_known(""):
         return None
     outer = {f"{key.partition('.')[0]}." for key in keys}
     [above] = outer if len(outer) == 1 else [""]
     prefixes = [f"{name}." for name in NESTED if f"{name}." in outer]
     prefixes += [f"{above}{name}." for name in NESTED if above]
-    return next((prefix for prefix in prefixes if _any_known(keys, prefix, known)), None)
-
-
-def _any_known(keys: Iterable[str], prefix: str, known: Collection[str]) -> bool:
-    """Whether what follows a prefix means a tensor of the model, for any key that has it."""
-    inner = (key.removeprefix(prefix) for key in keys if key.startswith(prefix))
-    return any(name in known for key in inner for name in candidates(key))
+    return next((prefix for prefix in prefixes if any_known(prefix)), None)
 
 
 # A tensor of the model as the matcher sees it: for each place that has it (several when it is tied)

@@ -1,0 +1,182 @@
+"""Which tensors of a source are the weights: names that rename= gives decide, then a table's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import anyrank
+
+RAW, EMA = -1.0, 7.0
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def table(value: float, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {prefix + key: torch.full_like(t, value) for key, t in net().state_dict().items()}
+
+
+def flat() -> dict[str, torch.Tensor]:
+    return {**table(RAW, "model."), **table(EMA, "model_ema.")}
+
+
+def parts() -> dict[str, Any]:
+    return {"model": table(RAW), "ema": table(EMA), "step": 3}
+
+
+def save_run(path: Path) -> None:
+    model, ema = net(), net()
+    model.load_state_dict(table(RAW))
+    ema.load_state_dict(table(EMA))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model.load_state_dict(table(RAW))
+    with anyrank.Checkpoints(path, anyrank.TrainState(model, optimizer, ema=ema)) as ckpts:
+        ckpts.save()
+
+
+def save_folder(state: dict[str, Any], path: Path) -> None:
+    with pytest.warns(UserWarning, match="single process"):
+        dcp_save(state, checkpoint_id=path)
+
+
+FLAT: dict[str, Callable[[Path], object]] = {
+    "dict": lambda path: None,
+    "safetensors": lambda path: save_file(flat(), path),
+    "folder": lambda path: (path.mkdir(), save_file(flat(), path / "model.safetensors")),
+    "pt": lambda path: torch.save(flat(), path),
+    "pt in a table": lambda path: torch.save({"state_dict": flat(), "epoch": 1}, path),
+    "legacy": lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False),
+    "dcp": lambda path: save_folder(flat(), path),
+}
+PARTS: dict[str, Callable[[Path], object]] = {
+    "pt": lambda path: torch.save(parts(), path),
+    "pt without a known name": lambda path: torch.save(
+        {"student": table(RAW), "ema": table(EMA), "optimizer": {"state": {0: {"a": table(1)}}}},
+        path,
+    ),
+    "dcp": lambda path: save_folder(parts(), path),
+    "run": save_run,
+}
+RENAMES: dict[str, Any] = {
+    "a prefix": {"model_ema": ""},
+    "a regex": [(r"^model_ema\.", "")],
+    "a function": lambda key: key[10:] if key.startswith("model_ema.") else f"other.{key}",
+    "all": {"model_ema": "", "model": "unused"},
+}
+
+
+def first_value(model: nn.Module) -> float:
+    values = {x for p in model.parameters() for x in p.unique().tolist()}
+    assert len(values) == 1
+    return values.pop()
+
+
+@pytest.mark.parametrize("rename", RENAMES)
+@pytest.mark.parametrize("form", FLAT)
+def test_rename_decides_which_of_two_tables_is_read(form: str, rename: str, tmp_path: Path) -> None:
+    path = tmp_path / ("w.pt" if form.startswith(("pt", "legacy")) else "w")
+    source = flat() if FLAT[form](path) is None and form == "dict" else path
+    model = net()
+    with pytest.raises(anyrank.LoadError, match=r"(?s)unexpected in the source.*0\.weight"):
+        anyrank.load(model, source, rename=RENAMES[rename])
+    anyrank.plan(model, source, rename=RENAMES[rename], unexpected="ignore")
+    anyrank.load(model, source, rename=RENAMES[rename], unexpected="ignore")
+    assert first_value(model) == EMA
+
+
+@pytest.mark.parametrize("form", FLAT)
+def test_two_keys_that_come_to_mean_one_tensor_are_an_error(form: str, tmp_path: Path) -> None:
+    path = tmp_path / ("w.pt" if form.startswith(("pt", "legacy")) else "w")
+    source = flat() if FLAT[form](path) is None and form == "dict" else path
+    with pytest.raises(anyrank.LoadError, match=r"both model\.0\.\w+ and model_ema\.0\.\w+ of"):
+        anyrank.load(net(), source, rename=[(r"^model(_ema)?\.", "")])
+
+
+@pytest.mark.parametrize("form", PARTS)
+def test_a_part_is_named_by_rename(form: str, tmp_path: Path) -> None:
+    path = tmp_path / ("w.pt" if form.startswith("pt") else "w")
+    PARTS[form](path)
+    model = net()
+    report = anyrank.load(model, path, rename={"ema": ""})
+    assert first_value(model) == EMA
+    other = "student" if "without" in form else "model"
+    assert any(note.startswith(other) for note in report.skipped)
+    assert not any(note.startswith("ema") for note in report.skipped)
+    anyrank.convert(path, tmp_path / "out", rename={"ema": ""})
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == table(EMA).keys()
+    assert all((tensor == EMA).all() for tensor in written.values())
+    anyrank.convert(path, tmp_path / "again", rename={"ema": ""}, model=net())
+    assert load_file(tmp_path / "again/model.safetensors")["0.weight"].eq(EMA).all()
+    with pytest.raises(anyrank.LoadError, match="both"):
+        anyrank.load(model, path, rename=[(rf"^({other}|ema)\.", "")])
+
+
+@pytest.mark.parametrize("form", ["pt", "dcp", "run"])
+def test_without_a_name_the_known_part_is_read(form: str, tmp_path: Path) -> None:
+    path = tmp_path / ("w.pt" if form == "pt" else "w")
+    PARTS[form](path)
+    model = net()
+    anyrank.load(model, path)
+    assert first_value(model) == RAW
+    wrapped = nn.ModuleDict({"body": net()})
+    anyrank.load(wrapped, path, rename=[("^", "body.")])  # of the names in the table
+    assert first_value(wrapped) == RAW
+
+
+def test_a_part_below_one_name_above_all_is_named(tmp_path: Path) -> None:
+    save_folder({"app": {"model": table(RAW), "ema": table(EMA)}}, tmp_path / "w")
+    model = net()
+    anyrank.load(model, tmp_path / "w", rename={"app.ema": ""})
+    assert first_value(model) == EMA
+
+
+def test_a_file_without_a_known_table_says_which_there_are(tmp_path: Path) -> None:
+    torch.save({"teacher": table(EMA), "epoch": 3}, tmp_path / "w.pt")
+    with pytest.raises(anyrank.LoadError, match=re.escape("rename={'teacher': ''}")):
+        anyrank.load(net(), tmp_path / "w.pt")
+    assert len(anyrank.inspect(tmp_path / "w.pt").tensors) == 4
+
+
+@pytest.mark.parametrize("prefix", ["net.", "model.", "state_dict."])
+def test_a_tensor_beside_a_flat_table_is_unexpected(prefix: str, tmp_path: Path) -> None:
+    source = {**table(5.0, prefix), "projector.weight": torch.ones(2)}
+    save_file(source, tmp_path / "w.safetensors")
+    for given in (source, tmp_path / "w.safetensors"):
+        with pytest.raises(anyrank.LoadError, match=r"(?s)unexpected.*projector\.weight"):
+            anyrank.load(net(), given)
+        report = anyrank.load(net(), given, unexpected="ignore")
+        assert report.unexpected == ["projector.weight"]
+    optimizer = {**table(5.0, prefix), "optimizer.state.0.exp_avg": torch.ones(2)}
+    report = anyrank.load(net(), optimizer)
+    assert report.skipped == ["optimizer.state.0.exp_avg: not weights"]
+
+
+def test_a_function_that_knows_the_names_in_the_table_alone_is_called_with_them(
+    tmp_path: Path,
+) -> None:
+    torch.save({"state_dict": table(EMA, "net."), "epoch": 1}, tmp_path / "w.ckpt")
+    names = {f"net.{key}": key for key in table(EMA)}
+    model = net()
+    anyrank.load(model, tmp_path / "w.ckpt", rename=lambda key: names[key])
+    assert first_value(model) == EMA
+
+
+def test_a_table_that_is_not_read_here_is_no_reason_to_refuse_the_others(tmp_path: Path) -> None:
+    lazy = torch.ones(2, dtype=torch.complex64).conj()
+    torch.save({"model": table(RAW), "ema": {"x": lazy}}, tmp_path / "w.pt")
+    model = net()
+    anyrank.load(model, tmp_path / "w.pt")
+    assert first_value(model) == RAW
