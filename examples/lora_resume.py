@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            losses[state.step + 1] = step.loss()
+            losses[step.number + 1] = step.loss()
     if args.adapter:
         peft.save(model, args.adapter)
     return losses

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import click
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
 
 import anyrank as package
 from anyrank.cli import main
@@ -112,3 +112,12 @@ def test_python_runs_the_package_as_the_command() -> None:
     command = [sys.executable, "-m", "anyrank", "--version"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert package.__version__ in run.stdout
+
+
+def test_a_missing_package_of_a_storage_is_named_and_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for line in ("inspect gs://bucket/run", "verify gs://bucket/run", "diff gs://b/a gs://b/b"):
+        result = CliRunner().invoke(main, line.split())
+        assert (result.exit_code, "gcsfs" in result.output) == (2, True)

@@ -389,7 +389,9 @@ def test_an_optimizer_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
         accelerator.load_state()
 
 
-def test_parts_are_skipped_and_the_batch_is_rescaled_where_asked(tmp_path: Path) -> None:
+def test_parts_are_skipped_and_the_batch_is_rescaled_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = setup(tmp_path / "run")
     assert len([*steps(first, 2)]) == 2
     first.accelerator.save_state()
@@ -405,6 +407,7 @@ def test_parts_are_skipped_and_the_batch_is_rescaled_where_asked(tmp_path: Path)
     other.load_state(skip=["optimizer", "scheduler"])
     assert other.report is not None
     assert other.report.components["optimizer"] == "skipped"
+    assert f"anyrank: {other.report.in_a_line()}" in capsys.readouterr().out.splitlines()
     assert (other.run.step, other.run.samples, len(data)) == (2, 12, 7)
 
 

@@ -334,7 +334,7 @@ BY_STEPS = {"val_check_interval": 2}
     ("stop", "options"), [(5, {}), (7, {}), (2, BY_STEPS), (5, BY_STEPS), (9, BY_STEPS)]
 )
 def test_a_trainer_goes_on_as_if_it_had_not_been_stopped(
-    stop: int, options: dict[str, Any], tmp_path: Path
+    stop: int, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Loops, schedules by step, epoch and metric, and callbacks; an epoch has 5 steps."""
     whole, module, _, callbacks = small(folder=tmp_path / "whole", **options)
@@ -348,6 +348,7 @@ def test_a_trainer_goes_on_as_if_it_had_not_been_stopped(
     assert again[0].state_dict() == callbacks[0].state_dict()
     assert again[1].best_model_score == callbacks[1].best_model_score
     assert elastic.report is not None
+    assert f"anyrank: {elastic.report.in_a_line()}" in capsys.readouterr().out.splitlines()
     assert elastic.loader.receipts == [(epoch, 28, "exactly once") for epoch in range(3)]
     assert second.callback_metrics["val"] == whole.callback_metrics["val"]
 

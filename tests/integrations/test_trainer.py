@@ -311,7 +311,9 @@ def test_another_resume_beside_the_run_is_refused(tmp_path: Path) -> None:
     assert made.state.global_step == 9
 
 
-def test_what_the_trainer_saved_begins_a_run(tmp_path: Path) -> None:
+def test_what_the_trainer_saved_begins_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     plain.add_callback(Log(2))
     plain.train()
@@ -326,6 +328,9 @@ def test_what_the_trainer_saved_begins_a_run(tmp_path: Path) -> None:
     again = elastic(trainer(tmp_path, max_steps=5), tmp_path / "run", global_batch=GLOBAL)
     again.train(resume_from_checkpoint=True)
     assert (again.elastic.report.step, again.state.global_step) == (4, 5)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("anyrank:")]
+    reports = (made.elastic.report, again.elastic.report)
+    assert lines == [f"anyrank: {report.in_a_line()}" for report in reports]
 
 
 class Sharded(Trainer):

@@ -58,6 +58,16 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": ({}, {"seed": 5}, "data      seed: 0 and 5"),
     "batch": ({}, {"batch": 8}, "data      global_batch: 4 and 8"),
     "part": ({}, {"best": {}}, ": best"),
+    "long text": (
+        {"note": {"text": "x" * 100 + "a"}},
+        {"note": {"text": "x" * 100 + "b"}},
+        "number    note.text: ...xxxxxxxxxxa and ...xxxxxxxxxxb",
+    ),
+    "JSON in a text": (
+        {"note": {"json": json.dumps({"log": ["x" * 100], "state": {"loss": 0.5}})}},
+        {"note": {"json": json.dumps({"log": ["x" * 100], "state": {"loss": 0.25}})}},
+        "number    note.json.state.loss: 0.5 and 0.25",
+    ),
     "text": ({"best": "x"}, {"best": "y"}, "number    best: x and y"),
     "nan": ({"best": [math.nan]}, {"best": [1.0]}, "number    best.0: nan and 1.0"),
     "lacks": ({"best": {"a": "absent"}}, {"best": {}}, "number    best.a: absent and absent"),

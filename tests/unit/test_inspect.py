@@ -146,7 +146,7 @@ def test_what_load_passes_over_is_told(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     inspection = anyrank.inspect(tmp_path)
-    assert inspection.skipped == ["pytorch_model.bin: skipped, model.safetensors was chosen"]
+    assert inspection.skipped == ["pytorch_model.bin: model.safetensors was chosen"]
     assert f"  skipped  {inspection.skipped[0]}" in str(inspection).splitlines()
 
 

@@ -125,9 +125,9 @@ def test_every_method_that_is_overridden_is_in_the_table() -> None:
 def test_a_run_of_a_framework_refuses_options_that_it_does_not_have() -> None:
     state = anyrank.TrainState
     with pytest.raises(TypeError, match="'evry' is no option of a run: it takes microbatch, seed"):
-        FrameworkRun("runs/a", state, global_batch=4, evry=3)
+        FrameworkRun("runs/a", state, global_batch=4, say=print, evry=3)
     with pytest.raises(ValueError, match="keep=1: give at least 2"):
-        FrameworkRun("runs/a", state, global_batch=4, keep=1)
+        FrameworkRun("runs/a", state, global_batch=4, say=print, keep=1)
 
 
 def test_a_run_of_a_framework_counts_a_step_once_and_saves_nothing_after_an_error(
@@ -135,8 +135,11 @@ def test_a_run_of_a_framework_counts_a_step_once_and_saves_nothing_after_an_erro
 ) -> None:
     def make() -> FrameworkRun:
         model = torch.nn.Linear(1, 1)
-        return FrameworkRun(tmp_path / "run", lambda: anyrank.TrainState(model), global_batch=4)
+        return FrameworkRun(
+            tmp_path / "run", lambda: anyrank.TrainState(model), global_batch=4, say=said.append
+        )
 
+    said: list[str] = []
     run = make()
     run.begin("resume it")
     run.note_step()
@@ -153,6 +156,13 @@ def test_a_run_of_a_framework_counts_a_step_once_and_saves_nothing_after_an_erro
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
     with pytest.raises(ValueError, match="run holds a run: resume it, or give another folder"):
         make().begin("resume it")
+    assert said == []  # as nothing was resumed
+    make().resume("auto")
+    step = tmp_path / "run" / "step-00000001"
+    assert said == [
+        f"anyrank: resumed {step} (step 1, epoch 0, 0 samples; saved on 1 rank, now 1): "
+        "nothing lost"
+    ]
 
 
 DATA: Any = torch.arange(10)

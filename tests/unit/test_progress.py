@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
+from anyrank.files import progress
 
 
 @pytest.fixture
@@ -38,3 +40,29 @@ def test_a_bar_is_shown_on_request(
     out, err = capsys.readouterr()
     assert out == ""
     assert ("anyrank: loading" in err) == shown
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("doing", ["verifying", "comparing", "converting"])
+def test_tools_show_a_bar_of_long_work_on_a_terminal(
+    path: Path,
+    doing: str,
+    is_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> str:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)  # capsys' own stream
+        if doing == "verifying":
+            anyrank.verify(path, finite=True)
+        elif doing == "comparing":
+            anyrank.diff(path, path)
+        else:
+            anyrank.convert(path, path.parent / "out", overwrite=True)
+        return capsys.readouterr().err
+
+    assert f"anyrank: {doing}" not in run()  # it is over before one can read it
+    monkeypatch.setattr(progress, "LONG_BYTES", 100)
+    shown = run()
+    assert (f"anyrank: {doing}" in shown) == is_terminal
+    assert ("100%" in shown or "33.3/33.3 kB" in shown or is_terminal) == is_terminal

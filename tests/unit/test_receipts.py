@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.data.receipts import Receipt, receipt_of
+from anyrank.data.receipts import EpochVerdict, Receipt, epochs_in_words, receipt_of
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)
 
@@ -58,3 +58,13 @@ def test_json_keeps_it(ids: list[int]) -> None:
 def test_what_is_no_receipt_is_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         Receipt.from_json(value)
+
+
+def test_epochs_alike_are_one_line() -> None:
+    alike = [EpochVerdict(epoch, 96, "exactly once") for epoch in range(60)]
+    other = EpochVerdict(60, 1, "exactly once")
+    assert epochs_in_words([*alike, other]) == [
+        "epochs 0 to 59: 96 samples each, exactly once",
+        "epoch 60: 1 sample exactly once",
+    ]
+    assert epochs_in_words([]) == []

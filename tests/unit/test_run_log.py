@@ -83,8 +83,20 @@ def test_steps_that_a_kill_has_lost_are_counted_and_shown(tmp_path: Path) -> Non
     assert 0 < time_of_run.share < 1
     found = anyrank.inspect(tmp_path)
     assert found.run_time == time_of_run
-    assert "; 5 steps lost, 1 kill; ranks 1 -> 1" in str(found)
+    assert "; 5 steps lost, 1 kill; ranks 1 -> 1" in " ".join(str(found).split())
+    assert max(map(len, str(found).splitlines()[1:])) <= 80  # below the path
     assert json.loads(found.to_json())["run_time"]["share"] == time_of_run.share
+
+
+def test_a_report_says_how_many_steps_are_done_again(tmp_path: Path) -> None:
+    train(tmp_path, until=22, every=15)
+    kill(tmp_path, until=22)  # the log's last line is of step 20
+    state = anyrank.TrainState(nn.Linear(4, 1))
+    report = anyrank.Checkpoints(tmp_path, state).resume(skip=["optimizer", "data"])
+    assert report is not None
+    assert (report.step, report.redone_steps) == (15, 5)
+    assert "  done again   5 steps since that save" in str(report).splitlines()
+    assert "5 steps since then done again" in report.in_a_line()
 
 
 def test_a_run_without_a_save_leaves_no_log(tmp_path: Path) -> None:

@@ -643,3 +643,14 @@ def test_a_dataset_in_this_process_is_read_within_its_step(tmp_path: Path) -> No
     whole = changing_run(tmp_path / "whole", 6)
     parts = changing_run(tmp_path / "parts", 3) + changing_run(tmp_path / "parts", 6)
     assert parts == whole
+
+
+def test_a_loop_over_a_step_itself_says_what_to_call() -> None:
+    for step in Run().loader:
+        with pytest.raises(TypeError, match=r"use step\.microbatches\(model\)"):
+            for _ in step:
+                pass
+        with pytest.raises(TypeError, match=r"use step\.microbatches\(model\)"):
+            step[0]
+        assert not isinstance(step, Iterable)  # by which frameworks look for a batch's size
+        break

@@ -5,6 +5,7 @@ Exit status: 0 success, 1 findings or an error in the input, 2 wrong usage or a 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 from importlib import import_module
@@ -26,9 +27,22 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            return None  # `resolve_command` says which one may be meant
         command: click.Command = import_module(f"anyrank.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; of an unknown command, says which one may be meant."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            similar = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if not similar:
+                raise
+            text = f"{error.message} Did you mean {similar[0]!r}?"
+            raise click.UsageError(text, ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an AnyrankError becomes a message without a traceback, and so does
@@ -38,6 +52,8 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except AnyrankError as error:
             raise click.ClickException(str(error)) from error
+        except ImportError as error:  # of an optional package, which its message names
+            raise click.UsageError(str(error)) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

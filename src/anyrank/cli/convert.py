@@ -27,7 +27,7 @@ def parse_bytes(text: str | None) -> int | None:
 
 
 @click.command("convert")
-@click.argument("sources", nargs=-1, required=True)
+@click.argument("sources", nargs=-1, metavar="SOURCES...")
 @click.argument("destination")
 @click.option(
     "--to",
@@ -70,6 +70,8 @@ def command(
     from anyrank.cli.console import show
     from anyrank.conversion.convert import convert
 
+    if not sources:  # click gives the only argument to the last name
+        raise click.UsageError("Missing argument 'DESTINATION'.")
     wrong = [pair for pair in rename if "=" not in pair]
     if wrong:
         raise click.BadParameter(f"--rename {wrong[0]!r}: give OLD=NEW")

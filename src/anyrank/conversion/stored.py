@@ -23,6 +23,7 @@ from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.files.output import Output, OutputTensor
+from anyrank.files.progress import progress_of_tool
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path, write_file
 from anyrank.formats import dcp_output, torch_zip
@@ -186,12 +187,13 @@ def _write(target: Destination, output: Output, content: Content) -> str:
     """
     try:
         target.prepare(output.nbytes)
-        for file in output.files:
-            digester = BlockDigester() if output.has_sums else None
-            write(target.folder, file, content, digester)
-            if digester is not None:
-                path = join_path(target.folder, sums_name(file.name))
-                write_file(STORE, path, BlockSums(file.size, digester.finish()).to_bytes())
+        with progress_of_tool("converting", output.nbytes) as progress:
+            for file in output.files:
+                digester = BlockDigester() if output.has_sums else None
+                write(target.folder, file, content, progress, digester)
+                if digester is not None:
+                    path = join_path(target.folder, sums_name(file.name))
+                    write_file(STORE, path, BlockSums(file.size, digester.finish()).to_bytes())
         for name, data in output.small.items():
             write_file(STORE, join_path(target.folder, name), data)
         return target.commit()

@@ -14,6 +14,7 @@ import torch
 from anyrank.conversion.content import Content
 from anyrank.files.block_sums import BlockDigester
 from anyrank.files.output import FileSpan, OutputFile
+from anyrank.files.progress import Progress
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import LocalStorage, join_path, storing
 
@@ -39,7 +40,11 @@ class _Window:
 
 
 def write(
-    folder: str, file: OutputFile, content: Content, digester: BlockDigester | None = None
+    folder: str,
+    file: OutputFile,
+    content: Content,
+    progress: Progress,
+    digester: BlockDigester | None = None,
 ) -> None:
     """Write one file, durably.
 
@@ -47,6 +52,7 @@ def write(
         folder: a local folder that is there.
         file: what goes where in it.
         content: what fills the spans.
+        progress: counts the bytes that are written.
         digester: gets all bytes.
 
     Raises:
@@ -62,6 +68,7 @@ def write(
                 digester.update(data)
             with storing(path):
                 sink.write([data])
+            progress.add(len(data))
     except BaseException:
         sink.abandon()
         raise

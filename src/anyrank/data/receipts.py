@@ -6,12 +6,16 @@ over the parts of a resumed epoch, so 16 bytes are enough for an epoch of any le
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from anyrank.tensors.hashing import derive, mix64, signed
+from anyrank.wording import count
 
 MASK = (1 << 64) - 1
 
@@ -49,6 +53,20 @@ class EpochVerdict(NamedTuple):
     epoch: int
     samples: int
     verdict: str
+
+
+def epochs_in_words(verdicts: Sequence[EpochVerdict]) -> list[str]:
+    """A line for each run of epochs alike: "epochs 0 to 59: 96 samples each, exactly once"."""
+    lines: list[str] = []
+    for (samples, verdict), alike in itertools.groupby(verdicts, key=itemgetter(1, 2)):
+        first, *others = alike
+        counted = count(samples, "sample")
+        if others:
+            last = others[-1].epoch
+            lines.append(f"epochs {first.epoch} to {last}: {counted} each, {verdict}")
+        else:
+            lines.append(f"epoch {first.epoch}: {counted} {verdict}")
+    return lines
 
 
 @dataclass

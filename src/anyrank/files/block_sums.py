@@ -154,8 +154,10 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
     return BlockSums(size, data[:length], partial(listing.names_at, number))
 
 
-def check_file(path: str, sums: BlockSums, number: int, count: int) -> None:
-    """Compare one of `count` equal parts of a file with its checksums.
+def check_file(
+    path: str, sums: BlockSums, number: int, count: int, progress: Callable[[int], None]
+) -> None:
+    """Compare one of `count` equal parts of a file with its checksums, and tell of its bytes.
 
     Raises:
         CorruptCheckpoint: a block differs.
@@ -167,4 +169,6 @@ def check_file(path: str, sums: BlockSums, number: int, count: int) -> None:
     memory = memoryview(bytearray(min(READ_BYTES, stop - start)))
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, READ_BYTES):
-            read_verified(file, [memory[: stop - low]], low, sums, READ_BYTES)
+            part = memory[: stop - low]
+            read_verified(file, [part], low, sums, READ_BYTES)
+            progress(len(part))

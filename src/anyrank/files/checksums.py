@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from anyrank.errors import AnyrankError
@@ -17,7 +17,12 @@ from anyrank.wording import count
 BLOCK_BYTES = 1 << 20
 
 
-def mismatches(listing: Listing, number: int, count: int) -> Iterator[tuple[str, str]]:
+def mismatches(
+    listing: Listing,
+    number: int = 0,
+    count: int = 1,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[tuple[str, str]]:
     """What differs in one of `count` equal parts of the files: the path, and what it is.
 
     A file with checksums of its blocks is left at its first difference.
@@ -26,6 +31,7 @@ def mismatches(listing: Listing, number: int, count: int) -> Iterator[tuple[str,
         listing: the source.
         number: of the part.
         count: of the parts.
+        progress: called with the bytes that were compared, `bytes_to_compare` in all.
 
     Raises:
         LoadError: a file cannot be read.
@@ -35,28 +41,42 @@ def mismatches(listing: Listing, number: int, count: int) -> Iterator[tuple[str,
         digest = hashlib.sha256()
         for block in _blocks(path, 0, sizes[path]):
             digest.update(block)
+            progress(len(block))
         if digest.hexdigest() != published:
             yield (
                 path,
                 f"SHA-256 is {digest.hexdigest()}, its publisher's is {published}: "
                 "the file is corrupt; download it again",
             )
-    yield from _record_mismatches(listing, number, count)
+    yield from _record_mismatches(listing, number, count, progress)
     for index in listing.sums:
         info = listing.files[index]
         try:
-            check_file(info.path, read_sums(listing, index), number, count)
+            check_file(info.path, read_sums(listing, index), number, count, progress)
         except AnyrankError as error:
             yield info.path, str(error).removeprefix(f"{info.path}: ")
 
 
-def _record_mismatches(listing: Listing, number: int, count: int) -> Iterator[tuple[str, str]]:
+def bytes_to_compare(listing: Listing) -> int:
+    """Bytes that `mismatches` reads of all parts together."""
+    sizes = {info.path: info.size for info in listing.files}
+    return (
+        sum(sizes[path] for path, _ in _published(listing))
+        + sum(record.stop - record.start for record in listing.checksums)
+        + sum(listing.files[index].size for index in listing.sums)
+    )
+
+
+def _record_mismatches(
+    listing: Listing, number: int, count: int, progress: Callable[[int], None]
+) -> Iterator[tuple[str, str]]:
     """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
         crc = 0
         for block in _blocks(path, record.start, record.stop):
             crc = zlib.crc32(block, crc)
+            progress(len(block))
         if f"{crc:08x}" != record.digest:
             names = listing.names_at(record.file, record.start, record.stop)
             yield (
@@ -66,13 +86,14 @@ def _record_mismatches(listing: Listing, number: int, count: int) -> Iterator[tu
             )
 
 
-def compared(listing: Listing) -> list[str]:
-    """What `mismatches` compares, in words."""
-    digests = len(_published(listing))
-    words = [f"SHA-256 of {count(digests, 'file')}"] if digests else []
-    words += [f"CRC-32 of {count(len(listing.checksums), 'record')}"] if listing.checksums else []
-    words += [f"xxh3-64 of {count(len(listing.sums), 'file')}"] if listing.sums else []
-    return words
+def compared(*listings: Listing) -> list[str]:
+    """What `mismatches` compares of these together, in words."""
+    numbers = {
+        ("SHA-256", "file"): sum(len(_published(listing)) for listing in listings),
+        ("CRC-32", "record"): sum(len(listing.checksums) for listing in listings),
+        ("xxh3-64", "file"): sum(len(listing.sums) for listing in listings),
+    }
+    return [f"{kind} of {count(n, noun)}" for (kind, noun), n in numbers.items() if n]
 
 
 def _blocks(path: str, start: int, stop: int) -> Iterator[memoryview]:

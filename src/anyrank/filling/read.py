@@ -14,12 +14,12 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Fill
 from anyrank.files.pages import use_large_pages
+from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
 from anyrank.filling.fill import Filled, Moved, Side, fill
 from anyrank.filling.flows import Flow
 from anyrank.filling.move import LocalMemory, Mover
 from anyrank.filling.plan_load import AgreedPlan
-from anyrank.filling.progress import progress_for
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter

@@ -37,7 +37,7 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
         if chosen is None:
             continue
         others = tuple(
-            f"{name}: skipped, {chosen} was chosen"
+            f"{name}: {chosen} was chosen"
             for name in names
             if name.endswith(tuple(FILES)) and name != chosen
         )

@@ -16,6 +16,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
+from anyrank.files.progress import progress_of_tool
 from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
@@ -31,6 +32,7 @@ from anyrank.wording import count, rows
 IN_PART = re.compile(r"@\d{5}$")  # ends the names of tensors in the state of a part
 SHOWN = 10
 LONGEST = 60  # characters of a value
+BEFORE = 10  # of them before the place where two values part
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class DiffReport:
             ("data", _data_in_words(self.data)),
             (
                 "number",
-                [f"{n}: {_shown(x)} and {_shown(y)}" for n, (x, y) in self.numbers.items()],
+                [f"{n}: {_both_shown(x, y)}" for n, (x, y) in self.numbers.items()],
             ),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
@@ -163,9 +165,18 @@ def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
 
 
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+def _both_shown(x: Any, y: Any) -> str:
+    """Two values that differ; of long ones, the place where they begin to differ."""
+    texts = str(x), str(y)
+    pairs = enumerate(zip(*texts, strict=False))
+    start = next((n for n, (p, q) in pairs if p != q), min(map(len, texts))) - BEFORE
+    start = start if start > 0 and max(map(len, texts)) > LONGEST else 0
+    return " and ".join(_shown(text, start) for text in texts)
+
+
+def _shown(text: str, start: int) -> str:
+    before, after = "..." * (start > 0), "..." * (len(text) > start + LONGEST)
+    return f"{before}{text[start : start + LONGEST]}{after}"
 
 
 def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffReport:
@@ -329,9 +340,16 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> D
     only_a = [name for name in a.tensors if name not in b.tensors and name not in unread]
     only_b = [name for name in b.tensors if name not in a.tensors and name not in unread]
     equal = 0
-    with open_values(a) as in_a, open_values(b) as in_b:
-        for name in [name for name in a.tensors if name in b.tensors]:
+    both = [name for name in a.tensors if name in b.tensors]
+    total = sum(a.tensors[name].nbytes + b.tensors[name].nbytes for name in both)
+    with (
+        open_values(a) as in_a,
+        open_values(b) as in_b,
+        progress_of_tool("comparing", total) as progress,
+    ):
+        for name in both:
             x, y = a.tensors[name], b.tensors[name]
+            progress.add(x.nbytes + y.nbytes)
             if x.shape != y.shape:
                 shapes[name] = (x.shape, y.shape)
                 continue

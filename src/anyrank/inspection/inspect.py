@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from anyrank.wording import count, group_by_part, in_units, printable, rows, sho
 SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
 SHOWN_NOTES = 3
 SHOWN_LETTERS = 60
+COLUMNS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ def summary(inspection: Inspection) -> list[str]:
         for method, number in methods.items()
     )
     lines = [*kinds, *ways]
-    return [f"{inspection.path}: {', '.join(parts)}", *(f"  {line}" for line in lines)]
+    first = f"{printable(inspection.path)}: {', '.join(parts)}"
+    return [first, *(row for line in lines for row in _wrapped(f"  {line}"))]
 
 
 def tensor_rows(
@@ -156,7 +159,7 @@ def notes(inspection: Inspection) -> list[str]:
     texts = [f"{key}: {value}" for key, value in inspection.metadata.items()]
     groups = (("metadata", texts), ("skipped", group_by_part(inspection.skipped)))
     shortened = ((title, [_shorten(item) for item in items]) for title, items in groups)
-    return [*lines, *rows(shortened, 9, SHOWN_NOTES)]
+    return [*(row for line in lines for row in _wrapped(line)), *rows(shortened, 9, SHOWN_NOTES)]
 
 
 def inspect(source: Source) -> Inspection:
@@ -246,6 +249,13 @@ def _totals(listing: Listing) -> dict[str, Total]:
         for dtype, sizes in members.items()
     }
     return dict(sorted(totals.items(), key=lambda item: (-item[1].nbytes, item[0])))
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line that fits on a terminal of 80 columns, or several; words stay whole."""
+    return textwrap.wrap(
+        line, COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _shorten(text: str) -> str:

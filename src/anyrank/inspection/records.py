@@ -8,6 +8,8 @@ itself, where the rank counts differ.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any, cast
@@ -120,7 +122,10 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
 
 
 def _known(value: Any) -> Any:
-    """The value, or what stands for a tensor's."""
+    """The value, or what stands for a tensor's; what a text holds that is a JSON object."""
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     is_tensor = isinstance(value, dict) and not value.keys().isdisjoint(TENSORS)
     return "a tensor" if is_tensor else value
 

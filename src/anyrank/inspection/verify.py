@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 
 from anyrank.checks import check_bool
 from anyrank.errors import AnyrankError, LoadError
-from anyrank.files.checksums import compared, mismatches
+from anyrank.files.checksums import bytes_to_compare, compared, mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
+from anyrank.files.progress import Progress, progress_of_tool
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, no_step
 from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
@@ -131,7 +132,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
             listing = with_optimizers(source, listing)
         except AnyrankError as error:
             outcome.findings.append(_finding(error, path))
-    _verify_listing(listing, finite, outcome)
+    _verify_listings([listing], finite, outcome)
     for name, what in unreadable.items():
         outcome.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
     return _report(path, listing.format, outcome, [listing], [])
@@ -187,7 +188,7 @@ def _verify_each(source: Source, outcome: _Outcome) -> None:
             if path not in known:
                 outcome.findings.append(_finding(error, path))
         else:
-            _verify_listing(listing, False, outcome)
+            _verify_listings([listing], False, outcome)
 
 
 def _verify_run(
@@ -216,7 +217,7 @@ def _verify_run(
             outcome.findings.append(_finding(error, folder))
             continue
         listings.append(listing)
-        _verify_listing(listing, finite, outcome)
+    _verify_listings(listings, finite, outcome)
     outcome.checked.add("manifests")
     return _report(path, FORMAT, outcome, listings, steps)
 
@@ -235,19 +236,23 @@ def _report(
     )
 
 
-def _verify_listing(listing: Listing, finite: bool, outcome: _Outcome) -> None:
-    try:
-        for path, what in mismatches(listing, 0, 1):
-            outcome.findings.append(Finding(path, what))
-    except AnyrankError as error:
-        outcome.findings.append(_finding(error, listing.format))
-    outcome.checked.update(compared(listing) or ["no checksums, as the files have none"])
+def _verify_listings(listings: list[Listing], finite: bool, outcome: _Outcome) -> None:
+    total = sum(bytes_to_compare(listing) + finite * listing.nbytes for listing in listings)
+    with progress_of_tool("verifying", total) as progress:
+        for listing in listings:
+            try:
+                for path, what in mismatches(listing, progress=progress.add):
+                    outcome.findings.append(Finding(path, what))
+            except AnyrankError as error:
+                outcome.findings.append(_finding(error, listing.format))
+            if finite:
+                outcome.findings += _nonfinite(listing, progress)
+    outcome.checked.update(compared(*listings) or ["no checksums, as the files have none"])
     if finite:
-        outcome.findings += _nonfinite(listing)
         outcome.checked.add("NaN and infinite values")
 
 
-def _nonfinite(listing: Listing) -> Iterator[Finding]:
+def _nonfinite(listing: Listing, progress: Progress) -> Iterator[Finding]:
     with open_values(listing) as values:
         for name, stored in listing.tensors.items():
             if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
@@ -257,5 +262,6 @@ def _nonfinite(listing: Listing) -> Iterator[Finding]:
             except AnyrankError as error:
                 yield _finding(error, name)
                 continue
+            progress.add(stored.nbytes)
             if bad:
                 yield Finding(name, f"{bad} of {stored.numel} values are NaN or infinite")

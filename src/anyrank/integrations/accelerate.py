@@ -88,7 +88,9 @@ class Accelerator(_Accelerator):
         problem = next(_problems_of(self), None)
         if problem is not None:
             raise ValueError(f"anyrank's Accelerator: {problem}")
-        self._run = FrameworkRun(folder, self._make_state, global_batch=global_batch, **options)
+        self._run = FrameworkRun(
+            folder, self._make_state, global_batch=global_batch, say=self.print, **options
+        )
         self._batches: ElasticBatches | None = None
         self._wrapped: list[nn.Module] = []  # accelerate's own list has them without DDP
 

@@ -100,7 +100,9 @@ class Elastic(_Callback):
         **options: Unpack[RunOptions],
     ) -> None:
         super().__init__()
-        self._run = FrameworkRun(path, self._make_state, global_batch=global_batch, **options)
+        self._run = FrameworkRun(
+            path, self._make_state, global_batch=global_batch, say=self._say, **options
+        )
         self._which = resume
         self._trainer: Any = None
         self._loops: LoopState | None = None
@@ -121,6 +123,9 @@ class Elastic(_Callback):
     def loader(self) -> anyrank.ElasticLoader | None:
         """Its steps, with the receipts of finished epochs; None before."""
         return self._run.loader
+
+    def _say(self, line: str) -> None:
+        self._trainer.print(line)
 
     # -- Lightning's hooks ------------------------------------------------------------------------
 

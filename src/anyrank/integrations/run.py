@@ -53,6 +53,7 @@ class FrameworkRun:
         folder: path or URL of the run.
         make_state: called when the run is needed first; again after `close`.
         global_batch: samples of an optimizer step, on all ranks together.
+        say: prints a line on the first rank, through the framework's own console.
         options: `RunOptions`.
 
     Attributes:
@@ -75,6 +76,7 @@ class FrameworkRun:
         make_state: Callable[[], anyrank.TrainState],
         *,
         global_batch: int,
+        say: Callable[[str], object],
         **options: Any,
     ) -> None:
         unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
@@ -91,6 +93,7 @@ class FrameworkRun:
         self.seed: int = options.get("seed", 0)
         self.is_exact: bool = options.get("exact", False)
         self._make_state = make_state
+        self._say = say
         self._is_open = False
         self._is_begun = False  # resumed, or begun in an empty folder
         self._of_loader = {name: options.pop(name) for name in OF_LOADER if name in options}
@@ -115,9 +118,12 @@ class FrameworkRun:
         return self.checkpoints
 
     def resume(self, which: Any, **options: Any) -> None:
-        """Resume; the arguments and errors are those of `Checkpoints.resume`."""
+        """Resume, and say so; the arguments and errors are those of `Checkpoints.resume`."""
         self.report = None
         self.report = self.open().resume(which, **options)
+        # A framework's loop prints no report, and people have to see where their run goes on.
+        if self.report is not None and not (dist.is_initialized() and dist.get_rank()):
+            self._say(f"anyrank: {self.report.in_a_line()}")
         self._is_begun = True
 
     def begin(self, resume_by: str) -> None:

@@ -105,6 +105,7 @@ def elastic(
         folder,
         elastic_trainer._elastic_state,
         global_batch=global_batch,
+        say=trainer.accelerator.print,
         microbatch=args.per_device_train_batch_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
         **options,

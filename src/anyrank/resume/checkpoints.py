@@ -194,12 +194,12 @@ class Checkpoints:
         self.wait()
         state, verify, memory = self._state, self._options.verify, self._memory
         resumed = resume_run(state, self._folder, arguments, verify, ranks, memory)
-        self._log.note_resume()
+        redone_steps = ranks.run_on_one("reading the run's log", self._log.note_resume)
         if resumed is None:
             return None
         self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
         self._branch = state.step if resumed.is_branch else None
-        return resumed.report
+        return replace(resumed.report, redone_steps=redone_steps)
 
     # -- the loop ---------------------------------------------------------------------------------
 

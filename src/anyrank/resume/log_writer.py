@@ -54,14 +54,15 @@ class LogWriter:
         self._is_first = ranks.index == 0
         self._writes = self._is_first and self._folder.store.renames
 
-    def note_resume(self) -> None:
-        """Record the end of a resume. Any rank."""
+    def note_resume(self) -> int:
+        """Record the end of a resume; the steps that the log has after it. The first rank."""
         self._restart_sec, self._last = self._since_last(), time.monotonic()
         lines = read_log(self._folder.absolute_path) if self._writes else ()
         for last_line in collections.deque(lines, maxlen=1):
             self._lost = max(0, last_line.step - self._state.step)
             if last_line.event != END:
                 self._restart_sec = max(0.0, time.time() - last_line.time)
+        return self._lost
 
     def take_loss(self, number: int) -> tuple[float, float] | None:
         """Weighted sum and weight of this rank's losses, in a step with a line of the log."""

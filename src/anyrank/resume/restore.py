@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from anyrank import faults
+from anyrank.data.receipts import epochs_in_words
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Fill
 from anyrank.files.reader import Reader
@@ -206,10 +207,7 @@ class _Restorer:
         notes += _note_differences(self.source.differed)
         data = self.state.data
         if isinstance(data, ElasticLoader):
-            notes += [
-                f"epoch {receipt.epoch}: {receipt.samples} samples {receipt.verdict}"
-                for receipt in data.receipts
-            ]
+            notes += epochs_in_words(data.receipts)
             notes += data.notes
         return notes
 

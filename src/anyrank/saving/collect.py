@@ -216,10 +216,10 @@ def _select_streams(
 
 
 def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
-    """The layout of most bytes on the ranks, as text."""
+    """The layout of most bytes on the ranks, in words."""
     bytes_by_layout: dict[str, int] = {}
     for tensor in tensors:
-        layout = "replicated" if tensor.layout is None else str(tensor.layout)
+        layout = "replicated" if tensor.layout is None else tensor.layout.in_words()
         nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
         bytes_by_layout[layout] = bytes_by_layout.get(layout, 0) + nbytes
     return max(bytes_by_layout, key=bytes_by_layout.__getitem__, default="nothing")

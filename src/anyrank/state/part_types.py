@@ -16,7 +16,7 @@ from anyrank.model.dtensors import as_sharded
 from anyrank.state.report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
-from anyrank.wording import join_first
+from anyrank.wording import count, join_first
 
 SHOWN = 10
 
@@ -99,8 +99,9 @@ class Stored:
         """Exact when ranks and layout are those of the save, else resharded."""
         if self.same_ranks and saved_layout == layout:
             return Outcome("exact")
-        now = "" if self.same_ranks else f"saved on {self.ranks} ranks"
-        return Outcome("resharded", now or "laid out otherwise")
+        if self.same_ranks:
+            return Outcome("resharded", "laid out otherwise")
+        return Outcome("resharded", f"saved on {count(self.ranks, 'rank')}")
 
 
 def own_name(where: str, index: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from anyrank.wording import count
+from anyrank.wording import count, printable
 
 
 class Outcome(str):
@@ -53,6 +53,8 @@ class ResumeReport:
         lost_steps: steps that damaged, newer checkpoints had; 0 when the newest was good.
         lost_samples: the same in samples; 0 where a damaged manifest hides the count.
         set_aside: what the damaged ones are called now; nothing is deleted.
+        redone_steps: steps after this one that the run's log has, done before and now done again;
+            to the last tenth step, and 0 where there is no log.
         components: part of the state -> what became of it, with `.reason`.
         notes: what else is worth knowing, in sentences.
         verified: what was compared before anything was changed, in words.
@@ -66,7 +68,7 @@ class ResumeReport:
         report = ckpts.resume()
         assert (report.step, report.saved_on.ranks, report.lost_steps) == (0, 1, 0)
         assert report.components["model"] == "exact"
-        print(report)
+        print(report)  # or report.in_a_line()
     """
 
     step: int
@@ -78,6 +80,7 @@ class ResumeReport:
     lost_steps: int = 0
     lost_samples: int = 0
     set_aside: list[str] = field(default_factory=list[str])
+    redone_steps: int = 0
     components: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
     notes: list[str] = field(default_factory=list[str])
     verified: str = ""
@@ -91,6 +94,24 @@ class ResumeReport:
             name: _outcome_text(outcome) for name, outcome in self.components.items()
         }
         return json.dumps(fields, indent=2)
+
+    def in_a_line(self) -> str:
+        """Where the run goes on, the ranks before and now, and what was lost: one line."""
+        saved_on = count(self.saved_on.ranks, "rank") if self.saved_on.ranks else "unknown ranks"
+        place = (
+            f"step {self.step}, epoch {self.epoch}, {count(self.samples, 'sample')}; "
+            f"saved on {saved_on}, now {self.ranks}"
+        )
+        losses = [f"{count(self.lost_steps, 'step')} lost, damaged"] if self.set_aside else []
+        if self.redone_steps:
+            losses.append(f"{count(self.redone_steps, 'step')} since then done again")
+        changed = [
+            f"{name} {outcome}"
+            for name, outcome in self.components.items()
+            if outcome not in ("exact", "resharded")
+        ]
+        lost = "; ".join([*losses, *changed]) or "nothing lost"
+        return f"resumed {printable(self.path)} ({place}): {lost}"
 
     def __str__(self) -> str:
         saved_on = count(self.saved_on.ranks, "rank") if self.saved_on.ranks else "unknown ranks"
@@ -106,6 +127,8 @@ class ResumeReport:
                 f"{count(self.lost_samples, 'sample')}: damaged, "
                 f"set aside as {', '.join(self.set_aside)}"
             )
+        if self.redone_steps:
+            lines.append(f"  done again   {count(self.redone_steps, 'step')} since that save")
         lines += [
             f"  {name:<12} {_outcome_text(outcome)}" for name, outcome in self.components.items()
         ]

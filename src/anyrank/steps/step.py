@@ -46,7 +46,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class Step:
     """One step of a run, created by iterating an `ElasticLoader`.
 
     Attributes:
-        number: steps of the run before this one.
+        number: of the step in the run, from 0, over all epochs and processes.
         epoch: from 0.
         samples: samples of the global batch, on all ranks together.
 
@@ -93,6 +93,11 @@ class Step:
     def __init__(self, run: StepRun, position: LoaderPosition) -> None:
         self.number, self.epoch, self.samples = run.plan.number, run.plan.epoch, run.plan.samples
         self._run, self._position = run, position
+
+    # Not __iter__: frameworks iterate over whatever has that, to find out how large a batch is.
+    def __getitem__(self, _: object) -> Never:
+        """Raises TypeError: `for batch in step` and `step[0]` mean `step.microbatches(model)`."""
+        raise TypeError("a Step is no sequence of batches: use step.microbatches(model)")
 
     @property
     def k(self) -> int:

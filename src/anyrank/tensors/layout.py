@@ -87,11 +87,21 @@ class Layout:
     is_given: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
-        """As reports have it, "S0 on 4"; different for layouts that differ."""
+        """Short, "S0 on 4"; different for layouts that differ."""
         if self == GIVEN_BOXES:
             return "given boxes"
         sizes = "x".join(map(str, self.mesh_shape))
         return f"{','.join(map(str, self.placements))} on {sizes}"
+
+    def in_words(self) -> str:
+        """As reports have it: "sharded on dim 0 over 4", "replicated over 2, ..."."""
+        if self == GIVEN_BOXES:
+            return "in boxes of its own"
+        axes = [
+            (f"sharded on dim {axis.dim}" if axis.kind == "shard" else "replicated", size)
+            for axis, size in zip(self.placements, self.mesh_shape, strict=True)
+        ]
+        return ", ".join(f"{how} over {size}" for how, size in axes)
 
 
 GIVEN_BOXES = Layout((), ())

@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+LONG_BYTES = 1 << 30
+
 
 class Progress:
     """Counts bytes and reports them.
@@ -32,22 +34,35 @@ class Progress:
 def progress_for(
     wanted: bool | Callable[[int, int], None] | None, first_rank: bool, total: int
 ) -> Generator[Progress, None, None]:
-    """The progress that the caller asked for; silent on other ranks."""
+    """The progress that the caller of a load asked for; silent on other ranks."""
     if not first_rank or wanted is False or (wanted is None and not sys.stderr.isatty()):
         yield Progress(total, None)
     elif callable(wanted):
         yield Progress(total, wanted)
     else:
-        with _bar(total) as report:
+        with _bar("loading", total) as report:
             yield Progress(total, report)
 
 
 @contextmanager
-def _bar(total: int) -> Generator[Callable[[int, int], None], None, None]:
+def progress_of_tool(doing: str, total: int) -> Generator[Progress, None, None]:
+    """The progress of what one process does to files, "verifying" for instance.
+
+    On a terminal, and only where it takes long enough to wonder.
+    """
+    if total < LONG_BYTES or not sys.stderr.isatty():
+        yield Progress(total, None)
+        return
+    with _bar(doing, total) as report:
+        yield Progress(total, report)
+
+
+@contextmanager
+def _bar(doing: str, total: int) -> Generator[Callable[[int, int], None], None, None]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    columns: tuple[Any, ...] = ("anyrank: loading", BarColumn(), DownloadColumn())
+    columns: tuple[Any, ...] = (f"anyrank: {doing}", BarColumn(), DownloadColumn())
     with Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda done, _: bar.update(task, completed=done)
