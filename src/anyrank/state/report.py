@@ -98,7 +98,7 @@ class ResumeReport:
     def in_a_line(self) -> str:
         """Where the run goes on, the ranks before and now, and what was lost: one line."""
         saved_on = count(self.saved_on.ranks, "rank") if self.saved_on.ranks else "unknown ranks"
-        place = (
+        facts = (
             f"step {self.step}, epoch {self.epoch}, {count(self.samples, 'sample')}; "
             f"saved on {saved_on}, now {self.ranks}"
         )
@@ -111,7 +111,7 @@ class ResumeReport:
             if outcome not in ("exact", "resharded")
         ]
         lost = "; ".join([*losses, *changed]) or "nothing lost"
-        return f"resumed {printable(self.path)} ({place}): {lost}"
+        return f"resumed {printable(self.path)} ({facts}): {lost}"
 
     def __str__(self) -> str:
         saved_on = count(self.saved_on.ranks, "rank") if self.saved_on.ranks else "unknown ranks"
