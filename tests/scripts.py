@@ -6,13 +6,16 @@ process leaves behind: tracebacks, and other processes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import resource
 import runpy
+import signal
 import sys
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,49 @@ def job_script(path: str, arguments: tuple[str, ...]) -> tuple[int, str]:
         sys.argv = before
         resource.setrlimit(resource.RLIMIT_DATA, limits)
     return 0, out.getvalue()
+
+
+def fork_ranks(
+    num_ranks: int, log: str, main: Callable[..., None], *arguments: str, **options: Any
+) -> list[int]:
+    """The exit codes of ranks that run a main function, and may end however they like.
+
+    Each is a fork of a rank of the pool, in no group yet, and as torchrun would start it.
+
+    Args:
+        num_ranks: number of ranks.
+        log: the file that all of them write to.
+        main: at the top level of a module.
+        *arguments: of `main`.
+        **options: of `run_ranks`.
+    """
+    env = {**TORCHRUN, **options.pop("env", {})}
+    jobs = (job_fork, log, main, arguments)
+    return run_ranks(num_ranks, *jobs, init=False, env=env, **options)
+
+
+def job_fork(log: str, main: Callable[..., None], arguments: tuple[str, ...]) -> int:
+    """The exit code of a fork of this rank; minus the signal, if one has ended it."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it dies with the rank
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(out, stream)
+        sys.path.insert(0, os.getcwd())
+        main(*arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def our_frames(text: str) -> list[str]:

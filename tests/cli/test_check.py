@@ -1,13 +1,20 @@
-"""`anyrank check`: a script runs up to its first optimizer step, and is checked there."""
+"""`anyrank check`: a script runs up to its first optimizer step, and is checked there.
+
+Most scripts run on forks of the pool's ranks; those that end in another way, on real ones.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from tests.scripts import fork_ranks
+
+from anyrank.cli import torchrun
+from anyrank.watching import first_step
 
 SCRIPT = """
 import sys
@@ -28,6 +35,23 @@ for _ in range(3):
         optimizer.step()
 open("ended", "w")
 """
+
+
+@pytest.fixture
+def forked(
+    anyrank: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Result]:
+    """The command, whose ranks are forks of the pool's."""
+
+    def run(command: Sequence[str], log: str, environ: Mapping[str, str], late: str) -> int:
+        each, *flags = command[command.index("--standalone") + 1 :]
+        assert flags[:2] == ["-m", first_step.__name__]
+        num_ranks = int(each.removeprefix("--nproc-per-node="))
+        env = {"OMP_NUM_THREADS": environ["OMP_NUM_THREADS"]}
+        return max(fork_ranks(num_ranks, log, first_step.main, *flags[2:], env=env))
+
+    monkeypatch.setattr(torchrun, "run_to_end", run)
+    return anyrank
 
 
 @pytest.mark.slow
@@ -59,10 +83,9 @@ for step in loader:
 """
 
 
-@pytest.mark.slow
-def test_the_streams_of_an_elastic_loader_are_not_equal(anyrank: Callable[[str], Result]) -> None:
+def test_the_streams_of_an_elastic_loader_are_not_equal(forked: Callable[[str], Result]) -> None:
     Path("train.py").write_text(ELASTIC)
-    result = anyrank("check train.py")
+    result = forked("check train.py")
     assert (result.stdout, result.exit_code) == ("check: 0 findings on 2 ranks\n", 0)
 
 
@@ -88,13 +111,12 @@ optimizer.step()
 """
 
 
-@pytest.mark.slow
 def test_batches_of_unequal_sizes_hide_and_invent_nothing(
-    anyrank: Callable[[str], Result],
+    forked: Callable[[str], Result],
 ) -> None:
     """Dropout and noise have drawn otherwise often, and a forward has written to its own table."""
     Path("train.py").write_text(UNEQUAL)
-    result = anyrank("check --json train.py")
+    result = forked("check --json train.py")
     assert result.exit_code == 1, result.stderr
     (finding,) = json.loads(result.stdout)["findings"]
     assert (finding["rule"], finding["where"]) == ("streams", "2, ranks 0, 1")
@@ -113,18 +135,16 @@ def test_findings_are_exit_1(anyrank: Callable[[str], Result]) -> None:
     assert finding["where"].startswith("0.weight, 0.bias, 2.weight, 2.bias, rank 0 unlike rank 1")
 
 
-@pytest.mark.slow
 def test_an_optimizer_of_nothing_is_found_at_the_next_forward(
-    anyrank: Callable[[str], Result],
+    forked: Callable[[str], Result],
 ) -> None:
     Path("train.py").write_text(SCRIPT)
-    result = anyrank("check train.py --stale")
+    result = forked("check train.py --stale")
     assert result.exit_code == 1, result.stderr
     assert "misses 6 trainable parameters, and holds 1 of their shapes" in result.stdout
     assert not Path("ended").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -134,10 +154,10 @@ def test_an_optimizer_of_nothing_is_found_at_the_next_forward(
     ],
 )
 def test_a_script_without_a_step_is_one_message(
-    anyrank: Callable[[str], Result], script: str, said: str
+    forked: Callable[[str], Result], script: str, said: str
 ) -> None:
     Path("train.py").write_text(script)
-    result = anyrank("check --ranks 1 train.py")
+    result = forked("check --ranks 1 train.py")
     assert (result.exit_code, result.stdout) == (1, "")
     assert said in result.stderr
 
@@ -204,10 +224,10 @@ trainer.fit(Module(), DataLoader(torch.randn(64, 4), batch_size=4, shuffle=True)
     [("accelerate", ACCELERATE), ("transformers", TRAINER), ("lightning", LIGHTNING)],
 )
 def test_a_frameworks_script_has_no_findings(
-    anyrank: Callable[[str], Result], framework: str, script: str
+    forked: Callable[[str], Result], framework: str, script: str
 ) -> None:
     pytest.importorskip(framework)
     Path("train.py").write_text(script)
-    result = anyrank("check train.py")
+    result = forked("check train.py")
     assert result.stdout == "check: 0 findings on 2 ranks\n", result.stdout + result.stderr
     assert result.exit_code == 0
