@@ -38,6 +38,7 @@ class Manifest:
         versions: of anyrank and torch.
         files: name -> record, for every other file of the folder.
         parts: name -> what is saved of a part of the state, apart from its tensors.
+        settings: part -> what the script gave it, before anything was filled.
         differed: tensors that were not alike on all ranks; the first rank's were saved.
         streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
             digest of each stream's state; `states`, digest -> state.
@@ -53,6 +54,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     parts: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
     differed: list[str] = field(default_factory=list[str])
     streams: dict[str, Any] = field(
         default_factory=lambda: {"ranks": [], "states": {}, "unused": []}
@@ -118,7 +120,7 @@ def _manifest(table: dict[str, Any]) -> Manifest:
         field.name: table[field.name] for field in fields(Manifest) if field.name in table
     }
     values |= {name: int(table[name]) for name in ("step", "epoch", "samples")}
-    values |= {name: dict(table[name]) for name in ("parts", "streams", "versions")}
+    values |= {name: dict(table[name]) for name in ("parts", "settings", "streams", "versions")}
     values["lineage"] = [dict(entry) for entry in table["lineage"]]
     values["differed"] = [str(name) for name in table["differed"]]
     saved_on = table["saved_on"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ class RunOptions(TypedDict, total=False):
         background: hold the training only for a copy of what is saved.
         verify: what a resume compares, as in `anyrank.Checkpoints`; default: every byte.
         on_commit: called on the first rank with each `anyrank.SaveRecord`.
+        settings: of schedules and optimizers that the script gives otherwise than the saved run's
+            script: "saved" or "script", as for `Checkpoints.resume`; default: "saved".
     """
 
     microbatch: int | None
@@ -41,6 +43,7 @@ class RunOptions(TypedDict, total=False):
     background: bool
     verify: bool
     on_commit: Callable[[Any], object] | None
+    settings: Literal["saved", "script"]
 
 
 OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change")
@@ -98,6 +101,7 @@ class FrameworkRun:
         self._is_begun = False  # resumed, or begun in an empty folder
         self._of_loader = {name: options.pop(name) for name in OF_LOADER if name in options}
         self._of_loader["global_batch"] = global_batch
+        self._settings = options.pop("settings", "saved")
         self._of_checkpoints = options
         self._checkpoints_of(anyrank.TrainState())  # raises what is wrong with its options
 
@@ -120,7 +124,7 @@ class FrameworkRun:
     def resume(self, which: Any, **options: Any) -> None:
         """Resume, and say so; the arguments and errors are those of `Checkpoints.resume`."""
         self.report = None
-        self.report = self.open().resume(which, **options)
+        self.report = self.open().resume(which, settings=self._settings, **options)
         # A framework's loop prints no report, and people have to see where their run goes on.
         if self.report is not None and not (dist.is_initialized() and dist.get_rank()):
             self._say(f"anyrank: {self.report.in_a_line()}")

@@ -18,6 +18,7 @@ from anyrank.checks import check_function, check_path, check_type
 from anyrank.errors import CheckpointError, RankError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
+from anyrank.resume.agree import agree_on_run
 from anyrank.resume.log_writer import LogWriter
 from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, SaveOptions
@@ -30,6 +31,7 @@ from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import SaveRecord, write
 from anyrank.state.replicas import check_replicas
 from anyrank.state.report import ResumeReport
+from anyrank.state.settings import Settings
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
@@ -143,6 +145,7 @@ class Checkpoints:
         skip: Sequence[str] = (),
         fresh: Sequence[str] = (),
         rename: Rename = None,
+        settings: Settings = "saved",
     ) -> ResumeReport | None:
         """Restore the run, on as many ranks as there are now. All ranks.
 
@@ -163,6 +166,10 @@ class Checkpoints:
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
             rename: for another tool's checkpoint, as for `load`: from its names to the model's.
+            settings: of schedules and optimizers (T_max, lr, betas) where the script gives them
+                otherwise than the saved run's script gave: "saved" keeps those of the saved run,
+                and warns of each; "script" uses the script's, and brings schedules to where they
+                would be with these.
 
         Returns:
             The report, equal on all ranks; None when there is nothing to resume.
@@ -189,7 +196,7 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = ResumeArguments(which, skip, fresh, rename)
+        arguments = ResumeArguments(which, skip, fresh, rename, settings)
         arguments.agree(ranks)
         self.wait()
         state, verify, memory = self._state, self._options.verify, self._memory
@@ -416,25 +423,15 @@ class Checkpoints:
     def _open(self, call: str) -> Ranks:
         """The ranks; the first call opens and checks the run. All ranks."""
         if self._ranks is None:
-            data = self._state.data
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
-            ranks, parts = self._groups.enter_context(opened), self._state.parts
-            compare_arguments(ranks, "Checkpoints", vars(self._options), CheckpointError)
-            if isinstance(data, ElasticLoader):
-                data.position.check_same(ranks)
-            parts.agree(ranks)
+            ranks = self._groups.enter_context(opened)
+            has_callback = self._on_commit is not None
+            rows = agree_on_run(self._state, self._folder, self._options, ranks, has_callback)
+            self._has_callback = any(rows)
             if self._options.background:
                 # The two threads' messages must not mix.
                 channel = ranks.open_channel("the background save")
                 self._writers = self._groups.enter_context(channel)
-
-            def check_folder() -> bool:
-                if ranks.index == 0:
-                    self._folder.check_no_other()
-                parts.check_optimizers(ranks.index)  # before hours of training
-                return self._on_commit is not None
-
-            self._has_callback = any(ranks.together("opening the run", check_folder))
             if self._options.peers:
                 from anyrank.peers.memory import open_memory
 

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, get_args
 
-from anyrank.checks import check_bool, check_int, check_names, check_type
+from anyrank.checks import check_bool, check_choice, check_int, check_names, check_type
 from anyrank.errors import CheckpointError
+from anyrank.state.settings import Settings
 from anyrank.tensors.names import Rename, renamer
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
@@ -32,6 +33,7 @@ class ResumeArguments:
     skip: Sequence[str]
     fresh: Sequence[str]
     rename: Rename
+    settings: Settings = "saved"
 
     @property
     def path(self) -> str | None:
@@ -55,6 +57,7 @@ class ResumeArguments:
             raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
         check_names("skip", self.skip)
         check_names("fresh", self.fresh)
+        check_choice("settings", self.settings, get_args(Settings))
         if self.rename is not None and self.path is None:
             raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMING}")
         renamer(self.rename)
@@ -71,7 +74,8 @@ class ResumeArguments:
         def check() -> None:
             self.check()
             arguments["which"] = self.path or self.which
-            arguments.update(skip=sorted(self.skip), fresh=sorted(self.fresh), rename=self.rename)
+            arguments.update(skip=sorted(self.skip), fresh=sorted(self.fresh))
+            arguments.update(rename=self.rename, settings=self.settings)
 
         compare_arguments(ranks, "resume", arguments, CheckpointError, check)
 

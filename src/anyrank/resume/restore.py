@@ -33,6 +33,7 @@ from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
+from anyrank.state.settings import Change, notes_on
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.wording import count
@@ -66,6 +67,8 @@ class _Restorer:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, Matched] = {}
+        self.changes: list[Change] = []
+        self.script_settings: dict[str, Any] = {}  # for the next saves
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
@@ -84,6 +87,10 @@ class _Restorer:
             problems += [problem for part in self.matched.values() for problem in part.problems]
             if problems:
                 raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
+            groups = {n: part.groups for n, part in self.matched.items() if part.groups is not None}
+            self.changes, self.script_settings = self.inner.settings.compare(
+                self.source.settings, groups, self.matched
+            )
             return any(part.has_meta_buffers for part in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
@@ -165,6 +172,18 @@ class _Restorer:
         state.lineage = [*source.lineage, entry]
         for part in self.matched.values():
             part.commit()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Use the settings of the saved run, which are in place, or those of the script."""
+        settings = self.inner.settings
+        if self.arguments.settings == "saved":
+            settings.kept |= self.script_settings
+            return
+        for name in settings.take(self.source.settings, self.script_settings, self.matched):
+            part = self.matched[name]
+            reasons = [part.outcome.reason, 'settings as the script gives them (settings="script")']
+            part.outcome = Outcome("derived", "; ".join(filter(None, reasons)))
 
     def _rebuild(self) -> None:
         for part in self.inner.parts.values():
@@ -204,6 +223,7 @@ class _Restorer:
             if outcome.how not in ("exact", "unused") and outcome.reason != self.source.no_streams
         ]
         notes += [note for part in self.matched.values() for note in part.notes]
+        notes += notes_on(self.changes, self.arguments.settings)
         notes += _note_differences(self.source.differed)
         data = self.state.data
         if isinstance(data, ElasticLoader):
@@ -237,7 +257,8 @@ class _Restorer:
             seconds=max(rank_row[1] for rank_row in measured),
         )
         if self.ranks.index == 0:
-            _log_report(report, source.differed)
+            warned = [*notes_on(self.changes, self.arguments.settings)]
+            _log_report(report, [*warned, *_note_differences(source.differed)])
         return report
 
 
@@ -264,8 +285,8 @@ def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
     return Outcome("exact")
 
 
-def _log_report(report: ResumeReport, differed: Sequence[str]) -> None:
-    """Log a resume; warn of what was not restored exactly."""
+def _log_report(report: ResumeReport, warned: Sequence[str]) -> None:
+    """Log a resume; warn of what was not restored exactly, and of some of its notes."""
     log.info("%s", report)
     if report.set_aside:
         log.warning(
@@ -277,5 +298,5 @@ def _log_report(report: ResumeReport, differed: Sequence[str]) -> None:
     for name, outcome in report.components.items():
         if outcome not in ("exact", "resharded"):
             log.warning("%s is %s: %s", name, outcome, outcome.reason)
-    for note in _note_differences(differed):
+    for note in warned:
         log.warning("%s", note)

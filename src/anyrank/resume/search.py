@@ -217,6 +217,7 @@ class StepSearch:
             saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
             run=manifest.run,
             lineage=manifest.lineage,
+            settings=manifest.settings,
             streams=streams,
             differed=manifest.differed,
             verify=self.verify,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class ResumeSource(ABC):
         saved_on: how many ranks wrote it, and in which layout.
         run: id of the run that goes on from it; None for one that begins with it.
         lineage: the run's resumes before this one.
+        settings: part -> what the script of the saved run gave it; empty where nobody knows.
         streams: the random streams; None to derive new ones, for the reason in `no_streams`.
         differed: names of tensors that differed between the ranks that saved it.
         verify: whether the bytes that are read are compared with their checksums.
@@ -47,6 +48,7 @@ class ResumeSource(ABC):
     saved_on: SavedOn
     run: str | None = None
     lineage: Sequence[dict[str, Any]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     streams: SavedStreams | None = None
     no_streams: str = ""
     differed: Sequence[str] = ()

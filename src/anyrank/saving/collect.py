@@ -163,6 +163,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         versions={"anyrank": __version__, "torch": str(torch.__version__)},
         files={},
         parts=records,
+        settings=state.parts.settings.record(records),
         differed=differed,
     )
     return Snapshot(

@@ -175,6 +175,7 @@ def match_optimizer(
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
     groups, fresh = _fit_groups(part, optimizer, record, names, stored, matched.problems)
     matched.is_regrouped = _are_regrouped(groups, len(record["groups"]))
+    matched.groups = groups
     unknown = [name for name in record["state"] if name not in by_name]
     if unknown:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]

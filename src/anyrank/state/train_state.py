@@ -20,6 +20,7 @@ from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer
 from anyrank.state.part_types import Matched, Saved, Stored
 from anyrank.state.report import Outcome
+from anyrank.state.settings import ScriptSettings
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
 from anyrank.steps.loader import ElasticLoader
@@ -132,6 +133,7 @@ class RunParts:
         generators: the run's own, by name.
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
+        settings: of the parts, as the script made them.
         warned: optimizers of which it was said that attributes are not saved.
         unusable: why the values are those of no step, or None.
         saves: of the state in this process, whose replicas were compared.
@@ -174,6 +176,7 @@ class RunParts:
             check_type("generators", name, str, "a dict of names to torch.Generators")
             check_type(f"generators[{name!r}]", generator, torch.Generator, "a torch.Generator")
         self.generators = dict(generators)
+        self.settings = ScriptSettings(self.parts)
         self.warned: set[str] = set()
         self.unusable: str | None = None
         self.saves = 0

@@ -1,0 +1,337 @@
+"""Promise 8: what the script gives otherwise at a resume is named, or used where that is asked."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+import anyrank
+
+Schedule = Callable[[torch.optim.Optimizer], Any]
+
+
+def linear_decay(step: int, *, warmup: int, total: int) -> float:
+    return step / warmup if step < warmup else max(0.0, (total - step) / (total - warmup))
+
+
+def decay(total: int) -> Callable[[int], float]:
+    return lambda count: max(0.0, 1 - count / total)
+
+
+def warmed(steps: int) -> Schedule:
+    return lambda o: schedules.SequentialLR(
+        o,
+        [schedules.LinearLR(o, 0.1, total_iters=2), schedules.CosineAnnealingLR(o, steps - 2)],
+        milestones=[2],
+    )
+
+
+def chained(gamma: float) -> Schedule:
+    return lambda o: schedules.ChainedScheduler(
+        [schedules.LinearLR(o, 0.1, total_iters=2), schedules.ExponentialLR(o, gamma)]
+    )
+
+
+def partial_decay(total: int) -> Schedule:  # as transformers' schedules are made
+    function = functools.partial(linear_decay, warmup=2, total=total)
+    return lambda o: schedules.LambdaLR(o, function)
+
+
+# Name of the value that differs, its value here and before, the schedule by that value.
+CASES: dict[str, tuple[str, Any, Any, Callable[[Any], Schedule]]] = {
+    "cosine": ("T_max", 16, 8, lambda n: lambda o: schedules.CosineAnnealingLR(o, n)),
+    "eta_min": (
+        "eta_min",
+        0.01,
+        0.0,
+        lambda low: lambda o: schedules.CosineAnnealingLR(o, 16, low),
+    ),
+    "cycle": (
+        "total_steps",
+        16,
+        12,
+        lambda n: lambda o: schedules.OneCycleLR(o, 0.2, total_steps=n),
+    ),
+    "max_lr": ("max_lr", 0.3, 0.2, lambda m: lambda o: schedules.OneCycleLR(o, m, total_steps=9)),
+    "pct_start": (
+        "schedule_phases",
+        0.5,
+        0.3,
+        lambda part: lambda o: schedules.OneCycleLR(o, 0.2, total_steps=12, pct_start=part),
+    ),
+    "triangles": (
+        "total_size",
+        12.0,
+        6.0,
+        lambda n: lambda o: schedules.CyclicLR(o, 0.1, 0.2, step_size_up=n / 2),
+    ),
+    "steps": ("step_size", 6, 3, lambda n: lambda o: schedules.StepLR(o, n)),
+    "gamma": ("gamma", 0.5, 0.9, lambda g: lambda o: schedules.ExponentialLR(o, g)),
+    "milestones": (
+        "milestones",
+        [2, 7],
+        [3, 6],
+        lambda at: lambda o: schedules.MultiStepLR(o, at),
+    ),
+    "restarts": (
+        "T_0",
+        3,
+        5,
+        lambda n: lambda o: schedules.CosineAnnealingWarmRestarts(o, n),
+    ),
+    "sequence": ("schedulers.1.T_max", 14, 6, lambda n: warmed(n + 2)),
+    "chain": ("schedulers.1.gamma", 0.8, 0.9, chained),
+    "polynomial": ("power", 2.0, 1.0, lambda p: lambda o: schedules.PolynomialLR(o, 12, p)),
+    "averages": (
+        "anneal_epochs",
+        9,
+        5,
+        lambda n: lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=n),
+    ),
+}
+
+
+def train(
+    folder: Path,
+    until: int,
+    make: Schedule | None,
+    *,
+    lr: float = 0.1,
+    at: Callable[[int], float] | None = None,
+    settings: Any = "saved",
+) -> tuple[anyrank.ResumeReport | None, list[float]]:
+    """A loop as people write it: each step's rate."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    schedule = None if make is None else make(optimizer)
+    state = anyrank.TrainState(model, optimizer, scheduler=schedule)
+    rates: list[float] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        report = ckpts.resume(settings=settings)
+        while state.step < until:
+            if at is not None:
+                optimizer.param_groups[0]["lr"] = at(state.step)
+            rates.append(optimizer.param_groups[0]["lr"])
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(schedule, schedules.ReduceLROnPlateau):
+                schedule.step(1.0)
+            elif schedule is not None:
+                schedule.step()
+            ckpts.step_done()
+    return report, rates
+
+
+def notes_of(report: anyrank.ResumeReport | None) -> list[str]:
+    assert report is not None
+    return report.notes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_that_the_script_changes_is_named_and_the_saved_one_used(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, here, saved, make = CASES[name]
+    train(tmp_path / "run", 4, make(saved))
+    (tmp_path / "whole").mkdir()
+    _, whole = train(tmp_path / "whole", 8, make(saved))
+    with caplog.at_level(logging.WARNING, "anyrank.resume"):
+        report, rates = train(tmp_path / "run", 8, make(here))
+    text = f"{here:g}" if isinstance(here, float) else str(here)
+    before = f"{saved:g}" if isinstance(saved, float) else str(saved)
+    (note,) = [note for note in notes_of(report) if f"{key}" in note]
+    if key != "schedule_phases":
+        assert f"{key}: {text} here, {before} in the saved run; the saved one is used" in note
+    assert note in caplog.messages
+    assert rates == pytest.approx(whole[4:])
+    report, _ = train(tmp_path / "run", 9, make(here))  # until the script or the call is changed
+    assert note in notes_of(report)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_unchanged_script_has_no_note(name: str, tmp_path: Path) -> None:
+    _, _, saved, make = CASES[name]
+    _, whole = train(tmp_path / "whole", 7, make(saved))
+    train(tmp_path / "run", 4, make(saved))
+    for settings, until in (("saved", 6), ("script", 7)):
+        report, rates = train(tmp_path / "run", until, make(saved), settings=settings)
+        assert report is not None
+        assert report.notes == []
+        assert report.components["scheduler"] == "exact"
+        assert rates == whole[until - len(rates) : until]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_settings_script_the_rates_are_those_of_a_run_that_had_them_from_the_start(
+    name: str, tmp_path: Path
+) -> None:
+    key, here, saved, make = CASES[name]
+    train(tmp_path / "run", 4, make(saved))
+    _, whole = train(tmp_path / "whole", 8, make(here))
+    report, rates = train(tmp_path / "run", 6, make(here), settings="script")
+    assert rates == pytest.approx(whole[4:6], rel=1e-12)
+    assert any(key in note and "this script's is used" in note for note in notes_of(report))
+    report, rates = train(tmp_path / "run", 8, make(here))  # and it is the run's from there on
+    assert rates == pytest.approx(whole[6:], rel=1e-12)
+    assert notes_of(report) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [None, lambda o: schedules.LambdaLR(o, decay(12)), *(c[3](c[2]) for c in CASES.values())],
+)
+def test_a_new_learning_rate_works_under_every_schedule(
+    make: Schedule | None, tmp_path: Path
+) -> None:
+    train(tmp_path / "run", 4, make)
+    _, whole = train(tmp_path / "whole", 8, make, lr=0.02)
+    report, rates = train(tmp_path / "run", 8, make, lr=0.02, settings="script")
+    assert rates == pytest.approx(whole[4:], rel=1e-12)
+    cycles = math.isclose(whole[0], train(tmp_path / "other", 1, make, lr=0.1)[1][0])
+    said = "optimizer lr: 0.02 here, 0.1 in the saved run; this script's is used"
+    assert (said in notes_of(report)) is not cycles  # a cycle has rates of its own
+
+
+@pytest.mark.parametrize("make", [lambda total: lambda o: schedules.LambdaLR(o, decay(total))])
+def test_what_a_function_is_made_with_is_named(make: Any, tmp_path: Path) -> None:
+    for named in (make, partial_decay):
+        folder = tmp_path / named.__name__.strip("<>")
+        train(folder, 1, named(12))
+        report, rates = train(folder, 4, named(16))
+        _, whole = train(folder / "whole", 4, named(16))
+        used = "this script's is used, as no checkpoint holds functions"
+        assert f"scheduler total: 16 here, 12 in the saved run; {used}" in notes_of(report)
+        assert rates[1:] == whole[2:]  # the first one was computed at the end of the saved run
+        report, _ = train(folder, 5, named(16))
+        assert notes_of(report) == []
+
+
+def test_a_plateau_takes_its_settings_and_keeps_its_counts(tmp_path: Path) -> None:
+    def make(patience: int) -> Schedule:
+        return lambda o: schedules.ReduceLROnPlateau(o, patience=patience, factor=0.5)
+
+    train(tmp_path / "run", 3, make(9))
+    report, rates = train(tmp_path / "run", 4, make(2), settings="script")
+    assert notes_of(report) == [
+        "scheduler patience: 2 here, 9 in the saved run; this script's is used"
+    ]
+    assert rates == [0.1]
+    _, rates = train(tmp_path / "run", 6, make(2))
+    assert rates == [0.05, 0.05]
+
+
+def test_options_of_an_optimizer_are_named_by_group(tmp_path: Path) -> None:
+    def run(decays: list[float], settings: Any = "saved") -> tuple[Any, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+        groups = [
+            {"params": [*part.parameters()], "weight_decay": decay}
+            for part, decay in zip(model, decays, strict=True)
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model, optimizer)) as ckpts:
+            report = ckpts.resume(settings=settings)
+            optimizer.param_groups[0]["lr"] = 0.07  # as a loop sets it
+            ckpts.step_done()
+        return report, [group["weight_decay"] for group in optimizer.param_groups]
+
+    run([0.1, 0.1, 0.2])
+    report, used = run([0.0, 0.0, 0.2])
+    words = "weight_decay of groups 0, 1: 0 here, 0.1 in the saved run; the saved one is used"
+    assert report.notes == [
+        f"optimizer {words}",
+        'settings="script" uses what this script gives',
+    ]
+    assert used == [0.1, 0.1, 0.2]
+    report, used = run([0.0, 0.3, 0.2], "script")
+    assert report.components["optimizer"] == "derived"
+    assert used == [0.0, 0.3, 0.2]
+    report, used = run([0.0, 0.3, 0.2])
+    assert report.notes == []
+
+
+@pytest.mark.parametrize("name", ["betas", "eps"])
+def test_options_without_a_schedule(name: str, tmp_path: Path) -> None:
+    values = {"betas": ((0.9, 0.95), (0.9, 0.999)), "eps": (1e-6, 1e-8)}[name]
+
+    def run(value: Any, settings: Any = "saved") -> Any:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), **{name: value})
+        with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model, optimizer)) as ckpts:
+            report = ckpts.resume(settings=settings)
+            ckpts.step_done()
+        return report, optimizer.param_groups[0][name]
+
+    run(values[1])
+    report, used = run(values[0])
+    assert any(f"optimizer {name}: " in note for note in report.notes)
+    assert used == values[1]
+    assert run(values[0], "script")[1] == values[0]
+
+
+def test_rates_that_the_loop_sets_by_hand_are_no_news(tmp_path: Path) -> None:
+    def at(step: int) -> float:
+        return 0.1 * min(1, (step + 1) / 3)
+
+    train(tmp_path, 4, None, at=at)
+    report, rates = train(tmp_path, 6, None, at=at)
+    assert notes_of(report) == []
+    assert rates == [0.1, 0.1]
+
+
+class Average:
+    """An average whose constructor's arguments are in its state, as diffusers' EMAModel."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self.updates, self.started = decay, 0, object()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.decay, self.updates = state["decay"], state["updates"]
+
+
+def test_other_parts_settings_are_arguments_of_their_class(tmp_path: Path) -> None:
+    def run(decay: float, settings: Any = "saved") -> tuple[Any, Average]:
+        average = Average(decay)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=int(1 / (1 - decay)))
+        state = anyrank.TrainState(nn.Linear(2, 1), ema=average, scaler=scaler)
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+            report = ckpts.resume(settings=settings)
+            average.updates += 1
+            ckpts.step_done()
+        return report, average
+
+    run(0.5)
+    report, average = run(0.75)
+    assert report.notes[:2] == [
+        "scaler growth_interval: 4 here, 2 in the saved run; the saved one is used",
+        "ema decay: 0.75 here, 0.5 in the saved run; the saved one is used",
+    ]
+    assert (average.decay, average.updates) == (0.5, 2)
+    report, average = run(0.75, "script")
+    assert (average.decay, average.updates) == (0.75, 3)
+    assert run(0.75)[0].notes == []
+
+
+def test_a_schedule_that_is_too_short_for_the_run_is_an_error(tmp_path: Path) -> None:
+    train(tmp_path, 4, CASES["cycle"][3](12))
+    with pytest.raises(anyrank.CheckpointError, match="cannot be stepped 4 times"):
+        train(tmp_path, 8, CASES["cycle"][3](3), settings="script")
+
+
+def test_settings_has_two_values(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="settings"):
+        train(tmp_path, 1, None, settings="mine")
