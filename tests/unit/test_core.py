@@ -28,7 +28,7 @@ BUDGETS = {
     "frozen": 600,
     "inspection": 1450,
     "integrations": 3500,
-    "memory": 3100,
+    "memory": 3350,
     "model": 3350,
     "peers": 450,
     "random_state": 550,

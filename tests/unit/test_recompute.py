@@ -498,3 +498,77 @@ def test_a_patched_model_is_not_pickled(patch: Any) -> None:
         pickle.dumps(model)
     handle.remove()
     assert isinstance(pickle.loads(pickle.dumps(model)), Model)
+
+
+# -- objects that the function writes into --------------------------------------------------------
+
+
+class Record:
+    """A cache with a class of its own, that grows."""
+
+    def __init__(self, kind: str) -> None:
+        self.keys: Any = {"list": [], "dict": {}, "tensor": None}[kind]
+
+    def update(self, key: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.keys, list):
+            self.keys.append(key)
+            return torch.cat(self.keys)
+        if isinstance(self.keys, dict):
+            self.keys[len(self.keys)] = key
+            return torch.cat(list(self.keys.values()))
+        self.keys = key if self.keys is None else torch.cat([self.keys, key])
+        return self.keys
+
+
+class Slotted:
+    __slots__ = ("keys",)
+
+    def __init__(self, kind: str) -> None:
+        self.keys = torch.zeros(0, WIDTH)
+
+    def update(self, key: torch.Tensor) -> torch.Tensor:
+        self.keys = torch.cat([self.keys, key])
+        return self.keys
+
+
+@pytest.mark.parametrize("make", [Record, Slotted])
+@pytest.mark.parametrize("kind", ["list", "dict", "tensor"])
+def test_an_object_that_the_function_fills_is_as_it_was_when_it_runs_again(
+    make: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(WIDTH, WIDTH) for _ in range(3)], torch.randn(2, WIDTH)
+
+    def run(call: Callable[..., Any]) -> tuple[list[torch.Tensor], Any]:
+        record, hidden = make(kind), x
+        for layer in layers:
+
+            def attend(hidden: torch.Tensor, record: Any, layer: nn.Module = layer) -> torch.Tensor:
+                return hidden + torch.tanh(record.update(layer(hidden))).mean()
+
+            hidden = call(attend, hidden, record)
+        return list(
+            torch.autograd.grad(hidden.sum(), [p for m in layers for p in m.parameters()])
+        ), record
+
+    plain, _ = run(lambda fn, *args: fn(*args))
+    mine, record = run(anyrank.recompute)
+    assert_equal(mine, plain)
+    held = record.keys
+    assert (held.shape[0] if isinstance(held, torch.Tensor) else 2 * len(held)) == 6  # once each
+    told = [
+        r.getMessage() for r in caplog.records if "writes tensors into args[1]" in r.getMessage()
+    ]
+    assert len(told) <= 1
+
+
+def test_a_tensor_in_an_object_that_is_changed_in_place_is_refused() -> None:
+    record = Record("tensor")
+    record.keys = torch.zeros(4)
+
+    def write(x: torch.Tensor, record: Record) -> torch.Tensor:
+        record.keys[1] = 2.0
+        return x.sin()
+
+    with pytest.raises(anyrank.RecomputeError, match=r"changes args\[1\]\.keys in place"):
+        anyrank.recompute(write, torch.zeros(2, requires_grad=True), record)

@@ -120,6 +120,8 @@ def recompute_(
     options = RegionOptions(offload, context_fn, as_sources(generators))
     if offload is not None:
         options.leave_buffers_of(model)
+    # A layer of transformers says so for all modules in it.
+    options.cache_readers = [name for name in modules if _is_in_cache_reader(model, name)]
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_region(forward, args, kwargs, name, options)
@@ -220,6 +222,13 @@ def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
         )
     return called
+
+
+def _is_in_cache_reader(model: nn.Module, name: str) -> bool:
+    """Whether a module, or one around it, reads a cache and writes nothing into it."""
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1))
+    return any(getattr(part, "_can_checkpoint_with_cache", False) for part in around)
 
 
 def is_wrapped(name: str, names: Collection[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from anyrank.checks import check_function, check_type
 from anyrank.memory.ambient import Ambient, in_transform
-from anyrank.memory.call import Call, function_name
+from anyrank.memory.caches import without_caches
+from anyrank.memory.call import Call, function_name, unwrap
 from anyrank.memory.offload import Offload, get_engine
 from anyrank.memory.region import Contexts, SavedInputs, record_region, uncompiled
 from anyrank.memory.used_modules import UsedModules
+from anyrank.memory.written import WrittenArguments
 from anyrank.random_state.streams import Source, ambient, source_of
 
 T = TypeVar("T")
@@ -46,7 +48,9 @@ def recompute(
     of all tensors among the arguments, and of the generators that are named), autocast and default
     device. Tensors in lists, tuples, dicts, types registered with pytree and `functools.partial`
     are recomputed by an outer region and moved by an offload. Tensors in other containers, or
-    captured by the function, stay where they are.
+    captured by the function, stay where they are. Objects of other classes are the same in both
+    runs: what the function has put into them is out again while it runs again. A cache of
+    transformers models is None in both, and `use_cache` False; a warning says so once.
 
     What `fn` captures must not change before its backward: a captured tensor, an index, a list or a
     flag that is another one by then gives other gradients, without an error. Bind what changes as
@@ -67,8 +71,9 @@ def recompute(
     Raises:
         TypeError: `fn` is no function, or an option of another type, or one of torch's `checkpoint`
             (`use_reentrant`).
-        RecomputeError: `fn` changed an argument or a parameter in place. From backward: an argument
-            or a parameter was changed in between, or a variable holds another module now.
+        RecomputeError: `fn` changed an argument or a parameter in place; a cache that is given
+            holds tokens already. From backward: an argument or a parameter was changed in between,
+            or a variable holds another module now.
         torch.utils.checkpoint.CheckpointError: from backward: `fn` saved other tensors when called
             again.
         MemoryError: the system has no host memory for the offload.
@@ -94,12 +99,15 @@ def recompute(
 
 @dataclass
 class RegionOptions:
-    """The options of `recompute`, and the modules whose buffers an offload must not move."""
+    """The options of `recompute`, the modules whose buffers an offload must not move, and the names
+    of those that only read the cache that they get.
+    """
 
     offload: Offload | None
     context_fn: Callable[[], Contexts] | None
     generators: tuple[Source, ...]
     holders: Sequence[torch.nn.Module] = ()
+    cache_readers: Collection[str] = ()
 
     def __post_init__(self) -> None:
         offload: Any = self.offload
@@ -161,6 +169,9 @@ def run_region(
     if options.offload is not None:  # copies run between the compiled parts
         eagerly: Any = torch.compiler.disable(_run_eagerly)
         return eagerly(fn, args, kwargs, label, options)
+    if torch.is_grad_enabled():
+        fn, args, kwargs = unwrap(fn, args, kwargs)
+        args, kwargs = without_caches(fn, args, kwargs, label, label in options.cache_readers)
     # The compiler knows torch's own region, and partitions the graph by it.
     if options.context_fn is not None:
         kwargs = {**kwargs, "context_fn": options.context_fn}
@@ -177,6 +188,8 @@ def _run_eagerly(
 ) -> Any:
     if not torch.is_grad_enabled() or in_transform():
         return fn(*args, **kwargs)
+    fn, args, kwargs = unwrap(fn, args, kwargs)
+    args, kwargs = without_caches(fn, args, kwargs, label, label in options.cache_readers)
     call = Call(fn, args, kwargs)
     used = UsedModules(call.fn, call.leaves, label)
     sources = (source for leaf in call.leaves if (source := source_of(leaf)) is not None)
@@ -187,16 +200,23 @@ def _run_eagerly(
         resident = options.resident()
         pack = partial(engine.pack, names=call.tensor_name, label=label, resident=resident)
     first_run = partial(call.fn, *call.args, **call.kwargs)
+    written = WrittenArguments(call, label)
     inputs = SavedInputs(call, label, pack)
+
+    def again(tensors: list[torch.Tensor]) -> Any:
+        with written.restored():
+            return call.run(call.filled(tensors))
+
     result = record_region(
         first_run,
-        lambda tensors: call.run(call.filled(tensors)),
+        again,
         inputs,
         ambient,
         used,
         context_fn=options.context_fn,
     )
     inputs.check_first_run()
+    written.end_first_run()
     if engine is not None:
         engine.release_sent()
     return result

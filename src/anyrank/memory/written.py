@@ -1,0 +1,175 @@
+"""Arguments that a function writes into: the second run finds them as the first one did.
+
+Lists, dicts and all that pytree knows are saved with the tensors in them. Any other object is one
+and the same in both runs, as a cache with a class of its own: what the first run has put into it is
+taken out while the function runs again, and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import types
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from anyrank.errors import RecomputeError
+from anyrank.memory.call import Call, function_name
+from anyrank.tensors.sharded_tensor import version_of
+
+log = logging.getLogger("anyrank.memory")
+
+DEPTH = 6  # a cache of caches of layers
+MOST = 4096  # objects that are looked at in one argument
+# Without contents that a function would write: most arguments are of these types.
+PLAIN = (
+    *(torch.Tensor, nn.Module, torch.dtype, torch.device, torch.Generator),
+    *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType),
+)
+Contents = dict[Any, Any] | list[Any]
+
+
+class WrittenArguments:
+    """The objects among a call's arguments, from before its first run."""
+
+    def __init__(self, call: Call, label: str) -> None:
+        self.fn, self.label = call.fn, label
+        objects = [
+            (position, leaf)
+            for position, leaf in enumerate(call.leaves)
+            if not isinstance(leaf, PLAIN)
+        ]
+        # Name of the argument, where in it, the container, what it holds.
+        self.containers = [
+            (call.name(position), where, container, _contents(container))
+            for position, leaf in objects
+            for where, container in _containers_in(leaf)
+        ]
+        self.versions = [
+            (f"{name}{where}", tensor, version_of(tensor))
+            for name, where, container, contents in self.containers
+            for where, tensor in _named(where, container, contents)
+            if isinstance(tensor, torch.Tensor)
+        ]
+
+    def end_first_run(self) -> None:
+        """After the first run: keep what it has changed, as it was before.
+
+        Raises:
+            RecomputeError: it has changed a tensor in place, which cannot be taken back.
+        """
+        for name, tensor, version in self.versions:
+            if version_of(tensor) != version:
+                raise RecomputeError(
+                    f"{self.label} changes {name} in place, and would start from the changed "
+                    "values when it is recomputed: let it put a new tensor there, give no cache "
+                    "(use_cache=False), or leave it out of recompute"
+                )
+        self.versions = []
+        self.containers = [
+            (name, where, container, before)
+            for name, where, container, before in self.containers
+            if not _is_same(before, _contents(container))
+        ]
+        for name, _, container, _ in self.containers:
+            if any(isinstance(value, torch.Tensor) for value in _values(_contents(container))):
+                _tell_once(function_name(self.fn), name)
+
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, where the function runs again, the objects are as they were at the call."""
+        return self._restored() if self.containers else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Generator[None]:
+        now = [(container, _contents(container)) for _, _, container, _ in self.containers]
+        try:
+            for _, _, container, before in self.containers:
+                _put(container, before)
+            yield
+        finally:
+            for container, contents in now:
+                _put(container, contents)
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_once(function: str, name: str) -> None:
+    log.warning(
+        "%s, which is recomputed, writes tensors into %s: they stay in memory as long as that does",
+        function,
+        name,
+    )
+
+
+def _containers_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """An object and the containers and objects in it, with how a user would write them."""
+    waiting, seen = [("", value, 0)], set[int]()
+    while waiting and len(seen) < MOST:
+        where, part, depth = waiting.pop()
+        if isinstance(part, PLAIN) or depth > DEPTH or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield where, part
+        for name, inner in _named(where, part, _contents(part)):
+            waiting.append((name, inner, depth + 1))
+
+
+def _contents(container: Any) -> Contents:
+    """What a container holds now, or the attributes of an object."""
+    if isinstance(container, dict):
+        return dict(cast("dict[Any, Any]", container))
+    if isinstance(container, list | tuple | set | frozenset | deque):
+        return list(cast("Iterable[Any]", container))
+    names = [name for kind in type(container).__mro__ for name in _slots(kind)]
+    slots = {name: getattr(container, name) for name in names if hasattr(container, name)}
+    return {**slots, **getattr(container, "__dict__", {})}
+
+
+def _named(where: str, container: Any, contents: Contents) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each with how a user would write it."""
+    is_object = isinstance(contents, dict) and not isinstance(container, dict)
+    for key, value in contents.items() if isinstance(contents, dict) else enumerate(contents):
+        yield f"{where}.{key}" if is_object else f"{where}[{key!r}]", value
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots: Any = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _values(contents: Contents) -> Iterable[Any]:
+    return contents.values() if isinstance(contents, dict) else contents
+
+
+def _is_same(before: Contents, after: Contents) -> bool:
+    """Whether each is the same object under the same name."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(before[k] is after[k] for k in before)
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
+def _put(container: Any, contents: Contents) -> None:
+    """Let a container hold this, or an object have these attributes. What is the same stays, as
+    another thread may look.
+    """
+    if isinstance(contents, dict):
+        now = _contents(container)
+        assert isinstance(now, dict)
+        is_dict = isinstance(container, dict)
+        for key in now.keys() - contents.keys():
+            container.pop(key) if is_dict else object.__delattr__(container, key)
+        for key, value in contents.items():
+            if key not in now or now[key] is not value:
+                container.__setitem__(key, value) if is_dict else object.__setattr__(
+                    container, key, value
+                )
+    elif isinstance(container, set):
+        container.clear()
+        cast("set[Any]", container).update(contents)
+    elif isinstance(container, list | deque):
+        container.clear()
+        cast("list[Any]", container).extend(contents)
