@@ -40,7 +40,7 @@ BUDGETS = {
     "testing": 1450,
     "watching": 3300,
     "world": 1650,
-    "": 750,  # the modules that are in no room
+    "": 750,
 }
 AROUND = (
     "exact",

@@ -274,3 +274,84 @@ def test_bytes_in_another_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(anyrank.LoadError, match="its bytes lie in pieces"):
         anyrank.load(model, tmp_path / "a.pt")
     assert torch.equal(model.l.weight, torch.ones(130, 257))
+
+
+SCALES = [
+    *("weight_scale", "weight_scale_2", "scale_weight", "scale", "qscale", "dequant_scale"),
+    *("weight_amax", "weight_quantizer._scale", "weight_quantizer._amax", "SCB", "weight.SCB"),
+    *("weight.absmax", "weight.quant_state.nf4", "comfy_quant", "weight_zero_point", "input_scale"),
+]
+
+
+def small_weights(name: str, lost: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Two FP8 weights, with what a tool keeps beside each."""
+    file: dict[str, torch.Tensor] = {}
+    for layer in ("0.", "1."):
+        file[f"{layer}weight"] = torch.ones(4, 4).to(torch.float8_e4m3fn)
+        if layer not in lost:
+            file[layer + name] = torch.full((1, 1), 0.01)
+    return file
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+
+@pytest.mark.parametrize("lost", [(), ("1.",)], ids=["all scales", "one is lost"])
+@pytest.mark.parametrize("name", SCALES)
+def test_8_bit_weights_are_refused_where_nobody_uses_their_scales(
+    name: str, lost: tuple[str, ...], tmp_path: Path
+) -> None:
+    file, path = small_weights(name, lost), tmp_path / "w.safetensors"
+    save_file(file, path)
+    torch.save({"model": file}, tmp_path / "w.pt")
+    numbers = {key: t.to(torch.int8) if key[2:] == "weight" else t for key, t in file.items()}
+    model = two_layers()
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \(0\.{name}\)"):
+        anyrank.load(model, numbers, unexpected="ignore", cast="any")
+    for call in (anyrank.load, anyrank.plan):
+        for source in (path, tmp_path / "w.pt", file):
+            with pytest.raises(anyrank.LoadError, match=r"1\.weight: is torch\.float8_e4m3fn"):
+                call(two_layers(), source, unexpected="ignore")
+    with pytest.raises(anyrank.LoadError, match=r"1\.weight: is torch\.float8_e4m3fn"):
+        anyrank.sync(two_layers(), file, unexpected="ignore")
+    with pytest.raises(anyrank.LoadError, match=r"0\.weight: is torch\.float8_e4m3fn"):
+        anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
+    anyrank.convert(path, tmp_path / "out")  # as it is
+    wrapped = {f"net.{key}": t for key, t in file.items()}
+    with pytest.raises(anyrank.LoadError, match=r"1\.weight: is torch\.float8_e4m3fn"):
+        anyrank.load(two_layers(), wrapped, unexpected="ignore", rename={"net": ""})
+
+
+def test_a_block_scale_that_is_lost_is_missed_without_a_configuration(tmp_path: Path) -> None:
+    file = small_weights("weight_scale_inv", ("1.",))
+    with pytest.raises(anyrank.LoadError, match=r"1\.weight: is .* without the scale that other"):
+        anyrank.load(two_layers(), file)
+    save_file(file, tmp_path / "w.safetensors")
+    with pytest.raises(anyrank.LoadError, match=r"1\.weight: is .* without the scale that other"):
+        anyrank.convert(tmp_path / "w.safetensors", tmp_path / "out", dtype="bfloat16")
+
+
+def test_8_bit_weights_without_any_scale_are_numbers() -> None:
+    file = small_weights("unused", ("0.", "1."))
+    model = two_layers()
+    anyrank.load(model, file)
+    assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
+    anyrank.load(model, {key: 3 * t.to(torch.int8) for key, t in file.items()}, cast="any")
+    assert torch.equal(model.get_parameter("0.weight"), torch.full((4, 4), 3.0))
+
+
+def test_a_scale_that_the_model_has_or_that_rename_leaves_out_is_no_obstacle() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+
+    small = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    model = nn.Sequential(Scaled())
+    anyrank.load(model, {"0.weight": small, "0.scale": torch.ones(4)})
+    assert torch.equal(model.get_parameter("0.scale"), torch.ones(4))
+    file = small_weights("scale")
+    anyrank.load(two_layers(), file, rename=lambda key: "" if key.endswith("scale") else key)
+    whole = {key: t.to(torch.float8_e4m3fn) for key, t in file.items()}  # cast as a whole
+    anyrank.load(two_layers(), whole, unexpected="ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,10 +9,11 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
 from anyrank.files.output import OutputTensor
+from anyrank.files.quantised import without_scales
 from anyrank.formats.tables import tables_named
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
-from anyrank.tensors.quantised import is_small, scaled
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import count
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,20 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTensor]:
+def outputs_of(
+    listing: Listing, selection: Selection, dtype: torch.dtype | None
+) -> list[OutputTensor]:
     """The tensors to write: floating ones in `dtype`, if it is given; others keep theirs.
 
     Raises:
-        LoadError: a cast would take 8-bit values for numbers that have a scale beside them.
+        LoadError: a cast would take 8-bit values for weights, without their scales.
     """
-    if dtype is not None:
-        _check_scales(selection.tensors, dtype)
+    floating = [t for t in selection.tensors.values() if t.dtype.is_floating_point]
+    problems = without_scales(listing, floating, lambda key: True) if dtype is not None else []
+    if problems:
+        raise LoadError(
+            f"{problems[0]}; or convert without dtype= ({count(len(problems), 'tensor')})"
+        )
     return [
         OutputTensor(
             name,
@@ -118,13 +124,3 @@ def outputs_of(selection: Selection, dtype: torch.dtype | None) -> list[OutputTe
         )
         for name, stored in selection.tensors.items()
     ]
-
-
-def _check_scales(tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
-    small = [name for name, t in tensors.items() if is_small(t.dtype) and scaled(tensors, name)]
-    if small:
-        raise LoadError(
-            f"{small[0]}: is {tensors[small[0]].dtype} with a scale beside it, as are "
-            f"{len(small)} tensors; to cast them to {dtype} without it would give other weights: "
-            "convert without dtype=, or dequantise first with the library that made them"
-        )

@@ -87,7 +87,7 @@ def convert_listing(
         LoadError: the source cannot be read, or a tensor has no place in the format.
         CheckpointError: the destination cannot be written; bytes of a run are damaged.
     """
-    tensors = outputs_of(selection, options.cast_dtype)
+    tensors = outputs_of(listing, selection, options.cast_dtype)
     stem = _stem(listing, selection)
     output = _plan(target, tensors, selection.tied, options, listing.metadata, stem)
     output = replace(output, small={**(small or {}), **output.small})

@@ -3,7 +3,7 @@ from the ranges of two others, so that whatever reads files reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,10 +18,11 @@ from anyrank.tensors.quantised import (
     Fetch,
     Pair,
     Quantised,
+    is_8_bit,
     is_small,
     is_wide,
     pairs_of,
-    scaled,
+    scales_of,
 )
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.symbolic import SymbolicTensor
@@ -95,10 +96,11 @@ def dequantised(
         del tensors[pair.values], tensors[pair.scales]
         tensors[pair.name if by_values is None else pair.values] = stored
     if listing.quantisation.get("quant_method") == "fp8":
+        scaled = set(scales_of(tensors.values()).values())
         for key, stored in tensors.items():
             dtype = wanted(key)
             is_weight = is_wide(dtype) if dtype else not dtypes
-            if is_small(stored.dtype) and is_weight and not scaled(tensors, key):
+            if is_small(stored.dtype) and is_weight and stored.name not in scaled:
                 raise LoadError(
                     f"{key}: is {stored.dtype}, and {key}{SCALE_INV} is not in the source, whose "
                     "config.json says that it is quantised by fp8: without its scale it is "
@@ -118,6 +120,37 @@ def _info(listing: Listing, quantised: Quantised) -> FileInfo:
     source = listing.files[quantised.values.chunks[0].file]
     path = f"{quantised.values.name} of {source.path}"
     return FileInfo(path, quantised.numel * ITEM, source.version, quantised=quantised)
+
+
+def without_scales(
+    listing: Listing, wanted: Iterable[StoredTensor], unused: Callable[[str], bool]
+) -> list[str]:
+    """Why 8-bit tensors may not be taken for weights, in words: they, or others of the source, have
+    scales that nobody uses.
+
+    Args:
+        listing: the source, its known pairs dequantised.
+        wanted: tensors that become weights of a larger dtype.
+        unused: whether nobody asks for a key of the source.
+    """
+    small = [stored for stored in wanted if is_8_bit(stored.dtype)]
+    if not small:
+        return []
+    scales = {key: name for key, name in scales_of(listing.tensors.values()).items() if unused(key)}
+    by_name = {name: key for key, name in scales.items()}
+    pair = next((info.quantised for info in listing.files if info.quantised is not None), None)
+    others = [*scales, *([pair.scales.name] if pair is not None else [])]
+    return [
+        f"{stored.name}: is {stored.dtype} in the source, "
+        + (
+            f"with a scale beside it ({by_name[stored.name]})"
+            if stored.name in by_name
+            else f"without the scale that other tensors have ({others[0]})"
+        )
+        + ": without the scale it is another weight: dequantise it with the library that made it"
+        for stored in small
+        if others
+    ]
 
 
 def unknown_method(listing: Listing) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
-from anyrank.files.quantised import dequantised, unknown_method
+from anyrank.files.quantised import dequantised, unknown_method, without_scales
 from anyrank.formats.tables import weights_for
 from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable, pretrained
@@ -34,7 +34,7 @@ from anyrank.tensors.names import (
     renamer,
     wrong_prefix,
 )
-from anyrank.tensors.quantised import is_small, is_wide, scaled
+from anyrank.tensors.quantised import is_wide
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
@@ -149,7 +149,9 @@ def match_model(
     problems += _untied(inner, tensors, missing)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
-    problems += _quantised_problems(listing, tensors, filled, bool(absent or unexpected))
+    problems += _quantised_problems(
+        listing, tensors, filled, renamer(options.rename), bool(absent or unexpected)
+    )
     problems += _adapter_problems(
         tensors, filled, unknown_adapters(tensors, stored, initialise, keep)
     )
@@ -338,6 +340,7 @@ def _quantised_problems(
     listing: Listing,
     targets: list[ModelTensor],
     filled: list[tuple[int, StoredTensor]],
+    rename: Callable[[str], str],
     has_other_problems: bool,
 ) -> list[str]:
     """Small numbers that would be taken for weights."""
@@ -345,12 +348,14 @@ def _quantised_problems(
     unknown = unknown_method(listing)
     if unknown and (has_other_problems or any(not is_wide(stored.dtype) for stored in wide)):
         return [unknown]
-    return [
-        f"{stored.name}: is {stored.dtype} in the source, with a scale beside it; without the "
-        "scale it is another weight: dequantise it with the library that made it"
-        for stored in wide
-        if is_small(stored.dtype) and scaled(listing.tensors, stored.name)
-    ]
+    places = {(chunk.file, chunk.offset) for _, stored in filled for chunk in stored.chunks}
+    used = {
+        stored.name
+        for stored in listing.tensors.values()
+        if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
+    }
+    problems = without_scales(listing, wide, lambda key: key not in used and rename(key) != "")
+    return problems[:SHOWN]
 
 
 def _adapter_problems(

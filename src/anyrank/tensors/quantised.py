@@ -4,7 +4,8 @@ their values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from anyrank.tensors.spec import StoredTensor
 METHODS = ("mxfp4", "fp8")
 BLOCK = (128, 128)  # DeepSeek's, where no configuration says otherwise
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
-# How tools name the scale of an 8-bit weight, after a dot or an underscore.
-ANY_SCALE = ("scale", "scales", "scale_inv", "input_scale")
+# What the name of an 8-bit weight's scale has in it, in whichever tool.
+SCALE_WORDS = re.compile(r"scale|amax|absmax|scb|quant|zero_point", re.IGNORECASE)
+SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 
 # The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -207,7 +209,28 @@ def is_wide(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and not is_small(dtype)
 
 
-def scaled(tensors: Collection[str], name: str) -> bool:
-    """Whether a key has the key of a scale beside it."""
-    stems = (name, name.rpartition(".")[0])
-    return any(f"{s}{dot}{end}" in tensors for s in stems for dot in "._" for end in ANY_SCALE)
+def is_8_bit(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype may be a weight's without its scale."""
+    return is_small(dtype) or dtype in (torch.int8, torch.uint8)
+
+
+def scales_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
+    """Keys that look like the scale of an 8-bit tensor -> the key of that tensor.
+
+    They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`.
+    """
+    tensors = list(tensors)
+    by_module = {t.name.rpartition(".")[0]: t.name for t in tensors if is_8_bit(t.dtype)}
+    scales: dict[str, str] = {}
+    for stored in tensors if by_module else ():
+        # Of a file that was cast to FP8 as a whole, parameters with such names are small too.
+        if is_small(stored.dtype) and stored.dtype != torch.float8_e8m0fnu:
+            continue
+        if SCALE_WORDS.search(stored.name) is None:  # most
+            continue
+        parts = stored.name.split(".")
+        for depth in range(1, min(len(parts), SCALE_DEPTH) + 1):
+            owner, rest = ".".join(parts[:-depth]), ".".join(parts[-depth:])
+            if by_module.get(owner, stored.name) != stored.name and SCALE_WORDS.search(rest):
+                scales.setdefault(stored.name, by_module[owner])
+    return scales
