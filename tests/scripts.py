@@ -93,16 +93,27 @@ def fork_ranks(
 
 
 def job_fork(log: str, main: Callable[..., None], arguments: tuple[str, ...]) -> int:
-    """The exit code of a fork of this rank; minus the signal, if one has ended it."""
+    """The exit code of a fork of this rank."""
+    return exit_code(fork(log, main, arguments))
+
+
+def exit_code(pid: int) -> int:
+    """That of a fork, once it has ended; minus the signal, if one has ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def fork(log: str, main: Callable[..., None], arguments: Iterable[str], **env: str) -> int:
+    """Start a fork of this process, which dies with it; returns its number."""
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return pid
     code = 1
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it dies with the rank
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(out, stream)
+        os.environ.update(env)
         sys.path.insert(0, os.getcwd())
         main(*arguments)
         code = 0

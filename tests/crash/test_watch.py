@@ -1,10 +1,15 @@
-"""`anyrank.watch`: jobs that hang under plain torchrun name the rank and the line."""
+"""`anyrank.watch`: jobs that hang name the rank and the line.
+
+They run on forks of the pool's ranks, and under torchrun where its signals end a rank.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +17,20 @@ from typing import Any
 
 import pytest
 from tests.hangs import HANGS, PRELUDE, Hang
-from tests.scripts import our_frames
+from tests.scripts import TORCHRUN as TORCHELASTIC
+from tests.scripts import exit_code, fork, our_frames
 
+from anyrank.testing import run_ranks
+from anyrank.watching.launched import run_program
 from anyrank.watching.system import descendants
 
 LIMIT_SEC = 240  # for a job that takes ten on a machine of its own
 AFTER = "3s"
 LONGER = "6s"  # than a busy machine takes to start the workers of a DataLoader
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+# Nobody but a launcher ends the rank that holds up these.
+LAUNCHED = ("SIGSTOP", "SIGKILL with sockets kept open by a child", "the GIL held in C")
+TOGETHER = [name for name in HANGS if name not in LAUNCHED]
 ANYRANK = ["-c", "import sys; from anyrank.cli import main; main(sys.argv[1:])"]
 
 
@@ -38,7 +49,7 @@ def run(folder: Path, *arguments: str, script: str = "") -> subprocess.Completed
         errors="replace",
     )
     try:
-        out, err = process.communicate(timeout=LIMIT_SEC)
+        out, err = process.communicate(timeout=100)
     finally:
         for pid in descendants(process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -73,8 +84,48 @@ def check(report: dict[str, Any], hang: Hang, script: Path) -> None:
     }
 
 
+def run_train(folder: str, *arguments: str) -> None:
+    os.chdir(folder)
+    run_program(("train.py", *arguments))
+
+
+def job_hangs(ports: dict[str, int]) -> list[int]:
+    """The exit codes of this rank in jobs by their folders, which all hang at once."""
+    forks = [
+        fork(f"{folder}/log", run_train, [folder, LONGER, "out"], MASTER_PORT=str(port))
+        for folder, port in ports.items()
+    ]
+    return [exit_code(pid) for pid in forks]
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[int]]]:
+    """The folder of each hang, and the exit codes of its ranks; together, as each mostly waits."""
+    folders = {name: tmp_path_factory.mktemp("hang") for name in TOGETHER}
+    for name, folder in folders.items():
+        (folder / "train.py").write_text(HANGS[name].script)
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in folders]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in probes]
+    jobs = dict(zip(map(str, folders.values()), ports, strict=True))
+    codes = run_ranks(3, job_hangs, jobs, init=False, env=TORCHELASTIC, timeout=LIMIT_SEC)
+    return {name: (folders[name], [*ended]) for name, *ended in zip(folders, *codes, strict=True)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_hang_names_its_rank_and_line(name: str, hung: dict[str, tuple[Path, list[int]]]) -> None:
+    folder, codes = hung[name]
+    log = (folder / "log").read_text(errors="replace")
+    assert 124 in codes, log
+    assert len(screens(log)) == 1, log
+    check(read(folder / "out"), HANGS[name], folder / "train.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_a_hang_under_torchrun_names_its_rank_and_line(name: str, tmp_path: Path) -> None:
     hang = HANGS[name]
     if hang.outlives:
