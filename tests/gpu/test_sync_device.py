@@ -47,3 +47,14 @@ def test_what_stays_on_the_device_waits_for_it_once(
     assert report.bytes_copied == [(4 * 640 + 320) * 640 * 2]
     for name, tensor in dst.items():
         assert torch.equal(tensor.cpu(), src[name].cpu().bfloat16()), name
+
+
+def test_an_end_that_moves_between_two_calls_is_seen(device: torch.device) -> None:
+    src, dst = (nn.Linear(64, 64).to(device) for _ in range(2))
+    weights = anyrank.Sync(dst, src)
+    for model, place in ((dst, device), (dst, "cpu"), (src, "cpu"), (dst, device), (src, device)):
+        model.to(place)
+        with torch.no_grad():
+            src.weight.normal_()
+        weights()
+        assert torch.equal(dst.weight.cpu(), src.weight.cpu())

@@ -136,3 +136,34 @@ def test_a_later_call_meets_four_times() -> None:
             "passing on the weights",
             "putting the weights in place",
         ]
+
+
+def lay_otherwise() -> list[bool]:
+    """Three ranks, FSDP2 on two of them into a whole on the last, whose memory changes its lie."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    wanted = [torch.randn(6, 8), torch.randn(6, 8).bfloat16()]
+    mesh = DeviceMesh("cpu", [0, 1])
+    src = dst = None
+    if rank < 2:
+        src = {str(n): distribute_tensor(w, mesh, [Shard(n)]) for n, w in enumerate(wanted)}
+    else:
+        dst = {str(n): torch.empty(6, 8) for n in range(2)}
+    weights = anyrank.Sync(dst, src)
+    planned: list[bool] = []
+    for lie in (
+        lambda: torch.empty(6, 8),
+        lambda: torch.empty(8, 6).t(),
+        lambda: torch.empty(6, 16)[:, ::2],
+        lambda: torch.empty(6, 8),
+    ):
+        for name in dst or {}:
+            dst[name] = lie()  # pyright: ignore[reportOptionalSubscript]
+        planned.append(weights().is_planned)
+        for name, tensor in (dst or {}).items():
+            assert torch.equal(tensor, wanted[int(name)].float())
+    return planned
+
+
+def test_memory_that_lies_otherwise_keeps_the_plan() -> None:
+    assert run_ranks(3, lay_otherwise) == [[True, False, False, False]] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +124,51 @@ def test_memory_that_came_to_be_shared_is_seen() -> None:
     dst.a.bias.data, dst.b.bias.data = base[:3], base[2:5]
     with pytest.raises(anyrank.LoadError, match=r"a\.bias and b\.bias share a part of"):
         weights()
+
+
+def lay(parameter: Any, how: str) -> None:
+    """Give a parameter memory that lies in another way, under the plan that is kept."""
+    shape = parameter.shape
+    if how == "turned":
+        parameter.data = torch.empty(shape[::-1]).t()
+    elif how == "every other":
+        parameter.data = torch.empty(shape[0], 2 * shape[1])[:, ::2]
+    elif how == "behind others":
+        parameter.data = torch.empty(5 + shape.numel())[5:].view(shape)
+    elif how == "set_":
+        with torch.no_grad():
+            parameter.set_(torch.empty(shape[::-1]).t())
+    elif how == "storage":
+        with torch.no_grad():
+            parameter.set_(parameter.untyped_storage().clone(), 0, shape, parameter.stride())
+    elif how == "requires_grad":
+        parameter.requires_grad_(False)
+
+
+LAYS = ["turned", "every other", "behind others", "set_", "storage", "requires_grad"]
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("end", ["src", "dst"])
+@pytest.mark.parametrize("how", LAYS)
+def test_memory_that_lies_otherwise_is_seen(how: str, end: str, atomic: bool) -> None:
+    src, dst = nn.Linear(6, 4), nn.Linear(6, 4)
+    weights = anyrank.Sync(dst, src, atomic=atomic)
+    weights()
+    for one in ("turned", how, "behind others", how):
+        lay((src if end == "src" else dst).weight, one)
+        with torch.no_grad():
+            src.weight.normal_()
+        before = src.weight.detach().clone()
+        assert not weights().is_planned
+        assert torch.equal(src.weight, before)
+        assert torch.equal(dst.weight, before)
+
+
+def test_a_kept_call_holds_no_tensor_of_the_call_before() -> None:
+    src, dst = {"w": torch.ones(4, 4)}, {"w": torch.zeros(4, 4)}
+    weights = anyrank.Sync(dst, src)
+    weights()
+    held = [weakref.ref(end.pop("w")) for end in (src, dst)]
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,8 +41,7 @@ class Added:
     narrows: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor of an end, the same on all ranks that hold a part of it.
 
     Attributes:
@@ -63,7 +62,7 @@ class TensorInfo:
     keys: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: Layout | None = field(repr=False)
+    layout: Layout | None
     kind: str
     is_meta: bool
     is_adapter: bool
@@ -98,7 +97,7 @@ class Described:
             known = layouts.get(id(row.layout))
             if known is None:
                 known = layouts[id(row.layout)] = repr(row.layout)
-            text.append(f"{row}{known}")
+            text.append(f"{row._replace(layout=None)}{known}")
         return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
 
 
@@ -164,19 +163,23 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
     """The rows of an end."""
     rows: list[TensorInfo] = []
     for tensor in tensors:
-        keys = tuple(dict.fromkeys(registration.unwrapped for registration in tensor.registrations))
+        first, *others = tensor.registrations
+        keys = (first.unwrapped,)
+        if others:
+            keys = tuple(dict.fromkeys(entry.unwrapped for entry in tensor.registrations))
         rows.append(
             TensorInfo(
-                keys=keys,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                layout=tensor.layout,
-                kind=tensor.kind,
-                is_meta=tensor.is_meta,
-                is_adapter=tensor.adapter or any(map(is_trained_copy, keys)),
-                is_merged=is_merged(tensor),
-                is_pinned=is_pinned(tensor),
-                scaling=scaling_of(tensor),
+                keys,
+                tensor.shape,
+                tensor.tensor.dtype,
+                tensor.layout,
+                tensor.kind,
+                tensor.is_meta,
+                tensor.adapter or any(map(is_trained_copy, keys)),
+                is_merged(tensor),
+                is_pinned(tensor),
+                (),
+                scaling_of(tensor) if tensor.adapter else None,
             )
         )
     return rows
@@ -193,9 +196,9 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
     merged: list[TensorInfo] = []
     for index, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
         if index in factors:
-            merged.append(replace(row, kind="factor"))
+            merged.append(row._replace(kind="factor"))
         elif index in lora.dropped:
-            merged.append(replace(row, kind="dropped"))
+            merged.append(row._replace(kind="dropped"))
         else:
             keys = tuple(
                 dict.fromkeys(merged_name(registration) for registration in tensor.registrations)
@@ -211,7 +214,7 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
                 )
                 for pair in lora.added.get(index, ())
             )
-            merged.append(replace(row, keys=keys, added=added, is_adapter=False))
+            merged.append(row._replace(keys=keys, added=added, is_adapter=False))
     return merged
 
 

@@ -13,6 +13,7 @@ from anyrank.filling.fill import Moved, Side, fill
 from anyrank.filling.flows import Flow
 from anyrank.filling.live_flows import in_rounds
 from anyrank.filling.merge import Adapters
+from anyrank.filling.messages import Route
 from anyrank.filling.move import WHAT, LocalMemory, Mover, window_for
 from anyrank.filling.planning import Agreement, SyncCall
 from anyrank.filling.report import SyncReport
@@ -104,16 +105,20 @@ class LiveSide(Side):
         """
         match, plan = share.match, self.plan
         real = share.real()
+        memory = self._memory
+        where = [(m.data_ptr(), m.stride(), m.device) for m in (*real.values(), *memory.values())]
         for index in real:  # a kept plan knows no memory
             if problem := unwritable(match.tensors[index]):
                 raise LoadError(problem)
-        # Merged values may not go into the memory of src: its adapters would count twice.
-        by_element = not self.atomic or plan.added
-        check_memory(match.tensors, match.stored, real, self._sources if by_element else {})
+        if where != plan.route.checked:  # what lies as it did then has been compared
+            # Merged values may not go into the memory of src: its adapters would count twice.
+            by_element = not self.atomic or plan.added
+            check_memory(match.tensors, match.stored, real, self._sources() if by_element else {})
         share.allocate(match.stored if self.atomic else ())
         targets = {index: share.local(index) for index, _ in match.filled}
-        self.places = LocalMemory(self._memory, targets, Adapters(self.factors, plan.added))
-        self.mover = self._mover(plan.flows, self.places)
+        plan.route.begin(where, [(m.stride(), m.device) for m in targets.values()])
+        self.places = LocalMemory(memory, targets, Adapters(self.factors, plan.added))
+        self.mover = self._mover(plan.flows, self.places, plan.route)
 
     def compare(self) -> None:
         """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
@@ -151,34 +156,32 @@ class LiveSide(Side):
         """What an error says of `dst`."""
         return "dst keeps its values" if self.atomic else OVERWRITTEN
 
-    def _mover(self, flows: Sequence[Flow], places: LocalMemory) -> Mover:
+    def _mover(
+        self, flows: Sequence[Flow], places: LocalMemory, route: Route | None = None
+    ) -> Mover:
         """What fills the targets of some flows; those that are only compared are left out."""
         moved = [flow for flow in flows if not flow.is_compared]
         transfers = (transfer for flow in moved for transfer in flow.transfers)
         is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
         window = 0 if is_alone else window_for(BUFFER_BYTES.get())
         rounds = in_rounds(moved, self.plan.receivers)
-        return Mover(rounds, places, self.ranks, window, self.meter.sample)
-
-    @property
-    def _memory(self) -> dict[int, torch.Tensor]:
-        """This rank's memory of `src`, by number of the source tensor."""
-        return {number: source.memory for number, source in self._sources.items()}
+        return Mover(rounds, places, self.ranks, window, self.meter.sample, route)
 
     @cached_property
+    def _memory(self) -> dict[int, torch.Tensor]:
+        """This rank's memory of `src`, by number of the source tensor."""
+        tensors = self.agreed.src.tensors
+        return {number: tensors[index].local() for number, index in self.plan.locals.items()}
+
     def _sources(self) -> dict[int, SourceMemory]:
         """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
 
         One that is merged on the way is in no tensor as it is, and so has no strides.
-
-        Raises:
-            LoadError: one whose bytes are not its values.
         """
         tensors, plan = self.agreed.src.tensors, self.plan
         sources: dict[int, SourceMemory] = {}
-        for number, index in plan.locals.items():
-            tensor = tensors[index]
-            memory = tensor.local()
+        for number, memory in self._memory.items():
+            tensor = tensors[plan.locals[number]]
             strides = () if number in plan.added else row_major(tensor.shape)
             sources[number] = SourceMemory(tensor, memory, strides)
         return sources

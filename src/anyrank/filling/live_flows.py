@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anyrank.errors import LoadError, WrongValue
@@ -19,6 +19,7 @@ from anyrank.filling.match import (
     match_ends,
     sources_of,
 )
+from anyrank.filling.messages import Route
 from anyrank.filling.report import SyncReport
 from anyrank.model.given_layouts import check_parts
 from anyrank.model.match import ModelMatch
@@ -53,6 +54,7 @@ class SyncPlan:
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
         renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
+        route: the messages of `flows`, once they are made.
     """
 
     match: ModelMatch
@@ -64,6 +66,7 @@ class SyncPlan:
     rebuild: bool
     receivers: int
     renamed: dict[str, str]
+    route: Route = field(default_factory=Route, compare=False)
 
 
 @dataclass(frozen=True)

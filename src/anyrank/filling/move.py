@@ -10,28 +10,37 @@ has keeps to the order, with memory of no meaning.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from anyrank import faults
-from anyrank.files.reader import copy_into, synchronize
+from anyrank.files.reader import synchronize
 from anyrank.filling.flows import Flow
 from anyrank.filling.merge import Adapters
+from anyrank.filling.messages import (
+    ALIGN,
+    Block,
+    Message,
+    Route,
+    StridedView,
+    aligned,
+    copy_all,
+    messages_of,
+)
 from anyrank.tensors.box import Box
 from anyrank.tensors.transfers import Strip, Transfer
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Interrupted, Ranks
 
 MESSAGE_BYTES = 1 << 20  # at most; the same on all ranks
-ALIGN = 16  # of messages in the window, and of blocks in a message
 DIMS = tuple(range(64))  # as many as a tensor may have
 WHAT = "passing on the weights"
 
 T = TypeVar("T")
-Side = Callable[[Flow, Transfer, Box], torch.Tensor]
 
 
 class LocalMemory:
@@ -56,6 +65,7 @@ class LocalMemory:
     def begin(self, flows: Sequence[Flow]) -> None:
         """Make ready what this rank gives in a round."""
 
+    @cached_property
     def devices(self) -> set[torch.device]:
         """The devices of both, without the CPU."""
         tensors = (*self.sources.values(), *self.targets.values())
@@ -92,11 +102,8 @@ class LocalMemory:
 
     def settle(self) -> None:
         """Wait until the devices have come to the copies under way."""
-        for device in self.devices():
+        for device in self.devices:
             torch.accelerator.current_stream(device).synchronize()
-
-    def _target(self, flow: Flow) -> torch.Tensor:
-        return self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
 
     def target_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
         """Where this rank's `dst` has the elements of a box."""
@@ -104,6 +111,27 @@ class LocalMemory:
         if into.shape == box.sizes:
             return into  # all of it
         return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]
+
+    def source_of(self, block: Block) -> torch.Tensor:
+        """`source_view` of a block, whose place is kept."""
+        memory = self.sources[block.number]
+        if block.source is not None:
+            return block.source.view(memory)
+        view = self.source_view(block.flow, block.transfer, block.box)
+        block.source = StridedView.find(view, memory)
+        return view
+
+    def target_of(self, block: Block) -> torch.Tensor:
+        """`target_view` of a block, whose place is kept."""
+        memory = self._target(block.flow)
+        if block.target is not None:
+            return block.target.view(memory)
+        view = self.target_view(block.flow, block.transfer, block.box)
+        block.target = StridedView.find(view, memory)
+        return view
+
+    def _target(self, flow: Flow) -> torch.Tensor:
+        return self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
 
 
 def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
@@ -114,74 +142,24 @@ def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Ten
     return view.permute(order + rest).reshape(tuple(sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A box of one transfer, and where it lies in its message, in bytes."""
-
-    flow: Flow
-    transfer: Transfer
-    box: Box
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.flow.wire_dtype.itemsize
-
-
 @dataclass(slots=True)
-class _Message:
-    """Blocks that follow one another between two ranks; or one that a rank copies for itself.
+class _UnderWay:
+    """A message that is being sent or received.
 
     Attributes:
-        sender, receiver: global ranks.
-        blocks: in their order.
-        nbytes: of all of them, with the gaps that align them.
-        work: waits for its end, once the message is under way.
-        start, stop: its part of the window's memory, if it is staged.
+        wait: for its end.
+        start, stop: its part of the window's memory; -1 where it needs none.
     """
 
-    sender: int
-    receiver: int
-    blocks: list[_Block]
-    nbytes: int = 0
-    work: Any = None
-    start: int = -1
-    stop: int = -1
-
-
-def _messages(
-    flows: Sequence[Flow], most_bytes: int, is_one_copy: Callable[[Flow, Transfer], bool]
-) -> list[_Message]:
-    """A rank's messages in their order, of at most so many bytes each; the same at both ends."""
-    messages: list[_Message] = []
-    opened: dict[tuple[int, int], _Message] = {}
-    for flow in flows:
-        most = most_bytes // flow.wire_dtype.itemsize
-        for transfer in flow.transfers:
-            pair = (transfer.sender, transfer.receiver)
-            if pair[0] == pair[1] and is_one_copy(flow, transfer):
-                messages.append(_Message(*pair, [_Block(flow, transfer, transfer.box, 0)]))
-                continue
-            for box in transfer.box.cut(most):
-                nbytes = box.numel * flow.wire_dtype.itemsize
-                message = opened.get(pair)
-                offset = 0 if message is None else _aligned(message.nbytes)
-                if message is None or offset + nbytes > most_bytes:
-                    message, offset = _Message(*pair, []), 0
-                    messages.append(message)
-                    opened[pair] = message
-                message.blocks.append(_Block(flow, transfer, box, offset))
-                message.nbytes = offset + nbytes
-    return messages
+    message: Message
+    wait: Callable[[], None]
+    start: int
+    stop: int
 
 
 def window_for(buffer_bytes: int) -> int:
     """Bytes of a window that has room for a few of the longest messages."""
     return max(4 * MESSAGE_BYTES, buffer_bytes)
-
-
-def _aligned(position: int) -> int:
-    return -(-position // ALIGN) * ALIGN
 
 
 class Mover:
@@ -193,6 +171,8 @@ class Mover:
         ranks: of the call.
         window_bytes: of messages that are under way; 0 where this rank sends and receives nothing.
         sample: called now and then, to measure memory.
+        route: keeps the messages for a later call with the same rounds. Default: they are made
+            anew.
 
     Attributes:
         sent, received, copied: bytes of this rank.
@@ -205,16 +185,18 @@ class Mover:
         ranks: Ranks,
         window_bytes: int,
         sample: Callable[[], None],
+        route: Route | None = None,
     ) -> None:
         self.rounds = rounds
         self.places = places
         self.ranks = ranks
         self.sample = sample
-        self.window = window_bytes
+        self.route = route
+        self.window = window_bytes // ALIGN * ALIGN
         self.message_bytes = min(MESSAGE_BYTES, window_bytes // 4 or MESSAGE_BYTES)
-        self.devices = places.devices()
+        self.devices = places.devices
         self.memory = self._allocate()
-        self.pending: deque[_Message] = deque()
+        self.pending: deque[_UnderWay] = deque()
         self.under_way = 0
         self.problem: Exception | None = None
         self.sent = self.received = self.copied = 0
@@ -231,17 +213,23 @@ class Mover:
         for number, flows in enumerate(self.rounds):
             if number and self.ranks.any(self.problem is not None, WHAT):
                 raise self.problem or Interrupted
-            self._round(flows)
+            self._try(lambda flows=flows: self.places.begin(flows))
+            self._round(self._messages(number, flows))
             self.sample()
         self._try(self.places.settle)
         if self.problem is not None:
             raise self.problem
 
-    def _round(self, flows: Sequence[Flow]) -> None:
+    def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
+        def make() -> list[Message]:
+            return messages_of(flows, self.message_bytes, self.places.is_one_copy)
+
+        return make() if self.route is None else self.route.messages(number, make)
+
+    def _round(self, messages: Sequence[Message]) -> None:
         rank = self.ranks.rank
-        self._try(lambda: self.places.begin(flows))
         with self.ranks.streaming(WHAT):
-            for message in _messages(flows, self.message_bytes, self.places.is_one_copy):
+            for message in messages:
                 if message.sender == message.receiver:
                     self._try(lambda m=message: self._copy(m))
                 elif message.sender == rank:
@@ -260,63 +248,55 @@ class Mover:
                 self.problem = error
         return None
 
-    def _copy(self, message: _Message) -> None:
-        for block in message.blocks:
-            target = self.places.target_view(block.flow, block.transfer, block.box)
-            copy_into(target, self.places.source_view(block.flow, block.transfer, block.box))
-            self.copied += block.box.numel * block.flow.target_dtype.itemsize
+    def _copy(self, message: Message) -> None:
+        sources = [self.places.source_of(block) for block in message.blocks]
+        copy_all([self.places.target_of(block) for block in message.blocks], sources)
+        self.copied += message.target_bytes
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, message: Message) -> None:
         self._make_room(message.nbytes)  # a lost connection is no error of this rank's own
         self._try(lambda: faults.point("sync.send"))
-        memory = self._try(lambda: self._direct(message, self.places.source_view))
+        memory, start = self._try(lambda: self._direct(message, is_source=True)), -1
         if memory is None:
-            memory = self._stage(message)
+            memory, start = self._stage(message)
             self._try(lambda: self._fill(message, memory))
-        message.work = self.ranks.start_send(memory, message.receiver)
-        self._add(message)
-        self.sent += sum(block.nbytes for block in message.blocks)
+        self._add(message, self.ranks.start_send(memory, message.receiver), start)
+        self.sent += message.payload
 
-    def _receive(self, message: _Message) -> None:
+    def _receive(self, message: Message) -> None:
         self._make_room(message.nbytes)
         self._try(lambda: faults.point("sync.receive"))
-        memory = self._try(lambda: self._direct(message, self.places.target_view))
+        memory, start = self._try(lambda: self._direct(message, is_source=False)), -1
         if memory is None:
-            memory = self._stage(message)
-        message.work = self.ranks.start_receive(memory, message.sender)
-        self._add(message)
-        self.received += sum(block.nbytes for block in message.blocks)
+            memory, start = self._stage(message)
+        self._add(message, self.ranks.start_receive(memory, message.sender), start)
+        self.received += message.payload
 
-    def _direct(self, message: _Message, side: Side) -> torch.Tensor | None:
+    def _direct(self, message: Message, *, is_source: bool) -> torch.Tensor | None:
         """The very memory of the tensor that a message goes from or to, where it can."""
         first, *others = message.blocks
-        if others or (
-            side == self.places.source_view and self.places.is_computed(first.flow, first.transfer)
-        ):
+        if others or (is_source and self.places.is_computed(first.flow, first.transfer)):
             return None
-        view = side(first.flow, first.transfer, first.box)
+        view = self.places.source_of(first) if is_source else self.places.target_of(first)
         if not view.is_cpu or view.dtype != first.flow.wire_dtype or not view.is_contiguous():
             return None
         return view.view(-1).view(torch.uint8)
 
-    def _fill(self, message: _Message, memory: torch.Tensor) -> None:
+    def _fill(self, message: Message, memory: torch.Tensor) -> None:
         """Read what is sent into the window."""
-        for block, staged in _staged(message, memory):
-            view = self.places.source_view(block.flow, block.transfer, block.box)
-            copy_into(staged, view.to(block.flow.wire_dtype))
-            _settle(view)
+        copy_all(message.parts(memory), [self.places.source_of(block) for block in message.blocks])
+        self.places.settle()
 
-    def _empty(self, message: _Message, memory: torch.Tensor) -> None:
+    def _empty(self, message: Message, memory: torch.Tensor) -> None:
         """Put what was received in place."""
-        for block, staged in _staged(message, memory):
-            target = self.places.target_view(block.flow, block.transfer, block.box)
-            copy_into(target, staged)
-            _settle(target)
+        copy_all([self.places.target_of(block) for block in message.blocks], message.parts(memory))
+        self.places.settle()
 
     # -- the window ---------------------------------------------------------------------------
 
-    def _add(self, message: _Message) -> None:
-        self.pending.append(message)
+    def _add(self, message: Message, wait: Callable[[], None], start: int) -> None:
+        stop = start if start < 0 else start + aligned(message.nbytes)
+        self.pending.append(_UnderWay(message, wait, start, stop))
         self.under_way += message.nbytes
 
     def _make_room(self, nbytes: int) -> None:
@@ -325,23 +305,23 @@ class Mover:
 
     def _finish_oldest(self) -> None:
         oldest = self.pending.popleft()
-        oldest.work()
-        self.under_way -= oldest.nbytes
-        if oldest.receiver == self.ranks.rank and oldest.start >= 0:
-            memory = self.memory[oldest.start : oldest.start + oldest.nbytes]
-            self._try(lambda: self._empty(oldest, memory))
+        message = oldest.message
+        oldest.wait()
+        self.under_way -= message.nbytes
+        if message.receiver == self.ranks.rank and oldest.start >= 0:
+            memory = self.memory[oldest.start : oldest.start + message.nbytes]
+            self._try(lambda: self._empty(message, memory))
 
-    def _stage(self, message: _Message) -> torch.Tensor:
-        """Memory of the window: a ring, as the oldest message ends first."""
-        need = _aligned(message.nbytes)
+    def _stage(self, message: Message) -> tuple[torch.Tensor, int]:
+        """Memory of the window, and where it starts: a ring, as the oldest message ends first."""
+        need = aligned(message.nbytes)
         while (start := self._free_at(need)) < 0:
             self._finish_oldest()
-        message.start, message.stop = start, start + need
-        return self.memory[start : start + message.nbytes]
+        return self.memory[start : start + message.nbytes], start
 
     def _free_at(self, need: int) -> int:
         """Where the ring has room after its newest part; -1 if nowhere."""
-        staged = [message for message in self.pending if message.start >= 0]
+        staged = [entry for entry in self.pending if entry.start >= 0]
         if not staged:
             return 0
         oldest, newest = staged[0], staged[-1]
@@ -356,16 +336,3 @@ class Mover:
         if self.devices:
             return page_locked(self.window, next(iter(self.devices)))
         return torch.empty(self.window, dtype=torch.uint8, device="cpu")
-
-
-def _staged(message: _Message, memory: torch.Tensor) -> Iterator[tuple[_Block, torch.Tensor]]:
-    """The blocks of a message, each with its part of the window's memory."""
-    for block in message.blocks:
-        part = memory[block.offset : block.offset + block.nbytes]
-        yield block, part.view(block.flow.wire_dtype).view(block.box.sizes)
-
-
-def _settle(tensor: torch.Tensor) -> None:
-    """Wait for the copies to or from a device, whose other end is used again at once."""
-    if not tensor.is_cpu:
-        torch.accelerator.current_stream(tensor.device).synchronize()

@@ -18,6 +18,7 @@ from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
 from anyrank.filling.fill import Filled, Moved, Side, fill
 from anyrank.filling.flows import Flow
+from anyrank.filling.messages import Block
 from anyrank.filling.move import LocalMemory, Mover
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.model.dtensors import as_sharded
@@ -88,6 +89,10 @@ class FileMemory(LocalMemory):
         block = self.blocks[flow.index, transfer.box_number]
         inside = box.relative_to(transfer.box.offsets).shifted(transfer.source)
         return block[inside.slices()]
+
+    def source_of(self, block: Block) -> torch.Tensor:
+        """`source_view` of a block, whose memory is that of one round."""
+        return self.source_view(block.flow, block.transfer, block.box)
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
         """Whether `source_view` makes the values: never, as they are read before."""

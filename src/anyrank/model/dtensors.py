@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,16 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "global_shape", tensor.shape))
 
 
-def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int, ...] | None]:
+Lay: TypeAlias = "tuple[Layout | None, tuple[int, ...] | None]"
+
+
+def layout_of(tensor: torch.Tensor, name: str, known: dict[Any, Lay] | None = None) -> Lay:
     """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
+
+    Args:
+        tensor: plain, or a DTensor.
+        name: for errors.
+        known: layouts that were asked of torch a moment ago, by mesh and placements; grows.
 
     Raises:
         LoadError: a tensor subclass, placement or mesh whose bytes cannot be placed.
@@ -41,6 +49,17 @@ def layout_of(tensor: torch.Tensor, name: str) -> tuple[Layout | None, tuple[int
             raise LoadError(f"{name}: is a {kind}, whose bytes are not the tensor's: {way_out}")
         return (GIVEN_BOXES, _given_boxes(tensor, name)) if _is_part(tensor) else (None, None)
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    key = (id(mesh), placements, *map(type, placements))  # a strided shard may equal a plain one
+    lay = None if known is None else known.get(key)
+    if lay is None:
+        lay = _lay_of(mesh, placements, name)
+        if known is not None:
+            known[key] = lay
+    return lay
+
+
+def _lay_of(mesh: Any, placements: Any, name: str) -> Lay:
+    """Raises LoadError: as `layout_of`."""
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
     places = _places_in_groups(mesh)

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
 from anyrank.frozen.freeze import frozen_info
-from anyrank.model.dtensors import global_shape, layout_of
+from anyrank.model.dtensors import Lay, global_shape, layout_of
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
@@ -121,6 +121,7 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
         if is_fsdp2(owner.module):
             owner.module.reshard()
     tensors: dict[int, ModelTensor] = {}
+    layouts: dict[Any, Lay] = {}  # a model has few, and to ask torch takes 7 us
     for owner in modules:
         module = owner.module
         derived: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
@@ -132,7 +133,7 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
                 kind_there: Kind = "derived" if attribute in derived else kind
                 known = tensors.get(id(tensor))
                 if known is None:
-                    tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry)
+                    tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry, layouts)
                     continue
                 known.registrations.append(entry)
                 if known.kind == "derived":
@@ -140,7 +141,9 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
     return list(tensors.values())
 
 
-def _model_tensor(tensor: Any, kind: Kind, owner: NamedModule, entry: Registration) -> ModelTensor:
+def _model_tensor(
+    tensor: Any, kind: Kind, owner: NamedModule, entry: Registration, layouts: dict[Any, Lay]
+) -> ModelTensor:
     """A tensor at the first module that has it.
 
     Raises:
@@ -151,7 +154,7 @@ def _model_tensor(tensor: Any, kind: Kind, owner: NamedModule, entry: Registrati
             f"{entry.name}: is a lazy parameter without a shape: run the model once on an input, "
             "or build it with its sizes"
         )
-    layout, coordinate = layout_of(tensor, entry.raw)
+    layout, coordinate = layout_of(tensor, entry.raw, layouts)
     return ModelTensor(
         name=entry.name,
         tensor=tensor,
