@@ -74,7 +74,7 @@ class Hang:
 HANGS = {
     "skips a collective": Hang(
         1,
-        ("skipped",),
+        ("mismatch",),
         """
 for number in range(100):
     step(x)
@@ -85,7 +85,7 @@ for number in range(100):
     ),
     "another order": Hang(
         2,
-        ("order",),
+        ("branch",),
         """
 for number in range(100):
     step(x)
@@ -103,8 +103,8 @@ for number in range(100):
         """
 for number in range(100):
     step(x)
-    dist.all_reduce(torch.zeros(0) if rank == 1 and number == 5 else x)
-    dist.all_gather(parts, x)  # HERE
+    dist.all_reduce(torch.zeros(0) if rank == 1 and number == 5 else x)  # HERE
+    dist.all_gather(parts, x)
 """,
     ),
     "a save under if rank == 0": Hang(
@@ -122,7 +122,7 @@ for number in range(100):
     ),
     "a branch by rank under FSDP2": Hang(
         1,
-        ("branch",),
+        ("mismatch",),
         """
 from torch.distributed.fsdp import fully_shard
 
@@ -150,7 +150,7 @@ for number in range(100):
     ),
     "a swallowed exception": Hang(
         2,
-        ("swallowed",),
+        ("mismatch",),
         """
 def train(number):
     try:

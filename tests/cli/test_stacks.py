@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from anyrank.watching.job import Job, describe
+from anyrank.watching.looks import Look
+from anyrank.watching.options import VERDICT
 from anyrank.watching.system import state_of, variable_of
 
 LAUNCHER = """
@@ -95,10 +98,12 @@ def test_the_odd_rank_of_a_launcher_is_named(
     assert result.exit_code == 1
     first, second, *_ = result.stdout.splitlines()
     assert first == (
-        "anyrank: rank 1 is in all_gather_object, which 0, 2 never entered; "
-        "ranks 0, 2 wait in all_reduce now"
+        "anyrank: rank 1 waits in all_gather_object at /u/train.py:27 main; "
+        "ranks 0, 2 wait in all_reduce at /u/train.py:20 main now"
     )
-    assert second.startswith("  it is at /u/train.py:27 main: ")
+    assert (
+        second == "  every rank has to make the same calls, with as many elements of the same dtype"
+    )
     assert {state_of(pid) for pid in ranks_of(launcher)} == {"S"}  # the job lives on
 
 
@@ -133,7 +138,21 @@ def test_without_py_spy_the_commands_are_named(
     result = anyrank(f"stacks {launcher}")
     assert result.exit_code == 0
     assert result.stdout.count(": py-spy dump --pid ") == 3
+    assert "cannot be seen without the stacks of ranks 0, 1, 2" in result.stdout
+    assert "none is seen to hold up" not in result.stdout
     assert "pip install 'anyrank[stacks]'" in result.stdout
+
+
+def test_what_a_watch_has_said_is_shown() -> None:
+    """Of a job whose stacks nobody may read."""
+    job = Job(4711, {0: os.getpid()})
+    file = os.memfd_create(VERDICT)
+    os.write(file, b"02:31:07\nanyrank: rank 1 is in its loader")
+    lines, verdict = describe(job, [Look(0)])
+    os.close(file)
+    assert verdict is None
+    said = ["  the watch of rank 0 has said at 02:31:07:", "anyrank: rank 1 is in its loader"]
+    assert lines[-2:] == said
 
 
 def test_a_stopped_rank_needs_no_stacks_and_stays_as_it_is(

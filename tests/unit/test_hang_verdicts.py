@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import anyrank
 from anyrank.watching import system
-from anyrank.watching.looks import Look, Operation, works
+from anyrank.watching.looks import Look, works
 from anyrank.watching.options import read_options
+from anyrank.watching.recorder import Call, calls_of, read_entries
 from anyrank.watching.stacks import (
     Frame,
     Stack,
@@ -24,7 +27,6 @@ from anyrank.watching.stacks import (
     own_frames,
     read_faulthandler,
     read_py_spy,
-    tries_around,
     waits_for_store,
 )
 from anyrank.watching.system import Workers, ended, oom_kills, state_of
@@ -50,7 +52,8 @@ def main_at(line: int, file: str = "/u/train.py") -> Frame:
 
 
 def waits(rank: int, name: str = "all_reduce", line: int = 10, **more: Any) -> Look:
-    return Look(rank, stack=in_collective(name, main_at(line)), steps=5, **more)
+    """A rank without a record."""
+    return Look(rank, stack=in_collective(name, main_at(line)), **more)
 
 
 def elsewhere(rank: int, state: str = "answers", **more: Any) -> Look:
@@ -58,10 +61,16 @@ def elsewhere(rank: int, state: str = "answers", **more: Any) -> Look:
     return Look(rank, state, stack=(main_at(30),), **more)
 
 
-def runs(
-    name: str, number: int, *, group: str = "0", sizes: str = "[[4]]", is_done: bool = False
-) -> Operation:
-    return Operation(group, number, name, sizes, is_done)
+def called(name: str, number: int, line: int = 10, **more: Any) -> Call:
+    """A call of four elements by all of the ranks, at a line of their own."""
+    more.setdefault("group", "0")
+    more.setdefault("sizes", [[4]])
+    return Call(number=number, name=name, dtypes=["Float"], stack=(main_at(line),), **more)
+
+
+def stands(rank: int, *calls: Call, line: int = 30, **more: Any) -> Look:
+    """A rank whose main thread reads a value, after it has called these."""
+    return Look(rank, stack=(main_at(line),), calls=[*calls], **more)
 
 
 # -- stacks ---------------------------------------------------------------------------------------
@@ -142,10 +151,6 @@ def main():
             reduce()
         except ValueError:
             log()
-        try:
-            reduce()
-        except ValueError:
-            raise
 def other():
     reduce()
 """
@@ -154,23 +159,21 @@ def other():
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (5, (['"if step < 3"'], set())),
-        (7, (['"if rank == 0"'], set())),
-        (10, (['the else of "if rank == 0"'], set())),
-        (13, ([], {12})),
-        (15, ([], set())),
-        (17, ([], set())),
-        (21, ([], set())),
-        (99, ([], set())),
+        (5, ['"if step < 3"']),
+        (7, ['"if rank == 0"']),
+        (10, ['the else of "if rank == 0"']),
+        (13, []),
+        (16, []),
+        (99, []),
     ],
 )
 def test_the_source_says_what_a_line_hangs_on(
-    line: int, expected: tuple[object, ...], tmp_path: Path
+    line: int, expected: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SOURCE)
     frame = Frame(str(script), line, "main")
-    assert ([str(branch) for branch in branches_around(frame)], tries_around(frame)) == expected
+    assert [str(branch) for branch in branches_around(frame)] == expected
 
 
 @pytest.mark.parametrize("text", ["def (", "\x00", ""])
@@ -219,16 +222,29 @@ def test_what_takes_a_core_in_a_library_is_at_work(file: str) -> None:
 # -- verdicts -------------------------------------------------------------------------------------
 
 
-MEMBERS = {"a": [0, 1, 2], "b": [2, 3], "c": [3, 4]}
+A, B, C, PAIR, OTHER, OURS = (
+    dict[str, Any](group=group, members=ranks)
+    for group, ranks in {
+        "a": [0, 1, 2],
+        "b": [2, 3],
+        "c": [3, 4],
+        "pair": [0, 1],
+        "other": [0, 1],
+        "anyrank [0, 1, 2] 0": [0, 1, 2],
+    }.items()
+)
 # What the ranks do -> their looks, and what is concluded: culprits, kind, line, words; or nothing.
 SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]] | None]] = {
     "one elsewhere": (
         [waits(0), waits(1, "all_gather", 20), waits(2), waits(3)],
         (
             [1],
-            "skipped",
+            "mismatch",
             20,
-            ["rank 1 is in all_gather", "ranks 0, 2, 3 wait in all_reduce since 61 s"],
+            [
+                "rank 1 waits in all_gather at /u/train.py:20",
+                "ranks 0, 2, 3 wait in all_reduce at /u/train.py:10 main since 61 s",
+            ],
         ),
     ),
     "one at work": ([waits(0), elsewhere(1, at_work=True, is_busy=True), waits(2)], None),
@@ -267,34 +283,122 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     "all in one place": ([waits(0), waits(1)], ([], "mismatch", None, ["none is missing"])),
     "one is done where the others wait": (
         [
-            waits(0, operations=[runs("all_reduce", 7)]),
-            waits(1, operations=[runs("all_reduce", 7)]),
-            waits(
-                2,
-                "all_gather",
-                20,
-                operations=[runs("all_reduce", 7, is_done=True), runs("all_gather", 8)],
-            ),
+            stands(0, called("all_reduce", 7)),
+            stands(1, called("all_reduce", 7)),
+            stands(2, called("all_reduce", 7, is_done=True), called("all_gather", 8, 20)),
         ],
-        ([2], "mismatch", 20, []),
+        ([2], "mismatch", 10, []),
     ),
-    "shapes that differ": (
+    "sizes that differ": (
         [
-            waits(0, operations=[runs("all_reduce", 7)]),
-            waits(1, operations=[runs("all_reduce", 7)]),
-            waits(2, operations=[runs("all_reduce", 7, sizes="[[0]]")]),
+            stands(0, called("all_reduce", 7)),
+            stands(1, called("all_reduce", 7, sizes=[[2, 2]])),  # as many elements
+            stands(2, called("all_reduce", 7, 12, sizes=[[0]])),
         ],
-        ([2], "mismatch", 10, ["all_reduce #7"]),
+        ([2], "mismatch", 12, ["rank 2 called all_reduce #7 of [0], Float at /u/train.py:12"]),
+    ),
+    "one starts a collective alone, and goes on": (
+        [
+            stands(0, called("all_gather", 7, 12), called("all_reduce", 8, 26)),
+            stands(1, called("all_reduce", 7, 26), called("all_reduce", 8, 26)),
+            stands(2, called("all_reduce", 7, 26)),
+        ],
+        (
+            [0],
+            "mismatch",
+            12,
+            [
+                "rank 0 called all_gather #7 at /u/train.py:12 main; ranks 1, 2 called all_reduce "
+                "#7 at /u/train.py:26 main and wait there since 61 s",
+                "now at /u/train.py:30 main",
+            ],
+        ),
+    ),
+    "one leaves out the last": (
+        [
+            stands(0, called("all_reduce", 6, is_done=True), called("all_reduce", 7, 26)),
+            stands(1, called("all_reduce", 6, is_done=True), line=31),
+            stands(2, called("all_reduce", 6, is_done=True), called("all_reduce", 7, 26)),
+        ],
+        ([1], "slow", 31, ["rank 1 is in no collective; ranks 0, 2 called all_reduce #7 at"]),
+    ),
+    "a call that is not kept any more": (
+        [
+            stands(0, called("all_reduce", 7)),
+            stands(1, called("all_reduce", 7)),
+            stands(2, called("barrier", 40, 20)),
+        ],
+        ([2], "mismatch", 30, []),
+    ),
+    "two that differ": (
+        [stands(0, called("all_reduce", 7, 11)), stands(1, called("all_gather", 7, 12))],
+        (
+            [],
+            "mismatch",
+            None,
+            ["rank 0 called all_reduce #7 at /u/train.py:11 main; rank 1 called all_gather #7 at"],
+        ),
     ),
     # Ranks 0, 1 wait in one group, 2 waits for 3 in another, and 3 for nobody that is missing.
     "several groups": (
         [
-            waits(0, line=1, operations=[runs("all_reduce", 5, group="a")], members=MEMBERS),
-            waits(1, line=1, operations=[runs("all_reduce", 5, group="a")], members=MEMBERS),
-            waits(2, line=2, operations=[runs("all_reduce", 3, group="b")], members=MEMBERS),
-            waits(3, line=3, operations=[runs("all_reduce", 1, group="c")], members=MEMBERS),
+            stands(0, called("all_reduce", 5, 1, **A)),
+            stands(1, called("all_reduce", 5, 1, **A)),
+            stands(2, called("all_reduce", 3, 2, **B)),
+            stands(3, called("all_reduce", 1, 3, **C)),
         ],
-        ([3], "skipped", 3, []),
+        ([3], "skipped", 3, ["anyrank: rank 3 called all_reduce #1 of group c at"]),
+    ),
+    "two groups in different orders, on a device": (
+        [
+            stands(0, called("all_reduce", 1, 11, **PAIR), called("barrier", 1, 12, **OTHER)),
+            stands(1, called("barrier", 1, 21, **OTHER), called("all_reduce", 1, 22, **PAIR)),
+        ],
+        ([], "order", None, ["ranks call groups pair and other in different orders"]),
+    ),
+    "two groups in different orders, and each waits": (
+        [
+            stands(0, called("all_reduce", 1, 11, **PAIR)),
+            stands(1, called("barrier", 1, 21, **OTHER)),
+        ],
+        (
+            [],
+            "order",
+            None,
+            [
+                "ranks call groups pair and other in different orders",
+                "rank 0 called all_reduce #1 of group pair at /u/train.py:11 main",
+                "rank 1 called barrier #1 of group other at /u/train.py:21 main",
+            ],
+        ),
+    ),
+    "a call within a step of ours": (
+        [
+            stands(0, called("all_gather", 7, 12), called("", 6, is_done=True, **OURS)),
+            stands(1, called("completing the step", 7, 26, **OURS)),
+            stands(2, called("completing the step", 7, 26, **OURS)),
+        ],
+        (
+            [0],
+            "order",
+            12,
+            [
+                "anyrank: rank 0 called all_gather #7 at /u/train.py:12 main; ranks 1, 2 wait in "
+                'anyrank\'s agreement "completing the step" at /u/train.py:26 main since 61 s'
+            ],
+        ),
+    ),
+    "all have called, and a device is busy": (
+        [stands(rank, called("all_reduce", 7, on_device=True)) for rank in (0, 1)],
+        None,
+    ),
+    "a recorder that is off": (
+        [waits(0), waits(1, "barrier", recorder="TORCH_FR_BUFFER_SIZE=0"), waits(2)],
+        ([1], "mismatch", 10, ["recorder is off (TORCH_FR_BUFFER_SIZE=0)"]),
+    ),
+    "a worker that stands": (
+        [waits(0), elsewhere(1, workers=["worker process 7 is at /u/data.py:3 __getitem__"])],
+        ([1], "slow", 30, ["  worker process 7 is at /u/data.py:3 __getitem__"]),
     ),
 }
 
@@ -319,12 +423,12 @@ def test_what_is_concluded_from_the_looks_of_all_ranks(scene: str) -> None:
         ("args.local_rank in (-1, 0)", 1),
         ("master_process", 1),
         ("trainer.is_global_zero", 1),
-        ("config.lora_rank > 4", 2),
-        ("step % 10 == 0", 2),
+        ("config.lora_rank > 4", None),
+        ("step % 10 == 0", None),
     ],
 )
 def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(
-    test: str, culprit: int, tmp_path: Path
+    test: str, culprit: int | None, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"if {test}:\n    gather()\nreduce()\n")
@@ -332,9 +436,10 @@ def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(
     other = Look(2, stack=in_collective("all_reduce", Frame(str(script), 3, "<module>")))
     verdict = conclude([under, other], 61)
     assert verdict is not None
-    assert verdict.culprits == [culprit]
-    assert (verdict.kind == "branch") == (culprit == 1)
-    assert (f'under "if {test}"' in verdict.screen) == (culprit == 1)
+    assert verdict.culprits == ([culprit] if culprit else [])
+    assert verdict.kind == ("branch" if culprit else "mismatch")
+    assert f'under "if {test}"' in verdict.screen
+    assert ("nothing tells which rank is wrong" in verdict.screen) == (culprit is None)
 
 
 SAVE = """\
@@ -359,8 +464,8 @@ sync()
 @pytest.mark.parametrize(
     ("text", "wait", "within", "kind", "words"),
     [
-        (SAVE, 8, [(4, "save"), (7, "<module>")], "branch", '"if loss > 9", "if args.rank == 2":'),
-        (HELPER, 4, [(3, "sync"), (5, "<module>")], "skipped", ""),
+        (SAVE, 8, [(4, "save"), (7, "<module>")], "branch", '"if loss > 9", "if args.rank == 2";'),
+        (HELPER, 4, [(3, "sync"), (5, "<module>")], "mismatch", ""),
     ],
     ids=["each that parts the ranks", "none of a helper"],
 )
@@ -378,6 +483,90 @@ def test_an_if_that_parts_the_ranks_is_named_and_further_in_one_that_asks_for_th
     assert ("under" in verdict.screen) == bool(words)
 
 
+# An entry of NCCL, by hand after the fields of torch's FlightRecorder; none was recorded on a GPU.
+def entry(number: int, name: str = "all_reduce", **more: Any) -> dict[str, Any]:
+    own = {"filename": "/u/train.py", "line": number, "name": "main"}
+    plain = {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": number,
+        "duration_ms": None,
+        "input_sizes": [[4]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[4]],
+        "output_dtypes": ["Float"],
+        "state": "scheduled",
+        "retired": False,
+        "timeout_ms": 600000,
+        "is_p2p": False,
+        "frames": [{"filename": f"{TORCH}/autograd/graph.py", "line": 1, "name": "run"}, own],
+    }
+    return plain | more
+
+
+def test_an_entry_of_nccl_is_a_call_until_it_is_completed() -> None:
+    timed_out = entry(7, retired=True)
+    done = entry(6, "_all_gather_base", state="completed", retired=True, output_sizes=[[8]])
+    message = entry(8, "send 0->1", is_p2p=True)
+    uneven = entry(9, "all_to_all")
+    ended, first, second = calls_of([done, timed_out, message, uneven])
+    assert (ended.name, ended.sizes, ended.is_done) == ("all_gather_base", [[8]], True)
+    assert (first.number, first.is_done, first.on_device) == (7, False, True)
+    assert first.stack == (Frame("/u/train.py", 7, "main"),)
+    assert (second.name, second.sizes) == ("all_to_all", [])
+    assert calls_of([entry(1, profiling_name="gloo:barrier", retired=True)])[0].is_done
+
+
+def test_calls_under_way_and_the_newest_of_each_group_are_kept() -> None:
+    of_group: dict[str, Any] = {"process_group": ("3", "mesh_tp"), "state": "completed"}
+    calls = calls_of([*map(entry, range(90)), *(entry(n, **of_group) for n in range(20))])
+    assert [call.number for call in calls if call.group == "0"] == [*range(64)]
+    assert [call.number for call in calls if call.group == "mesh_tp 3"] == [*range(12, 20)]
+
+
+def test_a_rank_that_gathers_alone_under_nccl_is_named_at_its_call() -> None:
+    """All ranks stand where they read the loss."""
+    looks = [stands(rank, *calls_of([entry(7), entry(8)]), line=26) for rank in (1, 2)]
+    looks.append(stands(0, *calls_of([entry(7, "all_gather", output_sizes=[[4]] * 3), entry(8)])))
+    verdict = conclude(sorted(looks, key=lambda look: look.rank), 61)
+    assert verdict is not None
+    assert (verdict.culprits, verdict.line, verdict.collective) == ([0], 7, "all_gather #7")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def test_a_recorders_dump_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = {"entries": [entry(1)]}, Evil()
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    for name, dump in zip(("_dump_fr_trace", "_dump_nccl_trace"), dumps, strict=True):
+        monkeypatch.setattr(c10d, name, lambda *_, dump=dump: pickle.dumps(dump), raising=False)
+    assert read_entries(with_stacks=True, is_still=True) == [entry(1)]
+
+
+def test_a_recorder_of_nccl_is_left_alone_where_a_dump_may_meet_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    record = pickle.dumps({"entries": [entry(1)]})
+    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *_: pickle.dumps({}))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: record, raising=False)
+    for version, is_still, seen in (
+        ("2.13.0", False, 0),
+        ("2.13.0", True, 1),
+        ("2.14.1", False, 1),
+    ):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert len(read_entries(with_stacks=False, is_still=is_still)) == seen
+
+
 def test_the_report_has_the_keys_that_the_page_names() -> None:
     verdict = conclude([waits(0), waits(1, "all_gather", 20), waits(2)], 61)
     assert verdict is not None
@@ -391,7 +580,7 @@ def test_the_report_has_the_keys_that_the_page_names() -> None:
 
 def test_a_look_travels_as_text() -> None:
     look = waits(3)
-    look.operations, look.members = [Operation("0", 1, "barrier", "", True)], {"0": [0, 3]}
+    look.calls = [called("barrier", 1, members=[0, 3])]
     assert Look.from_json(look.to_json()) == look
 
 

@@ -271,8 +271,9 @@ def test_a_private_use_is_found(line: str) -> None:
 
 # -- nothing runs what a file holds ---------------------------------------------------------------
 
-# Modules that may unpickle: the reader that knows what it allows, and what our own ranks sent.
-UNPICKLE = {"anyrank.formats.pickles", "anyrank.world.ranks"}
+# Modules that may unpickle: the reader that knows what it allows, what our own ranks sent, and what
+# torch's recorder of this process has written, which has no class.
+UNPICKLE = {"anyrank.formats.pickles", "anyrank.world.ranks", "anyrank.watching.recorder"}
 
 
 def find_unpickling(sources: dict[str, str]) -> list[str]:

@@ -74,7 +74,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(scheduler, "_step_count", "_last_lr")
     have(sequence, "_schedulers")
     have(torch._C._nn, "_parse_to")
-    have(torch._C._distributed_c10d, "_dump_fr_trace_json")
+    have(torch._C._distributed_c10d, "_dump_fr_trace", "_resolve_process_group")
     have(nn.MultiheadAttention(2, 1), "_reset_parameters")
     have(dist.checkpoint.filesystem, "_StorageInfo")
     have(torch._utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
@@ -91,6 +91,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
 # Names of things that torch writes into files, or that its wrappers put into names of parameters.
 IN_TEXTS = {"_metadata", "_extra_state", "_orig_mod", "_checkpoint_wrapped_module"}
 IN_TEXTS |= {"_fsdp_wrapped_module", "_layout", "_coordinate_on_dim"}
+IN_TEXTS |= {"_dump_nccl_trace"}  # which builds for CUDA alone have
 
 
 def rows() -> list[tuple[list[str], list[str]]]:

@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.steps.step_listeners import on_step
-from anyrank.watching.looks import Eyes, Look, look_from_outside, record_collectives
-from anyrank.watching.options import EXIT_CODE, read_options
+from anyrank.watching.looks import Eyes, Look, look_from_outside
+from anyrank.watching.options import EXIT_CODE, VERDICT, read_options
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.system import descendants
 from anyrank.watching.verdict import Verdict, conclude
@@ -69,8 +69,7 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
         exit: end all ranks with exit code 124 then.
         report: file to which the lowest rank that answers writes a JSON object: `culprits`, `kind`,
             `file`, `line`, `function`, `waiting`, `collective`, `stacks`. `kind` is one of skipped,
-            order, mismatch, branch, swallowed, loader, worker, stopped, killed, gil, store, slow,
-            ending.
+            order, mismatch, branch, loader, worker, stopped, killed, gil, store, slow, ending.
 
     Returns:
         The watch. A second call while one runs changes nothing, warns, and returns the first.
@@ -161,12 +160,14 @@ class Watching:
         self._rank = dist.get_rank() if self._has_group else 0
         self._size = dist.get_world_size() if self._has_group else 1
         Watching._calls += 1
-        record_collectives()
         self._store = Store(_own_connection(self._has_group), f"anyrank-watch/{Watching._calls}")
         self._stopped, self._woken = threading.Event(), threading.Event()
         self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
         self._eyes = Eyes(self._rank, self._stopped)
         self._process = self._eyes.describe()
+        self._verdict_file = os.memfd_create(
+            VERDICT
+        )  # for `anyrank stacks`, which may see no stacks
         self._steps, self._last_step = 0, time.monotonic()
         self._beats = [Beat()] * self._size
         self._last_order = 0  # that this rank has followed
@@ -221,6 +222,7 @@ class Watching:
             log.warning("the watch of rank %d ends: %s: %s", self._rank, name, error)
         finally:
             self._eyes.close()
+            os.close(self._verdict_file)
             atexit.unregister(self.close)
             RUNNING.remove(self)
 
@@ -258,7 +260,7 @@ class Watching:
         if what == "exit":
             self._exit()
         self._beat()  # the look takes time, and on a busy machine much
-        look = self._eyes.look(self._steps)
+        look = self._eyes.look()
         self._store.set(f"look/{number}/{self._rank}", look.to_json())
 
     # -- the others' signs of life ----------------------------------------------------------------
@@ -310,7 +312,7 @@ class Watching:
         """Have all ranks look, conclude, and say it. The first rank alone."""
         beats, steps, idle_sec = self._beats, self._all_steps(), self._all_idle_sec()
         number = self._last_order = self._order("look")
-        looks = {self._rank: self._eyes.look(self._steps)}
+        looks = {self._rank: self._eyes.look()}
         others = [rank for rank in range(self._size) if rank != self._rank]
         looks |= self._gather(f"look/{number}", others)
         looks |= {rank: self._look_at(rank) for rank in others if rank not in looks}
@@ -364,6 +366,8 @@ class Watching:
     def _say(self, verdict: Verdict) -> None:
         """Print the screen, and write the report: whole, or not at all."""
         print(verdict.screen, file=sys.stderr, flush=True)
+        os.ftruncate(self._verdict_file, 0)
+        os.pwrite(self._verdict_file, f"{time.strftime('%H:%M:%S')}\n{verdict.screen}".encode(), 0)
         path = self._report
         if path is None:
             return

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 from anyrank.errors import AnyrankError
 from anyrank.watching.looks import BUSY, Look, look_at_process, works
+from anyrank.watching.options import VERDICT
 from anyrank.watching.stacks import Stack, collective_of, own_frames, read_py_spy
 from anyrank.watching.system import (
     STOPPED,
     descendants,
+    memory_file,
     parent_of,
     program_of,
     seconds_wanted,
@@ -27,6 +29,7 @@ from anyrank.watching.system import (
     variable_of,
 )
 from anyrank.watching.verdict import Verdict, conclude
+from anyrank.world.group import name_ranks
 
 DUMPS = 4
 PAUSE_SEC = 0.5
@@ -151,7 +154,13 @@ def describe(job: Job, looks: list[Look]) -> tuple[list[str], Verdict | None]:
     verdict = conclude(looks, None) if has_stacks or is_sure else None
     if verdict is not None:
         return verdict.screen.splitlines(), verdict
+    unseen = [look.rank for look in looks if look.state == "answers" and not look.stack]
     lines = [f"{len(looks)} ranks of process {job.launcher}; none is seen to hold up the others"]
+    if unseen:
+        lines[0] = (
+            f"{len(looks)} ranks of process {job.launcher}; who holds up the others cannot be seen "
+            f"without the stacks of {name_ranks(unseen)}"
+        )
     for look in looks:
         pid = job.ranks[look.rank]
         frames = own_frames(look.stack)
@@ -159,6 +168,9 @@ def describe(job: Job, looks: list[Look]) -> tuple[list[str], Verdict | None]:
         shown = f"{doing}, at {frames[0]}" if frames else f"py-spy dump --pid {pid}"
         lines.append(f"  rank {look.rank}, process {pid}: {shown}")
         lines += [f"    {look.detail}"] if look.detail else []
-    if any(look.state == "answers" and not look.stack for look in looks) and not _py_spy():
+    if unseen and not _py_spy():
         lines.append("  py-spy is not installed, which reads stacks: pip install 'anyrank[stacks]'")
+    for rank, pid in job.ranks.items():
+        when, _, screen = memory_file(pid, VERDICT).partition("\n")
+        lines += [f"  the watch of rank {rank} has said at {when}:", screen] if screen else []
     return lines, None

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import collections
 import faulthandler
+import itertools
 import json
 import os
-import re
 import signal
 import threading
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from anyrank.watching.stacks import Frame, Stack, collective_of, is_own, read_faulthandler
+from anyrank.watching.recorder import Call, calls_of, own_calls, read_entries, switched_off
+from anyrank.watching.stacks import (
+    Frame,
+    Stack,
+    collective_of,
+    is_own,
+    own_frames,
+    read_faulthandler,
+)
 from anyrank.watching.system import (
     ENDED,
     STOPPED,
     Workers,
     bytes_moved,
+    catches,
     end_of,
     oom_kills,
     pid_namespace,
@@ -39,27 +46,9 @@ BUSY = 0.2  # of a core; a thread that polls takes less
 STANDS = 0.8  # of the looks at the same place, by a thread that takes little time
 MOVED_BYTES = 1 << 20  # of files
 MOST_CHARACTERS = 6000  # of a rank's stacks in a report
-RECORDED = 200  # collectives that torch's flight recorder keeps
-PASSED = 4  # of each group, that a look has
-BUFFER = "TORCH_FR_BUFFER_SIZE"
+WORKER_LOOP = "_worker_loop"  # of torch; what is outside of it are the parent's lines
+MOST_WORKERS = 8  # of a rank's DataLoaders, that are looked at
 SIGNAL_SEC = 1.5  # for a stack that a signal asks for
-
-
-@dataclass
-class Operation:
-    """A collective, as torch's flight recorder has it.
-
-    Attributes:
-        group, number, name: the same on ranks that wait for each other in it.
-        sizes: of its tensors, as text; empty where ranks may have others.
-        is_done: whether it has ended on this rank.
-    """
-
-    group: str
-    number: int
-    name: str
-    sizes: str
-    is_done: bool
 
 
 @dataclass
@@ -75,11 +64,11 @@ class Look:
         is_busy: whether it wants a core.
         has_finished: whether its main thread has ended.
         dead_workers: processes of its DataLoaders that were killed, in words.
-        operations: its newest collectives of each group, and the oldest that is not done.
-        members: ranks of each group, where the recorder says so.
+        workers: where those that live stand, in words.
+        recorder: the variable that has switched the flight recorder off.
+        calls: what it has called, the oldest first.
         detail: signal, exit code or limit, in words.
         text: all threads' stacks.
-        steps: that it has made.
     """
 
     rank: int
@@ -89,11 +78,11 @@ class Look:
     is_busy: bool = False
     has_finished: bool = False
     dead_workers: list[str] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
-    members: dict[str, list[int]] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    recorder: str = ""
     detail: str = ""
     text: str = ""
-    steps: int = 0
 
     def to_json(self) -> str:
         """As text for the store."""
@@ -104,7 +93,7 @@ class Look:
         """Back from the store."""
         plain: dict[str, Any] = json.loads(text)
         plain["stack"] = tuple(Frame(*frame) for frame in plain["stack"])
-        plain["operations"] = [Operation(**operation) for operation in plain["operations"]]
+        plain["calls"] = [Call.from_plain(call) for call in plain["calls"]]
         return Look(**plain)
 
 
@@ -154,10 +143,10 @@ class Eyes:
         process = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
         return process | {"file": self.file, "signal": self.signal, "main": self.main}
 
-    def look(self, steps: int) -> Look:
-        """Look for two seconds at this process, which has made so many steps."""
+    def look(self) -> Look:
+        """Look for two seconds at this process."""
         stacks: list[Stack] = []
-        operations, _ = _recorded()
+        before = calls_of(read_entries(with_stacks=False, is_still=False))
         start, wanted, moved = time.monotonic(), seconds_wanted(self.thread), bytes_moved()
         text = ""
         for _ in range(LOOKS):
@@ -166,24 +155,44 @@ class Eyes:
             moved += 2 * len(text)  # that were written and read
             stacks.append(read_faulthandler(text).get(self.main, ()))
         is_busy = seconds_wanted(self.thread) - wanted > BUSY * (time.monotonic() - start)
-        later, members = _recorded()
+        after = calls_of(read_entries(with_stacks=False, is_still=False))
         stack = _most_common(stacks)
-        is_waiting = any(not operation.is_done for operation in later)
-        reads = bytes_moved() - moved > MOVED_BYTES and not collective_of(stack)
+        calls = calls_of(read_entries(with_stacks=True, is_still=len({*stacks}) == 1))
+        calls += own_calls(stack)
+        is_waiting = any(not call.is_done for call in calls)
+        waiting_in = collective_of(stack)
+        reads = bytes_moved() - moved > MOVED_BYTES and not waiting_in
+        # Without a call under way, a wait that takes a core is for the rank's own device.
+        computes = is_busy and waiting_in == "wait" and not is_waiting and not switched_off()
         kills = oom_kills() - self.killed_before
         return Look(
             self.rank,
             stack=stack,
-            at_work=reads or later != operations or works(stacks, is_busy, is_waiting),
+            at_work=reads or computes or after != before or works(stacks, is_busy, is_waiting),
             is_busy=is_busy,
             has_finished=not threading.main_thread().is_alive(),
             dead_workers=self.workers.find_dead(),
-            operations=later,
-            members=members,
+            workers=self._workers_at() if not is_waiting and not waiting_in else [],
+            calls=calls,
+            recorder=switched_off(),
             detail=f"its cgroup killed {kills} for memory" if kills else "",
             text=text[-MOST_CHARACTERS:],
-            steps=steps,
         )
+
+    def _workers_at(self) -> list[str]:
+        """Where the worker processes of this rank's DataLoaders stand, of those in own lines."""
+        lines: list[str] = []
+        process = self.describe()
+        for pid in sorted(self.workers.known - self.workers.dead.keys())[:MOST_WORKERS]:
+            if self.signal and catches(pid, self.signal):  # was forked after the watch began
+                stacks = read_faulthandler(_stacks_by_signal(pid, process)).values()
+                inner = itertools.takewhile(
+                    lambda frame: frame.function != WORKER_LOOP, next(iter(stacks), ())
+                )
+                lines += [
+                    f"worker process {pid} is at {frame}" for frame in own_frames(tuple(inner))[:1]
+                ]
+        return lines
 
     def _dump(self) -> str:
         """All threads' stacks, as `faulthandler` writes them."""
@@ -259,48 +268,6 @@ def _functions(stack: Stack) -> tuple[Any, ...]:
     return tuple(
         (frame.file, frame.function, number and frame.line) for number, frame in enumerate(stack)
     )
-
-
-def _recorded() -> tuple[list[Operation], dict[str, list[int]]]:
-    """The collectives that torch's flight recorder shows, and the groups' ranks.
-
-    Of each group the oldest that is not done and the newest; nothing where it does not answer.
-    """
-    # No public name: without it, the stacks alone say where a rank waits.
-    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
-    try:
-        record: dict[str, Any] = json.loads(dump(True, False)) if dump else {}
-    except (RuntimeError, TypeError, ValueError):
-        return [], {}
-    groups: dict[str, list[Operation]] = {}
-    for entry in record.get("entries", []):
-        if not entry.get("is_p2p"):
-            operation = _read_operation(entry)
-            groups.setdefault(operation.group, []).append(operation)
-    members = {
-        str(group["name"]): [int(text) for text in re.findall(r"\d+", str(group["ranks"]))]
-        for group in record.get("pg_config", {}).values()
-    }
-    operations: list[Operation] = []
-    for calls in groups.values():
-        oldest = next((call for call in calls if not call.is_done), calls[-1])
-        operations += [oldest, *(call for call in calls[-PASSED:] if call is not oldest)]
-    return operations, members
-
-
-def _read_operation(entry: dict[str, Any]) -> Operation:
-    """A collective from the recorder's entry."""
-    name = str(entry["profiling_name"]).rpartition(":")[2]
-    is_done = bool(entry["retired"]) or entry["state"] == "completed"
-    sizes = "" if "all_to_all" in name else json.dumps(entry.get("input_sizes", []))
-    group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
-    return Operation(group, number, name, sizes, is_done)
-
-
-def record_collectives() -> None:
-    """Have torch's flight recorder keep the newest collectives, unless the user has set it."""
-    os.environ.setdefault(BUFFER, str(RECORDED))
 
 
 def _free_signal() -> int:

@@ -7,6 +7,7 @@ import re
 
 TIME = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h)?$")
 UNITS = {None: 1.0, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+VERDICT = "anyrank-verdict"  # the file in memory with what a watch has said last, and when
 EXIT_CODE = 124  # of `timeout`, and of a job that hung
 
 

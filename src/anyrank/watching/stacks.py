@@ -26,7 +26,8 @@ FETCHING = re.compile(r"torch/utils/data/|anyrank/data/fetch")
 WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")  # in C, so that the line alone shows
 STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
-MODULES = re.compile(r"torch/nn/modules/module\.py$")
+AGREEING = re.compile(r"anyrank/world/")
+AGREEMENT = "an agreement of anyrank"
 END = "destroy_process_group"
 # In the test of an `if` that asks for the rank; lora_rank is none.
 RANK_CALLS = re.compile(r"get_rank\(|environ\W.*rank|process_index|is_main_process")
@@ -99,6 +100,8 @@ def collective_of(stack: Stack) -> str:
     if ends(stack) or waits_for_store(stack):
         return ""
     inner = _inner_frames(stack)
+    if any(AGREEING.search(frame.file) for frame in inner):
+        return AGREEMENT
     called = [frame.function for frame in inner if COLLECTIVES.search(frame.file)]
     public = [name for name in called if not name.startswith("_")]
     if public:
@@ -126,11 +129,6 @@ def ends(stack: Stack) -> bool:
 def fetches(stack: Stack) -> bool:
     """Whether a thread fetches data, in torch's loader or in anyrank's."""
     return any(FETCHING.search(frame.file) for frame in stack)
-
-
-def is_in_model(stack: Stack) -> bool:
-    """Whether a thread is in a module's forward, or in a backward."""
-    return any(BACKWARD.search(frame.file) or MODULES.search(frame.file) for frame in stack)
 
 
 # -- what the source says -------------------------------------------------------------------------
@@ -185,25 +183,6 @@ def _rank_names(file: str) -> set[str]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-
-
-def tries_around(frame: Frame) -> set[int]:
-    """Lines of each `try` that a frame's line is within, and after whose `except` its function
-    goes on.
-    """
-    return {
-        parent.lineno
-        for parent, child in itertools.pairwise(_nodes_around(frame))
-        if isinstance(parent, ast.Try) and child in parent.body and _goes_on(parent)
-    }
-
-
-def _goes_on(node: ast.Try) -> bool:
-    """Whether an `except` raises nothing."""
-    return any(
-        not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
-        for handler in node.handlers
-    )
 
 
 def _nodes_around(frame: Frame) -> list[ast.AST]:

@@ -21,6 +21,27 @@ def state_of(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it else."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            masks = dict(line.split(":\t", 1) for line in file if line.startswith("SigCgt"))
+    except OSError:
+        return False
+    return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+def memory_file(pid: int, name: str) -> str:
+    """The text of a file in memory that a process has open under a name; "" without one."""
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder):
+            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
+                with open(f"{folder}/{number}", encoding="utf-8", errors="replace") as file:
+                    return file.read()
+    return ""
+
+
 def end_of(pid: int) -> str:
     """How a process ended, in words, while its parent has not asked yet; "" where none can say."""
     fields = _stat_fields(pid)

@@ -1,30 +1,31 @@
 """Who holds up a job, and where, from one look at every rank. Pure.
 
-The large group of ranks at one place waits; the odd one out is it. A rank that is at work is waited
-for, and no hang.
+A rank waits in its oldest call that has not ended. Ranks that made one call of a group vote on what
+it is, and the odd one out holds up the others; else it is the rank that others wait for, and that
+waits for nobody itself. A rank that is at work is waited for, and no hang.
 """
 
 from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from anyrank.watching.looks import Look, Operation
+from anyrank.watching.looks import Look
+from anyrank.watching.recorder import AGREEMENTS, Call
 from anyrank.watching.stacks import (
     Branch,
     Frame,
+    Stack,
     branches_around,
     collective_of,
     ends,
     fetches,
-    is_in_model,
     own_frames,
-    tries_around,
     waits_for_store,
 )
-from anyrank.wording import join_first, printable
+from anyrank.wording import printable
 from anyrank.world.group import name_ranks
 
 SHOWN_RANKS = 8
@@ -47,10 +48,9 @@ KINDS = {
 PLURALS = {"is": "are", "has": "have", "waits": "wait", "does": "do", "holds": "hold"}
 ADVICE = {
     "skipped": "every rank has to call it as often as the others",
-    "order": "every rank has to call the same collectives in the same order",
-    "mismatch": "its tensor has another shape, so that the call returned to it alone",
+    "order": "every rank has to call the groups in the same order",
+    "mismatch": "every rank has to make the same calls, with as many elements of the same dtype",
     "branch": "every rank has to call it",
-    "swallowed": "the exception ends the call on one rank alone: raise it, or tell all ranks",
     "loader": "the others wait for its data",
     "worker": "start it with fewer workers, or look for what killed it (memory, /dev/shm)",
     "stopped": "kill -CONT goes on",
@@ -67,10 +67,10 @@ class Verdict:
     """Who holds up the job. The fields up to `stacks` are the report's keys.
 
     Attributes:
-        culprits: ranks, in order.
+        culprits: ranks, in order; none where nothing tells which of several it is.
         kind: a key of ADVICE.
-        file, line, function: the innermost line of the user's own code in the first culprit's main
-            thread; None where no stack can be had.
+        file, line, function: the innermost line of the user's own code at the first culprit's call,
+            else in its main thread; None where no stack can be had.
         waiting: the other ranks that wait.
         collective: that the culprit is in, else that they wait in: "all_gather #412".
         stacks: of every rank, as text.
@@ -94,6 +94,9 @@ class Verdict:
         return json.dumps(plain, indent=2)
 
 
+Calls = Mapping[int, Call]  # by rank
+
+
 def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
     """Who holds up the job; None where somebody is at work.
 
@@ -101,39 +104,147 @@ def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
         looks: at every rank.
         idle_sec: seconds since the last step, where it is known.
     """
+    scene = _Scene(looks, idle_sec)
     for state in ("killed", "lost", "stopped", "gil"):
-        silent = [look for look in looks if look.state == state]
+        silent = [look.rank for look in looks if look.state == state]
         if silent and state == "gil" and any(look.at_work for look in looks):
             return None
         if silent:
-            return _verdict(looks, silent, "killed" if state == "lost" else state, idle_sec)
-    answering = [look for look in looks if look.state == "answers"]
-    if any(look.at_work for look in answering):
+            return scene.verdict(silent, "killed" if state == "lost" else state)
+    if any(look.at_work for look in scene.answering):
         return None
-    free = [look for look in answering if not _waits(look)]
-    bereft = [look for look in free if look.dead_workers]
-    if bereft:
-        return _verdict(looks, bereft, "worker", idle_sec)
-    if free and len(free) == len(answering):  # those at their end hold up nobody
-        free = [look for look in free if not _is_ending(look)]
-        if not free:
+    if dispute := scene.disputed_calls():
+        culprits, others = _vote(dispute)
+        return scene.verdict(culprits, _kind(dispute, culprits, others, "mismatch"), dispute)
+    return scene.judge_free() or scene.judge_waiting()
+
+
+class _Scene:
+    """All looks, and what each rank waits in.
+
+    Args:
+        looks: at every rank.
+        idle_sec: see `conclude`.
+    """
+
+    def __init__(self, looks: Sequence[Look], idle_sec: float | None) -> None:
+        self.looks, self.idle_sec = looks, idle_sec
+        self.by_rank = {look.rank: look for look in looks}
+        self.answering = [look for look in looks if look.state == "answers"]
+        self.pending = {look.rank: call for look in self.answering if (call := _pending_call(look))}
+        self.waits_for = {rank: self._behind(call) for rank, call in self.pending.items()}
+        self.blamed = set[int]().union(*self.waits_for.values())
+
+    def _behind(self, call: Call) -> set[int]:
+        """Ranks that have never made a call; by stacks alone, those that are in none."""
+        if not call.group:
+            return {look.rank for look in self.answering if look.rank not in self.pending}
+        members = call.members or self.by_rank
+        return {
+            look.rank
+            for look in self.answering
+            if look.rank in members and _newest(look, call.group) < call.number
+        }
+
+    def disputed_calls(self) -> dict[int, Call]:
+        """The calls of one number of one group, where ranks have made different ones of them."""
+        positions = collections.Counter(
+            call.key for call in self.pending.values() if not call.group.startswith(AGREEMENTS)
+        )
+        for group, number in dict(positions.most_common()):
+            calls: dict[int, Call] = {}
+            for look in self.answering:
+                call = next((call for call in look.calls if call.key == (group, number)), None)
+                if call is None and _newest(look, group) > number:
+                    call = Call(group, number, "", is_done=True)  # it is not kept any more
+                if not group and look.rank in self.pending:  # stacks alone
+                    call = self.pending[look.rank]
+                if call is not None and call.group == group:
+                    calls[look.rank] = call
+            if len({call.signature for call in calls.values()}) > 1:
+                return calls
+            if len({call.is_done for call in calls.values()}) > 1:
+                return calls
+        return {}
+
+    def judge_free(self) -> Verdict | None:
+        """Those in no collective hold up the others; None where all are, or have ended."""
+        free = [look for look in self.answering if look.rank not in self.pending]
+        if bereft := [look.rank for look in free if look.dead_workers]:
+            return self.verdict(bereft, "worker")
+        if self.blamed:
+            free = [look for look in free if look.rank in self.blamed]
+        if not self.pending:  # those at their end hold up nobody
+            free = [look for look in free if not _is_ending(look)]
+        free = [look for look in free if not waits_for_store(look.stack)] or free
+        ranks = [look.rank for look in free]
+        return self.verdict(ranks, _kind_of_free(free[0])) if free else None
+
+    def judge_waiting(self) -> Verdict | None:
+        """Where all wait: ranks that others wait for and that wait for nobody, those that do not
+        watch, or the odd ones of a ring.
+        """
+        if not self.pending:
             return None
-    if free:
-        culprits = [look for look in free if not waits_for_store(look.stack)] or free
-        return _verdict(looks, culprits, _kind_of_free(culprits[0]), idle_sec)
-    missing = [look for look in looks if look.state in ("absent", "left")]
-    if missing:
-        kind = "ending" if missing[0].state == "left" else "skipped"
-        return _verdict(looks, missing, kind, idle_sec) if answering else None
-    odd = _odd_ones(answering)
-    waiter = next((look for look in answering if look not in odd), None)
-    kind = _kind_of_waiting(odd[0], waiter) if odd and waiter else "mismatch"
-    return _verdict(looks, odd, kind, idle_sec)
+        last = [rank for rank in self.pending if rank in self.blamed and not self.waits_for[rank]]
+        rest = [rank for rank in self.pending if rank not in last]
+        if last and rest:
+            return self.verdict(last, _kind(self.pending, last, rest, "skipped"), self.pending)
+        if missing := [look for look in self.looks if look.state in ("absent", "left")]:
+            kind = "ending" if missing[0].state == "left" else "skipped"
+            return self.verdict([look.rank for look in missing], kind)
+        ring = {rank: call for rank, call in self.pending.items() if rank in self.blamed}
+        ring = ring or self.pending
+        kind = "order" if len({call.key for call in ring.values()}) > 1 else "mismatch"
+        if kind == "mismatch" and any(call.on_device for call in ring.values()):
+            return None  # all have called, and a device may be busy with what came before
+        culprits, others = _vote(ring)
+        return self.verdict(culprits, _kind(ring, culprits, others, kind), ring)
+
+    def verdict(self, culprits: Sequence[int], kind: str, calls: Calls | None = None) -> Verdict:
+        """What is concluded.
+
+        Args:
+            culprits: none where nothing tells which it is.
+            kind: a key of ADVICE.
+            calls: of the ranks that it is about; without, where each waits.
+        """
+        calls = {**self.pending, **(calls or {})}
+        rest = [look.rank for look in self.answering if look.rank not in culprits]
+        waiting = [rank for rank in rest if rank in self.pending] or rest
+        line = self.line(culprits[0], calls) if culprits else None
+        shown = [calls[rank] for rank in (*culprits[:1], *waiting) if rank in calls]
+        words = _Words(self, calls, waiting)
+        stacks = [f"rank {look.rank}, {look.state}\n{look.text}" for look in self.looks]
+        return Verdict(
+            [*culprits],
+            kind,
+            *(line or (None, None, None)),
+            waiting,
+            shown[0].describe() if shown else None,
+            "\n".join(stacks),
+            "\n".join([*words.sentences(culprits, kind), *_screen_of_stacks(self.looks, calls)]),
+        )
+
+    def line(self, rank: int, calls: Calls) -> Frame | None:
+        """The innermost own line of a rank's call, else of its main thread."""
+        call = calls.get(rank)
+        stack = (call.stack if call else ()) or own_frames(self.by_rank[rank].stack)
+        return stack[0] if stack else None
 
 
-def _waits(look: Look) -> bool:
-    """Whether a rank stands in a collective."""
-    return look.state == "answers" and not look.has_finished and bool(collective_of(look.stack))
+def _pending_call(look: Look) -> Call | None:
+    """What a rank waits in: its oldest call that has not ended, else what its stack shows."""
+    for call in look.calls:
+        if not call.is_done:
+            return call
+    name = "" if look.has_finished else collective_of(look.stack)
+    return Call("", 0, name, stack=own_frames(look.stack)) if name else None
+
+
+def _newest(look: Look, group: str) -> int:
+    """The number of a rank's newest call of a group."""
+    return max((call.number for call in look.calls if call.group == group), default=-1)
 
 
 def _is_ending(look: Look) -> bool:
@@ -150,237 +261,181 @@ def _kind_of_free(look: Look) -> str:
     return "loader" if fetches(look.stack) else "slow"
 
 
-def _kind_of_waiting(odd: Look, waiter: Look) -> str:
-    """Why a rank stands in another collective than the others, from the source of both ways."""
-    lines = _parting_lines(odd, waiter)
-    if lines is None:
-        return "branch"
-    if _calls_otherwise(odd, waiter):
-        return "mismatch"
-    odd_line, waiter_line = lines
-    if tries_around(waiter_line) - tries_around(odd_line):
-        return "swallowed"
-    other_arms = {
-        branch._replace(is_else=not branch.is_else) for branch in branches_around(waiter_line)
-    }
-    if other_arms.intersection(branches_around(odd_line)):
-        return "order"
-    if _branches_apart(odd, waiter):
-        return "branch"
-    if odd_line.line == waiter_line.line:
-        return "branch" if is_in_model(odd.stack) else "order"
-    return "skipped"
+def _kind(calls: Calls, culprits: Sequence[int], others: Sequence[int], kind: str) -> str:
+    """The kind, where no `if` leads to the culprits' call alone."""
+    if not culprits or not others:
+        return kind
+    return "branch" if _branches_apart(calls[culprits[0]], calls[others[0]]) else kind
 
 
-def _parting_lines(look: Look, other: Look) -> tuple[Frame, Frame] | None:
-    """The lines of two ranks in the innermost function that both have come to by the same way."""
-    lines: tuple[Frame, Frame] | None = None
-    frames, other_frames = own_frames(look.stack)[::-1], own_frames(other.stack)[::-1]
-    for frame, other_frame in zip(frames, other_frames, strict=False):
-        if (frame.file, frame.function) != (other_frame.file, other_frame.function):
-            break
-        lines = frame, other_frame
-        if frame.line != other_frame.line:
-            break
-    return lines
+def _vote(calls: Calls) -> tuple[list[int], list[int]]:
+    """The ranks whose calls are not those of the most, and the others.
 
-
-def _branches_apart(look: Look, other: Look) -> list[Branch]:
-    """Each `if` that a rank is within, and another is not, where their ways part; further in, those
-    that ask for the rank.
+    Where no group is larger it is those whose way there hangs on their rank, and nobody where that
+    tells nothing.
     """
-    lines = _parting_lines(look, other)
-    if lines is None:
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    signatures = {(call.key, call.signature) for call in calls.values()}
+    for rank, call in calls.items():
+        signature = call.signature if len(signatures) > 1 else call.is_done
+        groups[call.key, signature].append(rank)
+    most = max(map(len, groups.values()))
+    largest = [group for group in groups.values() if len(group) == most]
+    if len(largest) > 1:
+        largest = [group for group in largest if not _is_led_by_rank(calls[group[0]])]
+    if len(largest) != 1 or len(groups) == 1:
+        return [], [*calls]
+    return [rank for rank in calls if rank not in largest[0]], largest[0]
+
+
+def _is_led_by_rank(call: Call) -> bool:
+    """Whether an `if` that asks for the rank has led to a call."""
+    return any(branch.asks_for_rank for frame in call.stack for branch in branches_around(frame))
+
+
+def _branches_apart(call: Call, other: Call) -> list[Branch]:
+    """Each `if` that one call is within, and another is not, where their ways part; further in,
+    those that ask for the rank.
+    """
+    parting: tuple[Frame, Frame] | None = None
+    frames = call.stack[::-1]
+    for pair in zip(frames, other.stack[::-1], strict=False):
+        if (pair[0].file, pair[0].function) != (pair[1].file, pair[1].function):
+            break
+        parting = pair
+        if pair[0].line != pair[1].line:
+            break
+    if parting is None:
         return []
-    shared = branches_around(lines[1])
-    frames = own_frames(look.stack)
-    further = frames[: frames.index(lines[0])][::-1]
+    shared = branches_around(parting[1])
     return [
-        *(branch for branch in branches_around(lines[0]) if branch not in shared),
-        *(b for frame in further for b in branches_around(frame) if b.asks_for_rank),
+        *(branch for branch in branches_around(parting[0]) if branch not in shared),
+        *(
+            branch
+            for frame in frames[frames.index(parting[0]) + 1 :]
+            for branch in branches_around(frame)
+            if branch.asks_for_rank
+        ),
     ]
-
-
-def _calls_otherwise(odd: Look, waiter: Look) -> bool:
-    """Whether a rank has called what another waits in, and is done or has another shape there, as
-    the recorder shows.
-    """
-    blocked = _blocked(waiter)
-    return blocked is not None and any(
-        _call(operation) == _call(blocked)
-        and (operation.is_done or operation.sizes != blocked.sizes)
-        for operation in odd.operations
-    )
-
-
-def _call(operation: Operation) -> tuple[str, int, str]:
-    return operation.group, operation.number, operation.name
-
-
-def _odd_ones(waiting: Sequence[Look]) -> list[Look]:
-    """Those of the ranks in collectives that are not where the most are.
-
-    Where no group is larger: those whose way there hangs on their rank, else those that have come
-    further, else those without the lowest rank.
-    """
-    groups: dict[object, list[Look]] = collections.defaultdict(list)
-    for look in waiting:
-        groups[_position(look)].append(look)
-    most = min(
-        groups.values(),
-        key=lambda group: (-len(group), _is_led_by_rank(group[0]), group[0].steps, group[0].rank),
-    )
-    return _behind(waiting) or [look for look in waiting if look not in most]
-
-
-def _behind(waiting: Sequence[Look]) -> list[Look]:
-    """Ranks that have not entered a collective which others wait in, and wait for none of these.
-
-    As the recorder shows it: with groups of several kinds, the large groups need not be right.
-    """
-    blocked = {look.rank: operation for look in waiting if (operation := _blocked(look))}
-    groups = {operation.group for operation in blocked.values()}
-    if len(blocked) < len(waiting) or len(groups) < 2:
-        return []
-    blames: dict[int, set[int]] = {}
-    for look in waiting:
-        operation = blocked[look.rank]
-        members = look.members.get(operation.group) or blocked
-        blames[look.rank] = {
-            other.rank
-            for other in waiting
-            if other.rank in members and _newest(other, operation.group) < operation.number
-        }
-    blamed = set[int]().union(*blames.values())
-    return [look for look in waiting if look.rank in blamed and not blames[look.rank]]
-
-
-def _blocked(look: Look) -> Operation | None:
-    """The oldest collective that a rank waits in, as the recorder shows it."""
-    return next((operation for operation in look.operations if not operation.is_done), None)
-
-
-def _newest(look: Look, group: str) -> int:
-    numbers = (operation.number for operation in look.operations if operation.group == group)
-    return max(numbers, default=0)
-
-
-def _position(look: Look) -> object:
-    """Where a rank is: equal on ranks that wait for each other."""
-    blocked = _blocked(look)
-    if blocked is not None:
-        return *_call(blocked), blocked.sizes
-    return own_frames(look.stack), collective_of(look.stack)
-
-
-def _is_led_by_rank(look: Look) -> bool:
-    """Whether a rank is where an `if` that asks for the rank has led it."""
-    branches = (branch for frame in own_frames(look.stack) for branch in branches_around(frame))
-    return any(branch.asks_for_rank for branch in branches)
 
 
 # -- words ----------------------------------------------------------------------------------------
 
 
-def _verdict(
-    looks: Sequence[Look], culprits: Sequence[Look], kind: str, idle_sec: float | None
-) -> Verdict:
-    ranks = [look.rank for look in culprits]
-    rest = [look for look in looks if look.rank not in ranks and look.state == "answers"]
-    waiting = [look for look in rest if _waits(look)] or rest
-    file, line, function = (_own_line(culprits[0]) if culprits else None) or (None, None, None)
-    collectives = [_collective(look) for look in (*culprits[:1], *waiting[:1])]
-    stacks = "\n".join(f"rank {look.rank}, {look.state}\n{look.text}" for look in looks)
-    since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
-    sentences = _sentences(culprits, waiting, kind, since) if culprits else _network(waiting, since)
-    return Verdict(
-        ranks,
-        kind,
-        file,
-        line,
-        function,
-        [look.rank for look in waiting],
-        next(filter(None, collectives), None),
-        stacks,
-        "\n".join([*sentences, *_screen_of_stacks(looks)]),
-    )
+class _Words:
+    """What is said of a scene.
 
+    Args:
+        scene: it is.
+        calls: that it is about, by rank.
+        waiting: ranks that wait.
+    """
 
-def _own_line(look: Look) -> Frame | None:
-    """The innermost line of the user's own code."""
-    return next(iter(own_frames(look.stack)), None)
+    def __init__(self, scene: _Scene, calls: Calls, waiting: Sequence[int]) -> None:
+        self.scene, self.calls, self.waiting = scene, calls, waiting
+        idle_sec = scene.idle_sec
+        self.since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
 
+    def sentences(self, culprits: Sequence[int], kind: str) -> list[str]:
+        """What is said before the stacks."""
+        if not culprits:
+            return [self._undecided(), f"  {ADVICE[kind]}", *self._notes()]
+        first = culprits[0]
+        look, line = self.scene.by_rank[first], self.scene.line(first, self.calls)
+        if first in self.calls:
+            is_last = first in self.scene.blamed and not self.scene.waits_for[first]
+            orders = "" if is_last else self._orders()
+            head = f"{orders}{self._call(culprits)}; {self._wait(first)}"
+            second = ADVICE[kind]
+        else:
+            verb, _, rest = _what(look, kind).partition(" ")
+            verb = PLURALS[verb] if len(culprits) > 1 else verb
+            head = f"{name_ranks(culprits)} {verb} {rest}"
+            if any(rank in self.calls for rank in self.waiting):
+                head += f"; {self._wait(first)}"
+            else:
+                head += f"; no step {self.since}" if self.waiting else f", {self.since}"
+            who = "it" if len(culprits) == 1 else name_ranks([first])
+            where = f"{who} is at {line}" if line else "no stack can be had of it"
+            second = f"{where}: {ADVICE[kind]}"
+        details = [*look.dead_workers, *look.workers, *filter(None, [look.detail])]
+        shown = [f"  {printable(detail)}" for detail in details]
+        return [f"anyrank: {head}", f"  {second}", *shown, *self._notes()]
 
-def _network(waiting: Sequence[Look], since: str) -> list[str]:
-    """What is said where all ranks wait in one place."""
-    first = waiting[0]
-    return [
-        f"anyrank: all ranks wait in {_collective(first)} {since}, at {_own_line(first)}, and none "
-        "is missing: look at the network, and at ranks that are not in this group"
-    ]
+    def _orders(self) -> str:
+        """That ranks wait in several groups; nothing where one waits for an agreement of ours."""
+        places = [call for call in self.calls.values() if not call.is_done]
+        groups = dict.fromkeys(call.group for call in places)
+        if len(groups) < 2 or not all(call.is_counted for call in places):
+            return ""
+        return f"ranks call groups {' and '.join(groups)} in different orders: "
 
+    def _undecided(self) -> str:
+        """What is said where nothing tells which rank is wrong."""
+        alike: dict[object, list[int]] = collections.defaultdict(list)
+        for rank in self.waiting:
+            call = self.calls[rank]
+            alike[call.key, call.signature].append(rank)
+        if len(alike) > 1:
+            clauses = "; ".join(self._call(ranks) for ranks in alike.values())
+            head = self._orders() or "nothing tells which rank is wrong: "
+            return f"anyrank: {head}{clauses}; all wait {self.since}"
+        first = self.waiting[0]
+        return (
+            f"anyrank: all ranks wait in {self.calls[first].describe()} {self.since}, at "
+            f"{self.scene.line(first, self.calls)}, and none is missing: look at the network, and "
+            "at ranks that are not in this group"
+        )
 
-def _sentences(
-    culprits: Sequence[Look], waiting: Sequence[Look], kind: str, since: str
-) -> list[str]:
-    """What is said of the culprits, before the stacks."""
-    first = culprits[0]
-    what = _what(first, waiting, kind)
-    if len(culprits) > 1:
-        verb, _, rest = what.partition(" ")
-        what = f"{PLURALS[verb]} {rest}"
-    head = f"anyrank: {name_ranks([look.rank for look in culprits])} {what}"
-    if waiting and _waits(waiting[0]):
-        verb = "waits" if len(waiting) == 1 else "wait"
-        others = name_ranks([look.rank for look in waiting])
-        head += f"; {others} {verb} in {_collective(waiting[0])} {since}"
-    else:
-        head += f"; no step {since}" if waiting and since != "now" else f", {since}"
-    line = _own_line(first)
-    if line is None:
-        position = "no stack can be had of it"
-    else:
-        branches = _branches_apart(first, waiting[0]) if waiting else []
+    def _wait(self, culprit: int) -> str:
+        """What the first of those that wait do, beside a culprit."""
+        waiting = [rank for rank in self.waiting if rank in self.calls]
+        first = self.calls[waiting[0]]
+        alike = [rank for rank in waiting if self.calls[rank].key == first.key]
+        alike = [rank for rank in alike if self.calls[rank].signature == first.signature]
+        verb = "waits" if len(alike) == 1 else "wait"
+        waits = f" and {verb} there" if first.is_counted else ""
+        return f"{self._call(alike, culprit)}{waits} {self.since}"
+
+    def _call(self, ranks: Sequence[int], beside: int | None = None) -> str:
+        """The call of ranks that are alike: what, and at which line."""
+        call, line = self.calls[ranks[0]], self.scene.line(ranks[0], self.calls)
+        others = [self.calls[rank] for rank in self.calls if rank not in ranks]
+        alike = [other for other in others if (other.key, other.name) == (call.key, call.name)]
+        with_sizes = any(other.signature != call.signature for other in alike)
+        verb = "called" if call.is_counted else "waits in" if len(ranks) == 1 else "wait in"
+        unlike = next((other for other in others if other not in alike), None)
+        other = unlike if beside is None else self.calls.get(beside)
+        branches = _branches_apart(call, other) if other else []
         under = f", under {', '.join(map(str, branches))}" if branches else ""
-        position = f"{'it' if len(culprits) == 1 else name_ranks([first.rank])} is at {line}{under}"
-    details = map(printable, [*first.dead_workers, *filter(None, [first.detail])])
-    return [head, f"  {position}: {ADVICE[kind]}", *(f"  {detail}" for detail in details)]
+        where = f" at {line}" if line else ""
+        return f"{name_ranks(ranks)} {verb} {call.describe(with_sizes)}{where}{under}"
+
+    def _notes(self) -> list[str]:
+        """What keeps this from being seen better."""
+        off = {look.recorder for look in self.scene.answering if look.recorder}
+        return [f"  torch's flight recorder is off ({name}): only stacks are seen" for name in off]
 
 
-def _what(look: Look, waiting: Sequence[Look], kind: str) -> str:
-    """What a culprit does, after its name."""
+def _what(look: Look, kind: str) -> str:
+    """What a culprit does that waits in no call, after its name."""
     if look.state != "answers":
         return STATES[look.state]
-    if kind in KINDS:
-        return KINDS[kind]
-    if not _waits(look):
-        return "is at work in one place" if look.is_busy else "is in no collective"
-    if kind == "mismatch":
-        return f"is in {_collective(look)}, beyond the others"
-    others = join_first([look.rank for look in waiting], SHOWN_RANKS)
-    return f"is in {_collective(look)}, which {others} never entered"
+    return KINDS.get(kind) or ("is at work in one place" if look.is_busy else "is in no collective")
 
 
-def _collective(look: Look) -> str:
-    """A rank's collective, with its number where the recorder has it: "all_gather #412"."""
-    if not _waits(look):
-        return ""
-    blocked, name = _blocked(look), collective_of(look.stack)
-    if blocked is None:
-        return name
-    is_vague = name in ("backward", "wait", "torch.distributed")
-    return f"{blocked.name if is_vague else name} #{blocked.number}"
-
-
-def _screen_of_stacks(looks: Sequence[Look]) -> list[str]:
+def _screen_of_stacks(looks: Sequence[Look], calls: Calls) -> list[str]:
     """The user's own lines of each group of ranks, the largest group first."""
-    groups: dict[object, list[Look]] = collections.defaultdict(list)
+    groups: dict[tuple[str, Stack, Stack], list[int]] = collections.defaultdict(list)
     for look in looks:
-        groups[look.state, own_frames(look.stack), _collective(look)].append(look)
+        call = calls.get(look.rank)
+        shown = call.describe() if call else look.state.replace("answers", "in no collective")
+        groups[shown, call.stack if call else (), own_frames(look.stack)].append(look.rank)
     lines: list[str] = []
-    for group in sorted(groups.values(), key=len, reverse=True)[:SHOWN_RANKS]:
-        first = group[0]
-        state = _collective(first) or first.state.replace("answers", "in no collective")
-        lines.append(f"  {name_ranks([look.rank for look in group])}: {state}")
-        lines += [f"    {frame}" for frame in own_frames(first.stack)[:SHOWN_FRAMES]]
+    for group, ranks in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN_RANKS]:
+        shown, call_lines, main_lines = group
+        lines.append(f"  {name_ranks(ranks)}: {shown}")
+        lines += [f"    {frame}" for frame in (call_lines or main_lines)[:SHOWN_FRAMES]]
+        if call_lines and main_lines and main_lines != call_lines:
+            lines.append(f"    now at {main_lines[0]}")
     return lines

@@ -60,6 +60,11 @@ def get_connections(ranks: Sequence[int], rank: int, call: str, channel: int = 0
     return _connections[key]
 
 
+def open_connections() -> dict[str, Connections]:
+    """All connections of this process, by a name that is the same on all of their ranks."""
+    return {f"{[*ranks]} {channel}": opened for (ranks, channel), opened in [*_connections.items()]}
+
+
 def used_channels(ranks: Sequence[int]) -> set[int]:
     """The channels between these ranks that this process uses now."""
     return {channel for used_ranks, channel in _used if used_ranks == tuple(ranks)}

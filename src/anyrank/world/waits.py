@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
@@ -125,6 +126,7 @@ class Wait:
 
     Attributes:
         spent_sec: seconds that the main thread of this process has waited so far.
+        current: the newest wait of the main thread that has lasted; it may have ended.
 
     Args:
         state: of the group.
@@ -135,6 +137,7 @@ class Wait:
     """
 
     spent_sec = 0.0
+    current: ClassVar[Wait | None] = None
 
     def __init__(
         self,
@@ -159,6 +162,8 @@ class Wait:
             RankError: it cannot end, or has lasted ANYRANK_TIMEOUT_SEC.
         """
         seconds = time.monotonic() - self.start_sec
+        if threading.current_thread() is threading.main_thread():
+            Wait.current = self
         with contextlib.suppress(StoreLost):
             if self.state.has_ended():
                 raise self.state.as_error()
@@ -179,6 +184,7 @@ class Wait:
         """Clean up after the wait, whether it succeeded or not."""
         if threading.current_thread() is threading.main_thread():
             Wait.spent_sec += time.monotonic() - self.start_sec
+            Wait.current = None
         if self.has_arrived and self.number is not None:
             with contextlib.suppress(StoreLost):
                 self.state.leave(self.number)

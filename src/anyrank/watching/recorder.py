@@ -1,0 +1,224 @@
+"""The calls that torch's flight recorders have kept of a rank, and our own agreements.
+
+gloo has one recorder, NCCL another in builds for CUDA; their entries are alike. An entry has the
+stack at the call: under NCCL a collective returns at once, and the main thread stands elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from anyrank.watching.stacks import AGREEMENT, Frame, Stack, collective_of, own_frames
+from anyrank.world.rendezvous import open_connections
+from anyrank.world.waits import GroupState, Wait
+
+ACTIVE = 64  # calls under way that a rank tells of, the oldest first
+PASSED = 8  # the newest calls of each group that have ended
+FRAMES = 6  # of a call's own lines
+SAFE_NCCL = (2, 14)  # before, a dump of NCCL's recorder may crash a job that runs
+SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+VAGUE = (
+    "backward",
+    "wait",
+    "torch.distributed",
+    "",
+)  # of a stack's collective: the record has its name
+AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
+
+
+@dataclass
+class Call:
+    """What a rank has called, or waits in.
+
+    Attributes:
+        group, number: equal on ranks that wait for each other in it; no group where only a stack
+            shows it.
+        name: "all_gather", or what an agreement is for; none where it is not known any more.
+        shown: the public function that was called, as all_gather_object.
+        sizes, dtypes: of its tensors; none where ranks may have others.
+        is_done: whether it has ended on this rank.
+        stack: the user's own lines at the call.
+        on_device: whether it returned at once, and waits on a device.
+        members: ranks of the group; none where that is not known.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: list[list[int]] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    is_done: bool = False
+    on_device: bool = False
+    stack: Stack = ()
+    members: list[int] = field(default_factory=list)
+    shown: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The same on ranks that have to make the same call."""
+        return self.group, self.number
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What is equal on ranks that make the same call: shapes may differ, elements may not."""
+        if not self.group:
+            return self.name, self.stack
+        return self.name, sum(map(math.prod, self.sizes)), *sorted({*self.dtypes})
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the flight recorder has it."""
+        return bool(self.group) and not self.group.startswith(AGREEMENTS)
+
+    def describe(self, with_sizes: bool = False) -> str:
+        """As text: "all_gather #412 of group mesh_tp 3"."""
+        if self.group.startswith(AGREEMENTS):
+            return f'anyrank\'s agreement "{self.name}"'
+        number = f" #{self.number}" if self.group else ""
+        tensors = ", ".join([*map(str, self.sizes), *sorted({*self.dtypes})])
+        group = "" if self.group in ("", "0") else f" of group {self.group}"
+        return (
+            f"{self.shown or self.name}{number}"
+            + (f" of {tensors}" if with_sizes and tensors else "")
+            + group
+        )
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Call:
+        """Back from JSON."""
+        call = Call(**plain)
+        call.stack = tuple(Frame(*frame) for frame in plain["stack"])
+        return call
+
+
+class _Plain(pickle.Unpickler):
+    """Reads what the recorders write: numbers, texts, lists and dicts."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} in a flight recorder's dump")
+
+
+def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
+    """The entries of both recorders, the oldest first; none of one that does not answer.
+
+    Args:
+        with_stacks: which takes up to two seconds the first time.
+        is_still: whether the job stands, so that no dump can meet a call.
+    """
+    # No public name: without these, the stacks alone say where a rank waits.
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    dumps = [getattr(c10d, "_dump_fr_trace", None)]
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if is_still or version >= SAFE_NCCL:
+        dumps.append(getattr(c10d, "_dump_nccl_trace", None))
+    entries: list[dict[str, Any]] = []
+    for dump in filter(None, dumps):
+        try:
+            record = _Plain(io.BytesIO(dump(True, with_stacks, False))).load()
+        except (RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
+            continue
+        entries += record.get("entries", [])
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
+    """The calls of a recorder's entries: those under way, and of each group the newest others.
+
+    Our own groups have no name there: `own_calls` has them. A send has no number that both ends
+    share.
+    """
+    groups: dict[str, list[tuple[Call, bool]]] = {}
+    wanted: list[Call] = []
+    for entry in entries:
+        name, _ = entry["process_group"]
+        if name and not entry.get("is_p2p"):
+            wanted.append(_read(entry))
+            groups.setdefault(name, [])
+    active = [call for call in wanted if not call.is_done][:ACTIVE]
+    passed = [
+        call
+        for group in dict.fromkeys(call.group for call in wanted)
+        for call in [call for call in wanted if call.is_done and call.group == group][-PASSED:]
+    ]
+    members = {name: _members(name) for name in groups}
+    for call in (*active, *passed):
+        call.members = members[call.group.rpartition(" ")[2]]
+    return [*passed, *active]
+
+
+def _read(entry: dict[str, Any]) -> Call:
+    """A call from a recorder's entry."""
+    backend, _, name = str(entry["profiling_name"]).rpartition(":")
+    name = name.strip("_").split(" ")[0]
+    group, description = map(str, entry["process_group"])
+    if description not in ("", "undefined", "default_pg", "default"):
+        group = f"{description} {group}"
+    # A call of NCCL is retired at its time-out too; gloo's recorder knows no other end.
+    is_done = entry["state"] == "completed" or (bool(entry["retired"]) and backend != "nccl")
+    side = "output" if "gather" in name or name == "scatter" else "input"
+    sizes, dtypes = entry.get(f"{side}_sizes", []), entry.get(f"{side}_dtypes", [])
+    if "all_to_all" in name or "alltoall" in name or name == "gather":
+        sizes = []  # ranks may have others
+    frames = entry.get("frames") or []
+    stack = tuple(Frame(f["filename"], int(f["line"]), f["name"]) for f in frames)
+    shown = collective_of(stack)
+    return Call(
+        group,
+        int(entry["collective_seq_id"]),
+        name,
+        [list(size) for size in sizes],
+        list(dtypes),
+        is_done,
+        backend == "nccl",
+        own_frames(stack)[:FRAMES],
+        shown="" if shown in VAGUE else shown,
+    )
+
+
+def _members(group: str) -> list[int]:
+    """The ranks of a group, by its name; none where it is not known any more."""
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    try:
+        return dist.get_process_group_ranks(c10d._resolve_process_group(group))
+    except (AttributeError, RuntimeError, ValueError):
+        return []
+
+
+def own_calls(stack: Stack) -> list[Call]:
+    """Our own agreements: the newest of each group, and the one that the main thread waits in.
+
+    Args:
+        stack: of the main thread.
+    """
+    names: dict[GroupState, str] = {}
+    calls: list[Call] = []
+    for name, connections in open_connections().items():
+        names[connections.state] = name
+        ranks = [*connections.state.ranks]
+        calls.append(
+            Call(f"{AGREEMENTS} {name}", connections.waits, "", is_done=True, members=ranks)
+        )
+    waiting = Wait.current
+    if waiting is not None and collective_of(stack) == AGREEMENT:
+        ranks = [*waiting.state.ranks]
+        group, number = f"{AGREEMENTS} {names.get(waiting.state, ranks)}", waiting.number
+        if number is None:  # messages between two ranks are not counted
+            group, number, ranks = f"{group} messages", 0, [*waiting.peers]
+        lines = own_frames(stack)[:FRAMES]
+        calls.append(Call(group, number, waiting.what, stack=lines, members=ranks))
+    return calls
+
+
+def switched_off() -> str:
+    """The variable by which the user has switched a recorder off; "" without."""
+    off = (name for name in SWITCHES if os.environ.get(name, "").strip() == "0")
+    return next((f"{name}=0" for name in off), "")
