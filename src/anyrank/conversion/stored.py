@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -94,7 +94,8 @@ def convert_listing(
     content = StoredContent(listing, selection.tensors)
     try:
         content.open()
-        replaced = _write(target, output, MergedContent(content, added) if added else content)
+        merged_content = MergedContent(content, added) if added else content
+        replaced = _write(target, output, merged_content, content.reader.check_unchanged)
     finally:
         content.reader.close()
     return ConvertReport(
@@ -175,8 +176,10 @@ def _stem(listing: Listing, selection: Selection) -> str:
     return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
 
 
-def _write(target: Destination, output: Output, content: Content) -> str:
-    """Write and commit; nothing is left where that fails.
+def _write(
+    target: Destination, output: Output, content: Content, check_source: Callable[[], None]
+) -> str:
+    """Write and commit; nothing is left where that fails, or the source changed meanwhile.
 
     Returns:
         As `Destination.commit`.
@@ -196,6 +199,7 @@ def _write(target: Destination, output: Output, content: Content) -> str:
                     write_file(STORE, path, BlockSums(file.size, digester.finish()).to_bytes())
         for name, data in output.small.items():
             write_file(STORE, join_path(target.folder, name), data)
+        check_source()
         return target.commit()
     except BaseException:
         target.abandon()

@@ -28,8 +28,9 @@ class FileInfo:
         version: modification time in ns, or an object store's tag.
         in_memory: the bytes are a tensor's, not a file's.
         location: machine and file number of a local file; another one is of another copy.
-        fingerprint: digest of a local file's first and last bytes, by which copies on other
-            machines are known.
+        fingerprint: digest of a local file's ends, and of a block of each of its tensors, by which
+            copies in other places are known.
+        blocks: where these blocks begin.
         tensor: for a tensor in memory, on the rank that has it, the tensor.
         quantised: for one that is computed from others of its listing, how.
     """
@@ -40,6 +41,7 @@ class FileInfo:
     in_memory: bool = False
     location: str = ""
     fingerprint: str = ""
+    blocks: tuple[int, ...] = ()
     tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
     quantised: Quantised | None = None
 

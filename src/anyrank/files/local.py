@@ -30,10 +30,14 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.info = _info_of(path, os.fstat(self.descriptor))
+        self.info = self.look()
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)
+
+    def look(self) -> FileInfo:
+        """The open file as it is now, whatever the path names by now."""
+        return _info_of(self.path, os.fstat(self.descriptor))
 
     def mapped(self, start: int, stop: int) -> torch.Tensor | None:
         """The bytes of a range, to be copied at once; None where they are better read.
@@ -117,6 +121,10 @@ class LocalStorage:
     def is_dir(self, path: str) -> bool:
         return os.path.isdir(path)
 
+    def location(self, path: str) -> str:
+        """Where a file or folder is: machine, device and number."""
+        return _location_of(os.stat(path))
+
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
 
@@ -165,5 +173,8 @@ class LocalStorage:
 
 
 def _info_of(path: str, status: os.stat_result) -> FileInfo:
-    location = f"{platform.node()}:{status.st_dev}:{status.st_ino}"
-    return FileInfo(path, status.st_size, str(status.st_mtime_ns), location=location)
+    return FileInfo(path, status.st_size, str(status.st_mtime_ns), location=_location_of(status))
+
+
+def _location_of(status: os.stat_result) -> str:
+    return f"{platform.node()}:{status.st_dev}:{status.st_ino}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_veri
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.local import LocalFile
 from anyrank.files.quantised import DequantisedFile
+from anyrank.files.remote import RemoteFile
 from anyrank.files.segments import (
     ALIGN,
     Job,
@@ -32,6 +33,7 @@ from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
 
 MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
+MAX_REQUESTS = 16  # to a remote storage at a time, which answers slowly
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
 
 
@@ -101,18 +103,47 @@ class Reader:
                     self.sums[number] = read_sums(self.listing, number)
             except OSError as error:
                 raise LoadError(f"{info.path}: cannot be read: {error}") from error
-            same = (now.size, now.version) == (info.size, info.version)
-            if same or _is_copy(now, info):
+            if _is_listed(now, info):
                 continue
             if now.location != info.location:
                 raise LoadError(
                     f"{info.path}: is another file here than where its header was read "
-                    f"({info.size} bytes there, {now.size} here): give all machines the same file"
+                    f"({info.size} bytes there, {now.size} here, or other bytes): give all "
+                    "ranks the same file"
                 )
             raise LoadError(
                 f"{info.path}: changed since its header was read ({info.size} bytes then, "
                 f"{now.size} now): something is writing to it; load again when it is done"
             )
+
+    def check_unchanged(self) -> None:
+        """Compare the files that are open with what they were when they were opened.
+
+        Called after the last byte was read: who writes to one until then gives a mixture.
+
+        Raises:
+            LoadError: one has another size or time.
+        """
+
+        def check(number: int) -> None:
+            info, file = self.listing.files[number], self.opened[number]
+            if not isinstance(file, LocalFile | RemoteFile):
+                return  # it is computed from others, which are open too
+            try:
+                now = file.look()
+            except OSError as error:
+                raise LoadError(f"{info.path}: cannot be read: {error}") from error
+            if (now.size, now.version) != (file.info.size, file.info.version):
+                raise LoadError(
+                    f"{info.path}: changed while it was read ({file.info.size} bytes before, "
+                    f"{now.size} now): something is writing to it; load again when it is done"
+                )
+
+        local = [n for n in self.opened if "://" not in self.listing.files[n].path]
+        for number in local:
+            check(number)
+        if remote := self.opened.keys() - local:
+            spread(remote, [check] * min(len(remote), MAX_REQUESTS))
 
     def run(self, jobs: Sequence[Job], first_file: int = 0) -> None:
         """Fill every job's destination from files that are open, in order from `first_file` on.
@@ -215,10 +246,15 @@ class Reader:
             self.progress(nbytes)
 
 
-def _is_copy(now: FileInfo, listed: FileInfo) -> bool:
-    """Whether a file is a machine's own copy of the one that was listed on another."""
-    may_be = listed.fingerprint and now.location != listed.location and now.size == listed.size
-    return bool(may_be) and fingerprint(now) == listed.fingerprint
+def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
+    """Whether a file is the one that was listed, or a copy of it in another place.
+
+    Copies may have any time, and other files the same one, as in images of containers.
+    """
+    if listed.fingerprint and now.location != listed.location:
+        copy = replace(now, blocks=listed.blocks)
+        return now.size == listed.size and fingerprint(copy) == listed.fingerprint
+    return (now.size, now.version) == (listed.size, listed.version)
 
 
 @dataclass(slots=True)

@@ -38,6 +38,10 @@ class RemoteFile:
 
     @cached_property
     def info(self) -> FileInfo:
+        return self.look()
+
+    def look(self) -> FileInfo:
+        """The object as it is now."""
         with asking(self.path):
             return _info_of(self.path, self.filesystem.info(self.path))
 
@@ -116,6 +120,10 @@ class RemoteStorage:
     def is_dir(self, path: str) -> bool:
         with asking(path):
             return bool(self.filesystem.isdir(path))
+
+    def location(self, path: str) -> str:
+        """Nothing: a URL names one object wherever it is read."""
+        return ""
 
     def names(self, path: str) -> list[str]:
         """What is in a folder; nothing where there is none, as folders need not exist."""

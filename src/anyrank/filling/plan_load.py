@@ -51,6 +51,7 @@ class SourceInfo:
 
     Attributes:
         source: the paths, or "a dict of tensors", or "" for None or an empty dict.
+        location: of local paths, where they are; ranks with others have copies.
         visible: whether this rank can read it.
         seed: this rank's torch seed.
         is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
@@ -60,6 +61,7 @@ class SourceInfo:
     source: str
     visible: bool
     seed: int
+    location: str = ""
     is_live: bool = False
     headers: Headers | None = None
 
@@ -119,14 +121,12 @@ def header_reader(
         known: what the source holds, where all ranks know that already.
     """
 
-    def to_send(listed: Listing) -> Listing:
-        if len({*ranks.nodes}) > 1:
-            listed = with_fingerprints(listed)
-        return listed.without_memory() if ranks.size > 1 else listed
+    def to_send(source: Source) -> Listing:
+        return list_source(source).without_memory() if ranks.size > 1 else list_source(source)
 
     def read() -> Headers:
-        listing = None if known else to_send(list_source(_require(source)))
-        parts = {path: to_send(list_source(path)) for path in frozen_sources(model)}
+        listing = None if known else to_send(_require(source))
+        parts = {path: to_send(path) for path in frozen_sources(model)}
         return Headers(listing, parts)
 
     return functools.cache(read)
@@ -177,8 +177,13 @@ def plan_load(
     """
     first = _agreed_reader(sources, ranks)
     headers = sources[ranks.ranks.index(first)].headers
-    if headers is None:
-        headers = ranks.run_on_one("reading the headers", read_headers, first)
+    are_copies = len({info.location for info in sources if info.visible}) > 1
+    if headers is None or are_copies:
+
+        def read() -> Headers:
+            return _with_fingerprints(read_headers()) if are_copies else read_headers()
+
+        headers = ranks.run_on_one("reading the headers", read, first)
     listing, parts = known or headers.listing, headers.parts
     assert listing is not None
     list_own = functools.cache(lambda: list_source(_require(source)))
@@ -269,6 +274,12 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
                 )
 
 
+def _with_fingerprints(headers: Headers) -> Headers:
+    """The same, by which ranks that see copies of the files know them."""
+    listing = None if headers.listing is None else with_fingerprints(headers.listing)
+    return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
+
+
 def _require(source: Source | None) -> Source:
     if source is None:
         raise WrongValue(
@@ -281,19 +292,21 @@ def _look(source: Source | None) -> SourceInfo:
     seed = torch.initial_seed()
     if source is None or isinstance(source, Mapping):
         is_live = any(hasattr(value, "placements") for value in (source or {}).values())
-        return SourceInfo("a dict of tensors" if source else "", bool(source), seed, is_live)
+        name = "a dict of tensors" if source else ""
+        return SourceInfo(name, bool(source), seed, is_live=is_live)
     is_list = isinstance(source, Sequence) and not isinstance(source, str)
     paths = [os.fspath(path) for path in source] if is_list else [os.fspath(source)]  # type: ignore[arg-type]
-    visible = True
+    visible, places = True, list[str]()
     for path in paths:
         try:
             storage = storage_for(path)
             visible = visible and (storage.is_file(path) or storage.is_dir(path))
+            places.append(storage.location(path) if visible else "")
         except (AnyrankError, ImportError):
             raise
         except Exception as error:  # each of fsspec's file systems has errors of its own
             raise LoadError(f"{path}: cannot be reached: {error}") from error
-    return SourceInfo(", ".join(paths), visible, seed)
+    return SourceInfo(", ".join(paths), visible, seed, ", ".join(places))
 
 
 def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:

@@ -52,6 +52,7 @@ def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
         for read in plan_reads(share.stored, share.target.pieces)
     ]
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
+    reader.check_unchanged()
 
 
 class FileMemory(LocalMemory):
@@ -179,6 +180,7 @@ class FileSide(Side):
         else:
             use_large_pages((fill.local for fill in self.wanted), self.ranks.ranks_on_node)
             self.mover.run()
+            self.reader.check_unchanged()
         self._compare_frozen()
         self.meter.sample()
 

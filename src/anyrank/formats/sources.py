@@ -22,12 +22,14 @@ from anyrank.files.listing import (
     join,
 )
 from anyrank.files.manifest import MANIFEST, STEP
-from anyrank.files.storage import Storage, fingerprint, storage_for
+from anyrank.files.storage import BLOCK_BYTES, Storage, fingerprint, storage_for
+from anyrank.files.threads import spread
 from anyrank.formats import dcp, huggingface, run_folder, weight_files
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
 
+FINGERPRINT_THREADS = 8
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
 
@@ -129,12 +131,35 @@ def list_source(source: Source) -> Listing:
 
 
 def with_fingerprints(listing: Listing) -> Listing:
-    """The listing, by which other machines know their own copies of its local files.
+    """The listing, by which ranks with other copies of its local files know them.
 
-    It takes two reads a file, so it is for ranks on several machines alone.
+    It takes two reads a file and one a tensor, so it is for ranks that see files in other places.
     """
-    infos = (replace(i, fingerprint=fingerprint(i)) if i.location else i for i in listing.files)
-    return replace(listing, files=tuple(infos))
+    files, blocks = [*listing.files], _blocks_of(listing)
+    local = (number for number, info in enumerate(files) if info.location)
+
+    def add(number: int) -> None:
+        info = replace(files[number], blocks=tuple(sorted(blocks.get(number, ()))))
+        files[number] = replace(info, fingerprint=fingerprint(info))
+
+    spread(local, [add] * min(FINGERPRINT_THREADS, len(files) or 1))
+    return replace(listing, files=tuple(files))
+
+
+def _blocks_of(listing: Listing) -> dict[int, set[int]]:
+    """File -> where a block begins in the middle of each tensor; of one in pieces, in one of them.
+
+    The middle differs where a tensor does, more likely than its start: embeddings begin with rows
+    that are never trained.
+    """
+    blocks: dict[int, set[int]] = {}
+    for number, stored in enumerate([*listing.tensors.values(), *listing.beside.values()]):
+        if stored.numel:
+            chunk = stored.chunks[number % len(stored.chunks)]
+            middle = chunk.box.numel * stored.dtype.itemsize // 2
+            start = chunk.offset + max(0, middle - BLOCK_BYTES // 2)
+            blocks.setdefault(chunk.file, set()).add(start)
+    return blocks
 
 
 def _list_path(path: str) -> Listing:

@@ -1,0 +1,150 @@
+"""Files that are written to while ranks read them, and copies that are not the same file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank.testing import RanksFailed, run_ranks
+
+WIDTH = 32
+LAYERS = 4
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {key: torch.full_like(t, value) for key, t in net().state_dict().items()}
+
+
+def write(form: str, folder: str, value: float) -> str:
+    """A file or folder with these weights, in place of one that is there."""
+    state = weights(value)
+    path = f"{folder}/w"
+    if form == "pt":
+        torch.save(state, f"{path}.pt")
+        return f"{path}.pt"
+    if form == "dcp":
+        dcp_save(state, checkpoint_id=path, no_dist=True)
+        return path
+    os.makedirs(path, exist_ok=True)
+    save_file(state, f"{path}/new")
+    with open(f"{path}/new", "rb") as new, open(f"{path}/model.safetensors", "ab") as old:
+        old.truncate(0)
+        old.write(new.read())
+    os.remove(f"{path}/new")
+    return path
+
+
+def job_changed(path: str, folder: str, form: str, strategy: str, wrap: str) -> str:
+    """The first rank's first progress stands for a training job that saves there again."""
+    rank = torch.distributed.get_rank()
+    calls: list[int] = []
+
+    def saves_again(done: int, total: int) -> None:
+        if not calls:
+            calls.append(done)
+            write(form, folder, 2.0)
+
+    if wrap == "meta":
+        with anyrank.meta():
+            model = net()
+    else:
+        model = net()
+    model = fully_shard(model)
+    progress: Any = saves_again if rank == 0 else None
+    with pytest.raises(anyrank.LoadError, match="changed while it was read") as caught:
+        anyrank.load(model, path, strategy=strategy, progress=progress)  # type: ignore[arg-type]
+    assert wrap != "meta" or all(p.is_meta for p in model.parameters())
+    return type(caught.value).__name__
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("form", "strategy", "wrap"),
+    [
+        ("pt", "own", "meta"),
+        ("safetensors", "own", "real"),
+        ("dcp", "own", "real"),
+        ("safetensors", "scatter", "meta"),
+        ("pt", "stripe", "real"),
+    ],
+)
+def test_a_file_that_is_written_while_it_is_read_is_an_error_on_all_ranks(
+    form: str, strategy: str, wrap: str, tmp_path: Path
+) -> None:
+    path = write(form, str(tmp_path), 1.0)
+    for name in Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]:
+        os.utime(name, (1, 1))  # so that no clock is too coarse for the second save
+    names = run_ranks(2, job_changed, path, str(tmp_path), form, strategy, wrap)
+    assert names == ["LoadError"] * 2
+
+
+def test_a_conversion_of_a_file_that_changes_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anyrank.conversion.content import StoredContent
+
+    path = write("pt", str(tmp_path), 1.0)
+    os.utime(path, (1, 1))
+    fill = StoredContent.fill
+
+    def fill_and_save(self: StoredContent, pieces: Any) -> None:
+        fill(self, pieces)
+        write("pt", str(tmp_path), 2.0)
+
+    monkeypatch.setattr(StoredContent, "fill", fill_and_save)
+    with pytest.raises(anyrank.LoadError, match="changed while it was read"):
+        anyrank.convert(path, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["w.pt"]
+
+
+def job_own_folder(folder: str, name: str) -> Any:
+    """Each rank's working directory stands for its machine's disk."""
+    model = fully_shard(net())
+    here = os.getcwd()
+    os.chdir(f"{folder}/{torch.distributed.get_rank()}")
+    try:
+        anyrank.load(model, name)
+    finally:
+        os.chdir(here)
+    return {x for p in model.parameters() for x in p.to_local().unique().tolist()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["pt", "safetensors", "dcp"])
+def test_copies_that_differ_in_one_tensor_under_one_header_and_time_are_told_apart(
+    form: str, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    first = write(form, str(tmp_path / "0"), 1.0)
+    name = os.path.basename(first)
+    second = tmp_path / "1" / name
+    (shutil.copytree if os.path.isdir(first) else shutil.copy)(first, second)
+    everything = [first, second]
+    files = [p for top in everything for p in (Path(top), *Path(top).rglob("*")) if p.is_file()]
+    for path in files:
+        os.utime(path, (1, 1))
+    assert run_ranks(2, job_own_folder, str(tmp_path), name) == [{1.0}] * 2
+    [data] = [p for p in files if str(p).startswith(str(second)) and p.stat().st_size > 10_000]
+    content = data.read_bytes()
+    middle = torch.ones(WIDTH * WIDTH).numpy().tobytes()
+    start = content.index(middle, content.index(middle) + 1)  # of another tensor than the first
+    other = 3 * torch.ones(WIDTH * WIDTH)
+    data.write_bytes(content[:start] + other.numpy().tobytes() + content[start + len(middle) :])
+    os.utime(data, (1, 1))
+    with pytest.raises(RanksFailed, match="is another file here than where its header"):
+        run_ranks(2, job_own_folder, str(tmp_path), name)
