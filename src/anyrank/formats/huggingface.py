@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
@@ -33,7 +33,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
     for ending in FILES:
-        chosen = _choose(folder, names, ending)
+        chosen = _choose(storage, folder, names, ending)
         if chosen is None:
             continue
         others = tuple(
@@ -73,23 +73,65 @@ def _name(listings: list[Listing]) -> str:
     )
 
 
-def _choose(folder: str, names: list[str], ending: str) -> str | None:
-    indexes = [name for name in names if name.endswith(f"{ending}.index.json")]
-    files = [name for name in names if name.endswith(ending)]
-    for candidates, tail in ((indexes, f"{ending}.index.json"), (files, ending)):
-        for stem in STEMS:
-            if f"{stem}{tail}" in candidates:
-                return f"{stem}{tail}"
-    if len(indexes) == 1:
-        return indexes[0]
-    candidates = [name for name in files if not name.startswith(("consolidated", "training_args"))]
-    families = {m["stem"] if (m := SHARD.match(name)) else name for name in candidates}
-    if len(indexes) > 1 or len(families) > 1:
+def _choose(storage: Storage, folder: str, names: list[str], ending: str) -> str | None:
+    """The set of weights with this ending: its index, its first shard or its only file.
+
+    Raises:
+        LoadError: the names do not settle which.
+    """
+    sets = _sets_of(names, ending)
+    indexes = [entry for entry in sets if entry.first.endswith(".json")]
+    stems = [*STEMS, *(entry.stem for entry in indexes if len(indexes) == 1)]
+    stem = next((stem for stem in stems if any(entry.stem == stem for entry in sets)), None)
+    if stem is not None:
+        sets = [entry for entry in sets if entry.stem == stem]
+    if len(sets) > 1 and not _is_index_of(storage, folder, sets):
+        shown = ", ".join(entry.label for entry in sets)
         raise LoadError(
-            f"{folder}: holds several sets of weights ({', '.join(sorted(indexes or families))}): "
-            "give a file, or a list of files"
+            f"{folder}: holds several sets of weights ({shown}): give a file, or a list of files"
         )
-    return candidates[0] if candidates else None
+    return sets[0].first if sets else None
+
+
+class _Set(NamedTuple):
+    """Files that are one model's weights.
+
+    Attributes:
+        stem: what their names begin with.
+        first: the index, the first shard, or the only file.
+        label: in messages.
+    """
+
+    stem: str
+    first: str
+    label: str
+
+
+def _sets_of(names: list[str], ending: str) -> list[_Set]:
+    """The sets of weights with this ending, by their names; an index decides over its shards."""
+    tail = f"{ending}.index.json"
+    sets = {
+        name: _Set(name.removesuffix(tail), name, name) for name in names if name.endswith(tail)
+    }
+    indexed = {entry.stem for entry in sets.values()}
+    for name in names:
+        if not name.endswith(ending) or name.startswith(("consolidated", "training_args")):
+            continue
+        match = SHARD.match(name)
+        if match is None:
+            sets[name] = _Set(name.removesuffix(ending), name, name)
+        elif match["stem"] not in indexed:
+            label = f"{match['stem']}-*-of-{match['count']}{ending}"
+            sets.setdefault(label, _Set(match["stem"], name, label))
+    return [*sets.values()]
+
+
+def _is_index_of(storage: Storage, folder: str, sets: list[_Set]) -> bool:
+    """Whether the first set is an index, and the others are files that it names."""
+    index, *others = (entry.first for entry in sets)
+    if not index.endswith(".json"):
+        return False
+    return {*others} <= {*_weight_map(storage, join_path(folder, index)).values()}
 
 
 def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
