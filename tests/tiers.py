@@ -91,9 +91,10 @@ ROOMS = {
         paths="integrations examples",
         smoke="unit/test_integrations",
         slow="""
-            integrations/test_accelerate_elastic integrations/test_lightning
-            integrations/test_lightning_elastic integrations/test_megatron
-            integrations/test_quantised_optimizers integrations/test_seed_resume
+            integrations/test_accelerate_elastic integrations/test_evaluate
+            integrations/test_lightning integrations/test_lightning_elastic
+            integrations/test_megatron integrations/test_quantised_optimizers
+            integrations/test_seed_resume
             integrations/test_torchtitan integrations/test_trainer
         """,
     ),

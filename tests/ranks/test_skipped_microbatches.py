@@ -84,9 +84,10 @@ def test_what_has_no_backward_by_intent_goes_on() -> None:
             loss = model(batch[:, None]).square().mean()
             step.backward(loss, weight=0 if step.k == 1 else len(batch))
         gradients.append(model.weight.grad)
-        model.zero_grad()
-        for batch in step.microbatches(model):  # an evaluation
+        for batch in step.microbatches(model):  # an evaluation, before the gradients are used
             model(batch[:, None])
+        assert model.weight.grad is gradients[-1]
+        model.zero_grad()
         for batch in step.microbatches(model, own_backward=True):
             if step.k:
                 model(batch[:, None]).sum().backward()

@@ -156,6 +156,8 @@ class Step:
         position, is_first = self._position, not run.num_passes
         is_new = id(model) not in position.checked
         sync = self._sync(model, own_backward, is_new)
+        # Those of the training's step may still be there while it is evaluated.
+        had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
         if is_first:
             position.drop_begun()
         devices = accelerators_of(sync.named.values())
@@ -186,7 +188,9 @@ class Step:
                         run.end_microbatch(slot)
             if is_first:
                 position.fetch_ahead(run.plan)
-            self._exchange(model, sync, own_backward, is_new)
+            is_untold = run.is_weighted is None and not had_gradients and sync.has_gradients()
+            is_other = not own_backward and (run.saw_other_backward or is_untold)
+            self._exchange(model, sync, own_backward, is_new, is_other)
             run.is_complete = True
         finally:
             run.slot = None
@@ -348,13 +352,24 @@ class Step:
         return position.exact.open_sync(model, ranks, position.group, plan, is_new, position.notes)
 
     def _exchange(
-        self, model: nn.Module, sync: GradientSync, own_backward: bool, is_new: bool
+        self,
+        model: nn.Module,
+        sync: GradientSync,
+        own_backward: bool,
+        is_new: bool,
+        is_other: bool,
     ) -> None:
-        """Compare what the ranks have seen, and finish the gradients. All data-parallel ranks."""
+        """Compare what the ranks have seen, and finish the gradients. All data-parallel ranks.
+
+        Args:
+            model: of `microbatches`.
+            sync: of this pass.
+            own_backward: whether the caller weights the losses.
+            is_new: whether it has to be found out how the model's gradients are exchanged.
+            is_other: whether a backward ran that was not `step.backward`.
+        """
         run, refusal = self._run, None
-        if not own_backward and (
-            run.saw_other_backward or (run.is_weighted is None and sync.has_gradients())
-        ):
+        if is_other:
             refusal = (
                 f"step {self.number}: gradients were computed without step.backward, so they are a "
                 "sum that depends on the number of ranks: call step.backward(loss), or run "
@@ -365,7 +380,8 @@ class Step:
         values = sync.values() if is_new and self._ranks.size > 1 else {}
         digest = f"{derive(repr(values)):x}"
         record = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
-        record = sync.complete(record, is_new)
+        # Gradients that an evaluation finds are those of the training, exchanged already.
+        record = sync.complete(record, is_new and (run.is_weighted is not None or own_backward))
         # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
         must_gather = sync.meets or bool(run.is_weighted) or is_new
         records = self._ranks.gather(record, "comparing the step") if must_gather else [record]
@@ -376,6 +392,7 @@ class Step:
             run.total = math.fsum(weights) if must_gather else self.samples
         if not weights and not own_backward:  # no rank has run a backward, as in an evaluation
             sync.drop_unfinished()
+            sync.reshard()  # so that model.parameters() are those that have the gradients
             return
         if is_checked:
             self._position.checked[id(model)] = model
