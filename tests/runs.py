@@ -25,11 +25,12 @@ def resume(
     which: str | int = "auto",
     *,
     skip: Sequence[str] = (),
+    drop: Sequence[str] = (),
     **options: Any,
 ) -> anyrank.ResumeReport | None:
     """Resume the state, and release the folder. All ranks."""
     with anyrank.Checkpoints(path, state, **options) as ckpts:
-        return ckpts.resume(which, skip=skip)
+        return ckpts.resume(which, skip=skip, drop=drop)
 
 
 def forge(step: Path, table: dict[str, Any]) -> None:

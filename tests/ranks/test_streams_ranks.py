@@ -44,5 +44,53 @@ def test_derived_streams_are_told_of_where_somebody_used_them(
     run_ranks(2, job_save, path, used)
     for outcome, reason, notes in run_ranks(3, job_resume, path):
         assert outcome == ("derived" if name else "exact")
-        assert reason.startswith(f"{name}: saved on rank 0 of 2" if name else "")
+        anew = "random numbers drawn outside of the loop begin anew (saved on 2 ranks, now 3)"
+        assert reason == (anew if name else "")
         assert [note.split(":")[0] for note in notes] == [f"random stream {name}"] * bool(name)
+
+
+def job_train(path: str, until: int, draws: bool) -> tuple[dict[str, str], list[str], int]:
+    """README's script, seeded; its loop draws from its own streams alone, or from torch's."""
+    torch.manual_seed(0)
+    state_before = torch.get_rng_state()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(torch.randn(24, 4), global_batch=12, microbatch=2)
+    state = anyrank.TrainState(wrapped, optimizer, data=loader)
+    torch.rand(1)  # a part of the set-up
+    with anyrank.Checkpoints(path, state) as ckpts:
+        report = ckpts.resume()
+        for step in ckpts.steps(until=until):
+            for batch in step.microbatches(wrapped):
+                step.backward(wrapped(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if draws:
+                torch.rand(1)
+    assert not torch.equal(torch.get_rng_state(), state_before)
+    components = {} if report is None else report.components
+    reason = components["streams"].reason if components else ""
+    return dict(components), [reason], state.step
+
+
+@pytest.mark.parametrize("ranks", [(1, 2, 3), (2, 1, 3)])
+def test_streams_that_the_loop_has_not_drawn_from_are_no_news(
+    ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "run")
+    for number, count in enumerate(ranks):
+        answers = run_ranks(count, job_train, path, number + 1, False)
+        if number:
+            assert {components["streams"] for components, _, _ in answers} == {"exact"}
+
+
+def test_streams_that_the_loop_draws_from_begin_anew_on_other_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    run_ranks(1, job_train, path, 1, True)
+    for components, (reason,), _ in run_ranks(2, job_train, path, 2, True):
+        assert components["streams"] == "derived"
+        assert reason == (
+            "random numbers drawn outside of the loop begin anew (saved on 1 rank, now 2); data "
+            "order, augmentation and dropout are unaffected"
+        )

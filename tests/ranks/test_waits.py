@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.test_promise_4_one_ranks_error import SECONDS
+from torch import nn
 
 import anyrank
 from anyrank import faults
@@ -95,3 +98,27 @@ def test_the_receiver_of_half_a_broadcast_does_not_wait_for_the_rest() -> None:
     assert text == "rank 0 died or does not answer: look at its log for the cause"
     assert causes == [0]
     assert seconds < SECONDS + 3
+
+
+def job_wait_for_a_late_rank(folder: str) -> str:
+    """What the process itself, torch's C++ included, prints while it waits."""
+    dist.init_process_group("gloo")  # through torch's TCPStore, as under torchrun
+    log = f"{folder}/{dist.get_rank()}.txt"
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    kept = os.dup(2)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        with anyrank.Checkpoints(f"{folder}/run", anyrank.TrainState(nn.Linear(1, 1))) as ckpts:
+            ckpts.resume()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        dist.destroy_process_group()
+    return Path(log).read_text()
+
+
+def test_torch_prints_nothing_of_a_rank_that_comes_late(tmp_path: Path) -> None:
+    assert run_ranks(2, job_wait_for_a_late_rank, str(tmp_path), init=False) == ["", ""]

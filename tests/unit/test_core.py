@@ -34,7 +34,7 @@ BUDGETS = {
     "random_state": 550,
     "resume": 2200,
     "saving": 1500,
-    "state": 2725,
+    "state": 2825,
     "steps": 2600,
     "tensors": 2450,
     "testing": 1450,

@@ -201,24 +201,120 @@ def test_a_value_that_json_cannot_carry_is_refused_at_the_save(tmp_path: Path) -
     assert not list(tmp_path.glob("step-*"))
 
 
-@pytest.mark.parametrize("cut", ["swapped", "split", "joined"])
-def test_a_scheduler_whose_optimizer_has_other_groups_is_refused(tmp_path: Path, cut: str) -> None:
-    def build(cuts: list[list[int]]) -> anyrank.TrainState:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        every = [*model.parameters()]
-        groups = [{"params": [every[n] for n in cut]} for cut in cuts]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        return anyrank.TrainState(model, optimizer, scheduler=scheduler)
+class OtherSchedule:
+    """A schedule of another library, whose lists nobody else knows."""
 
-    cuts = {"swapped": [[2, 3], [0, 1]], "split": [[0, 1], [2], [3]], "joined": [[0, 1, 2, 3]]}
-    save(tmp_path, build([[0, 1], [2, 3]]))
-    resume(tmp_path, build([[0, 1], [2, 3]]))
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = state["rates"]
+
+
+def in_groups(cuts: list[list[int]], kind: str) -> anyrank.TrainState:
+    """Each parameter is trained at the rate that its number says, 2 and 3 at the same."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    every = [*model.parameters()]
+    groups = [{"params": [every[n] for n in cut], "lr": 1 + cut[0] // 2} for cut in cuts]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+    schedulers: dict[str, Any] = {
+        "step": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "sequence": torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [warm, torch.optim.lr_scheduler.StepLR(optimizer, 2)], milestones=[1]
+        ),
+        "other": OtherSchedule(optimizer),
+    }
+    for parameter in every:
+        parameter.grad = torch.ones_like(parameter)
+    return anyrank.TrainState(model, optimizer, scheduler=schedulers[kind])
+
+
+CUTS = {"swapped": [[2, 3], [0, 1]], "split": [[0, 1], [2], [3]], "alone": [[2, 3]]}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", ["step", "sequence"])
+def test_a_scheduler_goes_by_the_parameters_of_its_groups(
+    tmp_path: Path, cut: str, kind: str
+) -> None:
+    def rates(state: anyrank.TrainState, steps: int) -> list[dict[int, float]]:
+        optimizer: Any = state.parts.parts["optimizer"]
+        schedule: Any = state.parts.parts["scheduler"]
+        model: Any = state.parts.parts["model"]
+        numbers = {id(parameter): n for n, parameter in enumerate(model.parameters())}
+        rows: list[dict[int, float]] = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            groups = optimizer.param_groups
+            rows.append({numbers[id(p)]: group["lr"] for group in groups for p in group["params"]})
+        return rows
+
+    whole = in_groups([[0, 1], [2, 3]], kind)
+    expected = rates(whole, 6)
+    state = in_groups([[0, 1], [2, 3]], kind)
+    rates(state, 3)
+    save(tmp_path, state)
+    state = in_groups(CUTS[cut], kind)
+    if cut == "alone":
+        with pytest.raises(anyrank.CheckpointError, match=r"drop=\['0.weight'\].*skip="):
+            resume(tmp_path, in_groups(CUTS[cut], kind))
+    report = resume(tmp_path, state, drop=["0.*"] if cut == "alone" else [])
+    assert report is not None
+    assert report.components["scheduler"] == "exact"
+    dropped = "dropped, as drop= asks: 0.weight, 0.bias" if cut == "alone" else ""
+    assert report.components["optimizer"].reason == dropped
+    for now, before in zip(rates(state, 3), expected[3:], strict=True):
+        assert now == pytest.approx({n: before[n] for n in now})
+    optimizer: Any = state.parts.parts["optimizer"]
+    was: Any = whole.parts.parts["optimizer"]
+    *_, momentum = (state["momentum_buffer"] for state in optimizer.state.values())
+    *_, before = (state["momentum_buffer"] for state in was.state.values())
+    assert torch.equal(momentum, before)  # all gradients are ones
+
+
+def test_a_scheduler_of_another_library_is_refused_for_other_groups(tmp_path: Path) -> None:
+    save(tmp_path, in_groups([[0, 1], [2, 3]], "other"))
+    resume(tmp_path, in_groups([[0, 1], [2, 3]], "other"))
     text = r"scheduler: goes by the order of optimizer's groups.*skip=\['scheduler'\]"
     with pytest.raises(anyrank.CheckpointError, match=text):
-        resume(tmp_path, build(cuts[cut]))
-    report = resume(tmp_path, build(cuts[cut]), skip=["scheduler"])
+        resume(tmp_path, in_groups(CUTS["swapped"], "other"))
+    report = resume(tmp_path, in_groups(CUTS["swapped"], "other"), skip=["scheduler"])
+    assert report is not None
     assert report.components["optimizer"] == "exact"
+
+
+def test_a_model_may_drop_what_it_no_longer_has(tmp_path: Path) -> None:
+    """A head that was taken off, under any optimizer."""
+
+    def build(parts: int) -> anyrank.TrainState:
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(parts)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return anyrank.TrainState(model, optimizer)
+
+    saved = build(3)
+    save(tmp_path, saved)
+    with pytest.raises(anyrank.CheckpointError, match=r"not in the model.*drop=\['2.weight'\]"):
+        resume(tmp_path, build(2))
+    state = build(2)
+    report = resume(tmp_path, state, drop=["2.*"])
+    assert report is not None
+    for part in ("model", "optimizer"):
+        outcome = report.components[part]
+        assert (outcome, outcome.reason) == ("derived", "dropped, as drop= asks: 2.weight, 2.bias")
+    model, before = (one.parts.parts["model"] for one in (state, saved))
+    assert all(
+        torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items()
+    )
+    report = resume(tmp_path, state, drop=["2.*", "gone.*"])  # a job that restarts says it again
+    assert report is not None
 
 
 def calls_of_a_resume(path: Path, count: int) -> int:

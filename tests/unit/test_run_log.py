@@ -214,10 +214,17 @@ def test_those_that_wait_in_a_later_part_are_not_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kills"), [(anyrank.RankError("rank 1 died"), 1), (ValueError("of the script"), 0)]
+    ("error", "kills", "errors"),
+    [
+        (anyrank.RankError("rank 1 died"), 1, 0),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"), 1, 0),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), 1, 0),
+        (ValueError("of the script"), 0, 1),
+        (KeyboardInterrupt(), 0, 0),
+    ],
 )
 def test_the_death_of_another_rank_is_a_kill_and_an_exception_is_none(
-    tmp_path: Path, error: Exception, kills: int
+    tmp_path: Path, error: BaseException, kills: int, errors: int
 ) -> None:
     state = anyrank.TrainState(nn.Linear(2, 1))
     ckpts = anyrank.Checkpoints(tmp_path, state)
@@ -229,4 +236,5 @@ def test_the_death_of_another_rank_is_a_kill_and_an_exception_is_none(
         ckpts.step_done()
     time_of_run = sum_up(read_log(str(tmp_path)))
     assert time_of_run is not None
-    assert (time_of_run.kills, time_of_run.ranks) == (kills, [1, 1])
+    assert (time_of_run.kills, time_of_run.errors, time_of_run.ranks) == (kills, errors, [1, 1])
+    assert ("1 error" in str(time_of_run)) is bool(errors)

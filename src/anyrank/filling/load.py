@@ -124,7 +124,10 @@ def load(
         layout=layout,
     )
     # Under inference mode new parameters would never get gradients.
-    with torch.inference_mode(False), open_ranks(process_group, "load()") as ranks:
+    with (
+        torch.inference_mode(False),
+        open_ranks(process_group, "load()", may_be_alone=True) as ranks,
+    ):
         headers = header_reader(model, source, ranks)
         tell = partial(look_at_source, source, ranks, headers)
         sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)

@@ -71,7 +71,10 @@ def materialize(
         if device is not None:
             _device_of(device)
 
-    with torch.inference_mode(False), open_ranks(process_group, "materialize()") as ranks:
+    with (
+        torch.inference_mode(False),
+        open_ranks(process_group, "materialize()", may_be_alone=True) as ranks,
+    ):
         arguments = {"init": init}
         seed, *_ = compare_arguments(
             ranks, "materialize", arguments, LoadError, check, torch.initial_seed

@@ -101,7 +101,7 @@ def plan(
         verify=verify,
         layout=layout,
     )
-    with open_ranks(process_group, "plan()") as ranks:
+    with open_ranks(process_group, "plan()", may_be_alone=True) as ranks:
         headers = header_reader(model, source, ranks)
         tell = partial(look_at_source, source, ranks, headers)
         sources: list[SourceInfo] = options.agree(ranks, "plan", model, source, tell)

@@ -199,11 +199,12 @@ class ForeignStep(ResumeSource):
         )
         if problems:
             return Matched(Outcome("exact"), problems=problems)
-        stored = self._stored(tensors, tuple(arguments.fresh))
+        stored = self._stored(tensors, arguments)
         matched = match_optimizer(part, optimizer, record, stored, names, ranks.index)
-        matched.outcome = _outcome(
-            [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
-        )
+        if matched.outcome != "derived":  # else it has new parameters, or leaves some
+            matched.outcome = _outcome(
+                [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
+            )
         commit = matched.commit
 
         def commit_counted() -> None:
@@ -215,8 +216,14 @@ class ForeignStep(ResumeSource):
         matched.commit = commit_counted
         return matched
 
-    def _stored(self, tensors: dict[str, StoredTensor], fresh: tuple[str, ...] = ()) -> Stored:
-        return Stored(self.listing.with_tensors(tensors), 0, False, fresh, casts=True)
+    def _stored(
+        self, tensors: dict[str, StoredTensor], arguments: ResumeArguments | None = None
+    ) -> Stored:
+        listing = self.listing.with_tensors(tensors)
+        if arguments is None:
+            return Stored(listing, 0, False, casts=True)
+        fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
+        return Stored(listing, 0, False, fresh, drop, casts=True)
 
     def _position(self, data: ElasticLoader, state: TrainState) -> Matched:
         position, outcome = _start_of(data, self.source)

@@ -1,7 +1,8 @@
 """A run's `log.jsonl`: one JSON object a line, flat, which readers of metrics take as it is.
 
 Each process appends its own lines: a first with `"event": "start"`, one for every tenth step, and a
-last with `"event": "end"`, which a process that is killed does not write. All have the seconds that
+last with `"event": "end"`, or "error" where an exception of its own ended it. A process that is
+killed, or whose other ranks are, writes neither. All have the seconds that
 this process has spent so far, so that its last line counts. Lines that are none are left out.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, cast
 from anyrank.wording import count
 
 LOG = "log.jsonl"
-START, END = "start", "end"
+START, END, ERROR = "start", "end", "error"
 SECONDS = ("steps_sec", "saves_sec", "restart_sec", "waiting_sec")
 MAX_LINE = 4096  # characters
 MOST_RANKS = 8  # rank counts that are told
@@ -32,7 +33,7 @@ class LogLine:
         step: optimizer steps of the run that were done.
         ranks: of the process group.
         loss: mean over the step's global batch, where the loop gives one.
-        event: "start", "end", or "" for a step.
+        event: "start", "end", "error", or "" for a step.
         lost: of a start: steps that were done before, and are done again.
         steps_sec, saves_sec, restart_sec, waiting_sec: of this process so far, on the first rank.
     """
@@ -61,6 +62,7 @@ class RunTime:
     Attributes:
         ranks: of each start, in order.
         kills: starts whose end is missing, but for the last one: a rank of them was killed.
+        errors: starts that an exception of the first rank's own has ended.
         is_open: whether the last start has no end: the process runs, or was killed.
         steps: that were done, those that were lost included.
         steps_lost: that were done, and done again.
@@ -72,6 +74,7 @@ class RunTime:
 
     ranks: list[int]
     kills: int
+    errors: int
     is_open: bool
     steps: int
     steps_lost: int
@@ -83,12 +86,13 @@ class RunTime:
 
     def __str__(self) -> str:
         shown = [str(ranks) for ranks in self.ranks[-MOST_RANKS:]]
+        errors = f", {count(self.errors, 'error')}" if self.errors else ""
         rank_counts = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
         return (
             f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
             f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
             f"{self.waiting_sec:.1f} s; {count(self.steps_lost, 'step')} lost, "
-            f"{count(self.kills, 'kill')}; ranks {rank_counts}"
+            f"{count(self.kills, 'kill')}{errors}; ranks {rank_counts}"
         )
 
 
@@ -124,8 +128,9 @@ def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
     counting = 1 - min(1.0, lost / max(steps, 1))
     return RunTime(
         ranks=[line.ranks for line in starts],
-        kills=sum(line.event != END for line in ends[:-1]),
-        is_open=ends[-1].event != END,
+        kills=sum(line.event not in (END, ERROR) for line in ends[:-1]),
+        errors=sum(line.event == ERROR for line in ends),
+        is_open=ends[-1].event not in (END, ERROR),
         steps=steps,
         steps_lost=lost,
         share=seconds["steps_sec"] * counting / total if total > 0 else 0.0,

@@ -31,6 +31,7 @@ from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.tensors.walk import walk
+from anyrank.world.group import check_group
 
 M = TypeVar("M", bound=nn.Module)
 Path = str | os.PathLike[str]
@@ -102,6 +103,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
         ValueError: a source that is empty.
     """
     check_model(module, "module")
+    check_group(None)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             "a TorchScript module cannot be frozen: its methods are not Python's; put it into a "

@@ -300,6 +300,7 @@ class Accelerator(_Accelerator):
         *args: Any,
         skip: Sequence[str] = (),
         fresh: Sequence[str] = (),
+        drop: Sequence[str] = (),
         rename: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -309,14 +310,14 @@ class Accelerator(_Accelerator):
             input_dir: None for the newest step, or for a new run where the folder is empty;
                 "must", where an empty folder is an error; a step, or its path; or the path of
                 what Accelerate or another tool saved, with which this run begins.
-            skip, fresh, rename: as for `Checkpoints.resume`.
+            skip, fresh, drop, rename: as for `Checkpoints.resume`.
             args: not used, as are `kwargs`.
 
         Raises:
             CheckpointError: as `Checkpoints.resume`.
         """
         which = "auto" if input_dir is None else input_dir
-        self._run.resume(which, skip=skip, fresh=fresh, rename=rename)
+        self._run.resume(which, skip=skip, fresh=fresh, drop=drop, rename=rename)
 
     def end_training(self) -> None:
         """As usual, after the last step is saved. All ranks."""

@@ -122,7 +122,7 @@ def load(
         assert report.tensors == 2
     """
     path = os.fspath(folder)
-    with open_ranks(call="peft.load()") as ranks:
+    with open_ranks(call="peft.load()", may_be_alone=True) as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
         saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
         compare_arguments(
@@ -181,7 +181,7 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         finite = True
         for layer in layers:  # twice, as nothing may change before all are known to be finite
             finite &= bool(_sum(layer, adapter).isfinite().all())
-        with open_ranks(call="peft.merge()") as ranks:
+        with open_ranks(call="peft.merge()", may_be_alone=True) as ranks:
             finite = not ranks.any(not finite, "adding the adapter")
         if not finite:
             raise ValueError(f"{adapter!r}: the merged weights have NaN or infinite values")

@@ -103,10 +103,11 @@ class FrameworkRun:
         self._of_loader["global_batch"] = global_batch
         self._settings = options.pop("settings", "saved")
         self._of_checkpoints = options
-        self._checkpoints_of(anyrank.TrainState())  # raises what is wrong with its options
+        # Raises what is wrong with its options; the framework's group may come later.
+        self._checkpoints_of(anyrank.TrainState(), process_group=anyrank.ALONE)
 
-    def _checkpoints_of(self, state: anyrank.TrainState) -> anyrank.Checkpoints:
-        return anyrank.Checkpoints(self.folder, state, **self._of_checkpoints)
+    def _checkpoints_of(self, state: anyrank.TrainState, **more: Any) -> anyrank.Checkpoints:
+        return anyrank.Checkpoints(self.folder, state, **self._of_checkpoints, **more)
 
     def make_loader(self, dataloader: Any, process_group: Any = None) -> anyrank.ElasticLoader:
         """The steps over what a DataLoader reads; raises as `elastic_loader`."""

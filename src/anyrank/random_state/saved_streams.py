@@ -127,10 +127,8 @@ def capture(generators: Mapping[str, torch.Generator]) -> dict[str, StreamState]
 
 
 def undrawn(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Streams of Python and numpy with the digests from before: every process has these, used or
-    not.
-    """
-    return [name for name in ("python", "numpy") if name in now and before.get(name) == now[name]]
+    """Streams with the digests from before: every process has the ambient ones, used or not."""
+    return [name for name in now if before.get(name) == now[name]]
 
 
 def digest_of(state: StreamState) -> str:

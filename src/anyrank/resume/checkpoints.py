@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
-from anyrank.errors import CheckpointError, RankError
+from anyrank.errors import CheckpointError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.agree import agree_on_run
@@ -144,6 +144,7 @@ class Checkpoints:
         *,
         skip: Sequence[str] = (),
         fresh: Sequence[str] = (),
+        drop: Sequence[str] = (),
         rename: Rename = None,
         settings: Settings = "saved",
     ) -> ResumeReport | None:
@@ -165,6 +166,8 @@ class Checkpoints:
                 it, and not once the run has steps of its own.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
+            drop: names of parameters, or patterns, that the state need not have: what the
+                checkpoint has of them, as in the optimizer of layers that are frozen now, is left.
             rename: for another tool's checkpoint, as for `load`: from its names to the model's.
             settings: of schedules and optimizers (T_max, lr, betas) where the script gives them
                 otherwise than the saved run's script gave: "saved" keeps those of the saved run,
@@ -196,13 +199,14 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = ResumeArguments(which, skip, fresh, rename, settings)
+        arguments = ResumeArguments(which, skip, fresh, drop, rename, settings)
         arguments.agree(ranks)
         self.wait()
         state, verify, memory = self._state, self._options.verify, self._memory
         resumed = resume_run(state, self._folder, arguments, verify, ranks, memory)
         redone_steps = ranks.run_on_one("reading the run's log", self._log.note_resume)
         if resumed is None:
+            state.parts.streams_before = state.parts.digests_of_streams()
             return None
         self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
         self._branch = state.step if resumed.is_branch else None
@@ -456,7 +460,7 @@ class Checkpoints:
 
     def _release(self, error: BaseException | None = None) -> None:
         self._signals.restore()
-        self._log.close(was_killed=isinstance(error, RankError))
+        self._log.close(error)
         self._lock.release()
         self._ranks = self._writers = None
         self._groups.close()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from anyrank.formats.run_log import END, LOG, START, LogLine, read_log, sum_up
+from anyrank.formats.run_log import END, ERROR, LOG, START, LogLine, read_log, sum_up
 from anyrank.resume.loop import BoundaryReport
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
@@ -18,6 +18,7 @@ from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.pace import Pace, Spent
+from anyrank.world.failures import is_of_others
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -101,16 +102,18 @@ class LogWriter:
             self._pace.pause()
         self._flush()
 
-    def close(self, was_killed: bool) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Write the last line, and log a summary.
 
         Args:
-            was_killed: another rank died, so that this process has not ended by itself.
+            error: that ends the run. One of the connections to other ranks is no end of this
+                process's own: a rank has died.
         """
         if self._pace is not None:
             self._pace.close()
         if self._has_begun:
-            self._write(self._state.step, event="" if was_killed else END)
+            event = ERROR if isinstance(error, Exception) else END
+            self._write(self._state.step, event="" if is_of_others(error) else event)
             summary = sum_up(read_log(self._folder.absolute_path)) if self._writes else None
             if summary is not None:
                 log.info("%s: %s", self._folder.path, summary)

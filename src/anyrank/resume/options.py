@@ -32,6 +32,7 @@ class ResumeArguments:
     which: str | int | os.PathLike[str]
     skip: Sequence[str]
     fresh: Sequence[str]
+    drop: Sequence[str]
     rename: Rename
     settings: Settings = "saved"
 
@@ -57,6 +58,7 @@ class ResumeArguments:
             raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
         check_names("skip", self.skip)
         check_names("fresh", self.fresh)
+        check_names("drop", self.drop)
         check_choice("settings", self.settings, get_args(Settings))
         if self.rename is not None and self.path is None:
             raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMING}")
@@ -75,6 +77,7 @@ class ResumeArguments:
             self.check()
             arguments["which"] = self.path or self.which
             arguments.update(skip=sorted(self.skip), fresh=sorted(self.fresh))
+            arguments.update(drop=sorted(self.drop))
             arguments.update(rename=self.rename, settings=self.settings)
 
         compare_arguments(ranks, "resume", arguments, CheckpointError, check)

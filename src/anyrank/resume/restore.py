@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,9 +22,7 @@ from anyrank.model.share import buffer_for, default_device
 from anyrank.model.tensors import find_tensors
 from anyrank.random_state.saved_streams import (
     StreamOutcome,
-    capture,
     derive_all,
-    digests_of,
     restore,
 )
 from anyrank.resume.options import ResumeArguments
@@ -213,7 +211,7 @@ class _Restorer:
 
     def _note_undrawn(self, names: Collection[str]) -> None:
         """Streams that nobody has drawn from are as new: their seeds here are no draws."""
-        digests = digests_of(capture({}))
+        digests = self.inner.digests_of_streams()
         self.inner.streams_before |= {name: digests[name] for name in names if name in digests}
 
     def _notes(self) -> list[str]:
@@ -231,6 +229,22 @@ class _Restorer:
             notes += data.notes
         return notes
 
+    def _stream_outcome(self) -> Outcome:
+        """What became of the random streams together."""
+        before, ranks = self.source.saved_on.ranks, self.ranks.size
+        for kind in ("derived", "skipped"):
+            names = [name for name, stream in self.outcomes.items() if stream.how == kind]
+            if not names:
+                continue
+            if kind == "derived" and self.source.streams is not None and before != ranks:
+                reason = "random numbers drawn outside of the loop begin anew (saved on "
+                reason += f"{count(before, 'rank')}, now {ranks})"
+                if isinstance(self.state.data, ElasticLoader):
+                    reason += "; data order, augmentation and dropout are unaffected"
+                return Outcome(kind, reason)
+            return Outcome(kind, f"{', '.join(names)}: {self.outcomes[names[0]].reason}")
+        return Outcome("exact")
+
     def report(self) -> ResumeReport:
         """The report of the resume. All ranks."""
         source = self.source
@@ -239,7 +253,7 @@ class _Restorer:
         components = {name: part.outcome for name, part in self.matched.items()}
         for name in self.arguments.skip:
             components[name] = Outcome("skipped", "asked for with skip=")
-        components["streams"] = _stream_outcome(self.outcomes)
+        components["streams"] = self._stream_outcome()
         report = ResumeReport(
             step=source.step,
             epoch=source.epoch,
@@ -275,14 +289,6 @@ def _note_differences(names: Sequence[str]) -> list[str]:
         f"{len(names)} tensors differed between the ranks that saved them; the first rank's are "
         f"kept: {', '.join(names[:10])}"
     ]
-
-
-def _stream_outcome(streams: Mapping[str, StreamOutcome]) -> Outcome:
-    for kind in ("derived", "skipped"):
-        names = [name for name, stream in streams.items() if stream.how == kind]
-        if names:
-            return Outcome(kind, f"{', '.join(names)}: {streams[names[0]].reason}")
-    return Outcome("exact")
 
 
 def _log_report(report: ResumeReport, warned: Sequence[str]) -> None:

@@ -52,7 +52,8 @@ class StepOfRun(ResumeSource):
         saved = [name for name in manifest.parts if name not in arguments.skip]
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
-        stored = Stored(self.listing, self.saved_on.ranks, same_ranks, tuple(arguments.fresh))
+        fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
+        stored = Stored(self.listing, self.saved_on.ranks, same_ranks, fresh, drop)
         try:
             matched = inner.match(records, stored, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -30,8 +30,8 @@ from anyrank.state.part_types import (
     layout_digest,
     listed,
     misfits,
+    other_names,
 )
-from anyrank.state.report import Outcome
 from anyrank.tensors.names import WRAPPERS, match_keys, near
 from anyrank.tensors.walk import walk
 
@@ -155,9 +155,9 @@ def match_module(
     ]
     outcome = stored.moved(record["layout"], layout_digest(wanted))
     matched = Matched(outcome, fills, problems=problems)
-    fresh = _fit_tensors(part, wanted, device, stored, matched)
-    if fresh:
-        matched.outcome = Outcome("derived", listed("kept, as the checkpoint has none", fresh))
+    fresh, dropped = _fit_tensors(part, wanted, device, stored, matched)
+    title = "kept, as the checkpoint has none"
+    matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, stored, matched)
 
     def commit() -> None:
@@ -179,8 +179,10 @@ def match_module(
 
 def _fit_tensors(
     part: str, wanted: Sequence[ModelTensor], device: torch.device, stored: Stored, matched: Matched
-) -> list[str]:
-    """Add what fills these tensors, and what does not fit. Names of those that start fresh."""
+) -> tuple[list[str], list[str]]:
+    """Add what fills these tensors, and what does not fit. Names of those that start fresh, and of
+    the checkpoint's that are left out.
+    """
     saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
     fresh: list[str] = []
@@ -209,6 +211,8 @@ def _fit_tensors(
             continue
         matched.fills.append(Fill(target, saved[key], _memory(target, device), stored.listing))
     extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
+    dropped = [name for name in extra if stored.is_dropped(name)]
+    extra = [name for name in extra if name not in dropped]
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
         matched.problems.append(listed(f"{part}: not in the checkpoint", shown))
@@ -216,8 +220,9 @@ def _fit_tensors(
             matched.problems.append("fresh= keeps the values that are there: give them some first")
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
-        matched.problems.append(listed(f"{part}: in the checkpoint, and not in the model", shown))
-    return fresh
+        text = listed(f"{part}: in the checkpoint, and not in the model", shown)
+        matched.problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
+    return fresh, dropped
 
 
 def _fit_extra(

@@ -37,9 +37,9 @@ from anyrank.state.part_types import (
     layout_digest,
     listed,
     other_class,
+    other_names,
     own_name,
 )
-from anyrank.state.report import Outcome
 from anyrank.state.stateful import (
     attribute_tensors,
     has_own_methods,
@@ -176,8 +176,9 @@ def match_optimizer(
     groups, fresh = _fit_groups(part, optimizer, record, names, stored, matched.problems)
     matched.is_regrouped = _are_regrouped(groups, len(record["groups"]))
     matched.groups = groups
-    unknown = [name for name in record["state"] if name not in by_name]
-    if unknown:
+    absent = [name for name in record["state"] if name not in by_name]
+    unknown = [name for name in absent if not stored.is_dropped(name)]
+    if unknown and not matched.problems:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
     if record["class"] not in (name, UNKNOWN):
@@ -188,6 +189,7 @@ def match_optimizer(
     states = {
         key: from_json(tree, room.taker(names[id(by_name[key])], f"{part}.state.{key}"))
         for key, tree in record["state"].items()
+        if key in by_name
     }
     take = room.taker(None, part)
     options = [dict(from_json(group["options"], take)) for group in record["groups"]]
@@ -198,8 +200,10 @@ def match_optimizer(
     ]
     extra = dict(from_json(record["extra"], take))
     matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
-    if fresh:
-        matched.outcome = Outcome("derived", listed("fresh, as the checkpoint has none", fresh))
+    saved = dict.fromkeys(name for group in record["groups"] for name in group["params"])
+    dropped = [name for name in saved if name not in by_name]
+    title = "fresh, as the checkpoint has none"
+    matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
 
@@ -457,10 +461,12 @@ def _fit_groups(
                     f"{differences(first, options)}): group them as they were"
                 )
         chosen.append(sources[0])
-    absent = [name for name in home if name not in seen]
+    absent = [name for name in home if name not in seen and not stored.is_dropped(name)]
     if absent:
         problems.append(
             listed(f"{part}: parameters of the checkpoint's that it no longer has", absent)
+            + f": if they are frozen now, or gone, resume with drop={absent[:1]!r}, or a pattern; "
+            f"skip=[{part!r}] leaves the optimizer as it is, without the moments of the others"
         )
     return chosen, fresh
 

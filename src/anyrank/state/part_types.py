@@ -82,6 +82,7 @@ class Stored:
         ranks: how many saved it.
         same_ranks: whether as many resume it.
         fresh: patterns of names of parameters that the step need not have.
+        drop: patterns of names of parameters that the state need not have.
         casts: whether floating state becomes of its parameter's dtype, as torch does it.
     """
 
@@ -89,13 +90,16 @@ class Stored:
     ranks: int
     same_ranks: bool
     fresh: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
     casts: bool = False
 
     def is_fresh(self, name: str) -> bool:
         """Whether a parameter that the step does not have starts anew, by its name or its end."""
-        parts = name.split(".")
-        ends = [".".join(parts[n:]) for n in range(len(parts))]
-        return any(fnmatchcase(end, pattern) for end in ends for pattern in self.fresh)
+        return _matches(name, self.fresh)
+
+    def is_dropped(self, name: str) -> bool:
+        """Whether what the step has of a parameter may be left, by its name or its end."""
+        return _matches(name, self.drop)
 
     def moved(self, saved_layout: str, layout: str) -> Outcome:
         """Exact when ranks and layout are those of the save, else resharded."""
@@ -104,6 +108,19 @@ class Stored:
         if self.same_ranks:
             return Outcome("resharded", "laid out otherwise")
         return Outcome("resharded", f"saved on {count(self.ranks, 'rank')}")
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    parts = name.split(".")
+    ends = [".".join(parts[n:]) for n in range(len(parts))]
+    return any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
+
+
+def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) -> Outcome | None:
+    """The outcome of a part that has other names than the checkpoint; None for the same."""
+    texts = [listed(fresh_title, fresh)] if fresh else []
+    texts += [listed("dropped, as drop= asks", dropped)] if dropped else []
+    return Outcome("derived", "; ".join(texts)) if texts else None
 
 
 def own_name(where: str, index: int) -> str:

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
@@ -42,6 +42,11 @@ HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
+# What schedulers keep for each group of their optimizer.
+BY_GROUP = {
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs"),
+    *("max_lrs", "base_momentums", "max_momentums"),
+}
 NESTED = 6  # containers within each other that are looked into
 
 
@@ -87,8 +92,24 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     return saved
 
 
-def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank: int) -> Matched:
+def match_stateful(
+    part: str,
+    thing: Any,
+    record: Any,
+    stored: Stored,
+    rank: int,
+    groups: Sequence[int | None] | None = None,
+) -> Matched:
     """What fills a stateful object. Nothing is changed.
+
+    Args:
+        part: its name in the state.
+        thing: the object.
+        record: of the checkpoint.
+        stored: the checkpoint.
+        rank: this process's own.
+        groups: of a scheduler whose optimizer has other groups than the checkpoint's: the saved
+            group of each, or None for a new one.
 
     Raises:
         CorruptCheckpoint: the record is not what a save writes of such an object.
@@ -110,8 +131,8 @@ def match_stateful(part: str, thing: Stateful, record: Any, stored: Stored, rank
     current: Any = thing.state_dict()
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return Matched(Outcome("fresh", "it had no state when it was saved"))
-    if stored.fresh and isinstance(current, dict):
-        record = record | {"tree": _with_new_groups(record["tree"], current)}
+    if groups is not None:
+        record = record | {"tree": _in_groups(record["tree"], current, groups)}
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: _tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
@@ -195,16 +216,26 @@ def _give(part: str, thing: Stateful, tree: Any) -> None:
         ) from error
 
 
-def _with_new_groups(tree: Any, current: Mapping[str, Any]) -> Any:
-    """A scheduler's state for an optimizer that has got more groups: theirs are as made now."""
-    if not isinstance(tree, dict) or not isinstance(tree.get("base_lrs"), list):
+def _in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
+    """A scheduler's state for the groups that its optimizer has now: each goes on with what its
+    saved group had, a new one as it is.
+    """
+    if not isinstance(tree, dict) or not isinstance(current, dict):
         return tree
-    saved: dict[str, Any] = dict(tree)  # pyright: ignore[reportUnknownArgumentType]
-    for key, now in current.items():
-        before = saved.get(key)
-        if isinstance(before, list) and isinstance(now, list) and len(before) < len(now):
-            saved[key] = [*before, *now[len(before) :]]
-    return saved
+    saved, now = cast("dict[str, Any]", tree), cast("dict[str, Any]", current)
+    result: dict[str, Any] = dict(saved)
+    for key in saved.keys() & now.keys():
+        before, after = saved[key], now[key]
+        if not isinstance(before, list) or not isinstance(after, list):
+            continue
+        rows, own_rows = cast("list[Any]", before), cast("list[Any]", after)
+        if key == "_schedulers":
+            pairs = zip(rows, own_rows, strict=False)
+            result[key] = [_in_groups(row, own_row, groups) for row, own_row in pairs]
+        elif key in BY_GROUP and len(own_rows) == len(groups):
+            pairs = zip(groups, own_rows, strict=True)
+            result[key] = [own_row if n is None else rows[n] for n, own_row in pairs]
+    return result
 
 
 def _tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:

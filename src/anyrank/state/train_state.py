@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.checks import check_int, check_model, check_names, check_type
 from anyrank.errors import CheckpointError
@@ -24,6 +25,7 @@ from anyrank.state.settings import ScriptSettings
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
 from anyrank.state.wrappers import unwrapped
 from anyrank.steps.loader import ElasticLoader
+from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -50,7 +52,8 @@ class TrainState:
             random streams.
         first_rank: names of stateful parts whose state may differ between ranks, and of which the
             first rank's is saved for all. Without it, a part that differs is saved for each rank,
-            and resumed on the same number of ranks only.
+            and resumed on the same number of ranks only, as is `data` of another class than
+            `ElasticLoader`.
         base: where the model's frozen parameters come from: a path, a URL or a list. Parameters
             that need no gradient, and belong to no optimizer and no adapter, are not written then;
             the source is, and a digest of their values, which a resume compares. Load the base
@@ -180,7 +183,11 @@ class RunParts:
         self.warned: set[str] = set()
         self.unusable: str | None = None
         self.saves = 0
-        self.streams_before = digests_of(capture({}))
+        self.streams_before = self.digests_of_streams()
+
+    def digests_of_streams(self) -> dict[str, str]:
+        """Random stream -> digest of its state on this rank now."""
+        return digests_of(capture(self.generators))
 
     def optimizers(self) -> list[Optimizer]:
         """The parts that are optimizers."""
@@ -297,17 +304,47 @@ class RunParts:
                 matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, stored, names, rank)
-            else:
-                matched[part] = match_stateful(part, cast("Stateful", value), record, stored, rank)
+        groups = self._groups_of(matched)
+        for part in records.keys() - matched.keys():
+            value = self.parts[part]
+            at = groups.get(id(getattr(value, "optimizer", None)))
+            matched[part] = match_stateful(part, value, records[part], stored, rank, at)
+        matched = {part: matched[part] for part in records}
         self._check_schedulers(matched)
-        loader, data = matched.get("data"), self.parts.get("data")
-        if loader and not stored.same_ranks and not isinstance(data, ElasticLoader):
-            loader.outcome = Outcome(
-                "derived",
-                f"a {type(data).__name__} has what it saved on {stored.ranks} ranks: only "
-                "it knows what that means here, and samples may be repeated or lost",
-            )
+        if "data" in matched and not stored.same_ranks:
+            self._check_data(matched["data"], stored.ranks)
         return matched
+
+    def _check_data(self, matched: Matched, num_ranks: int) -> None:
+        """Refuse, on another number of ranks, a place in data that may be split by rank: counts
+        within each rank's share are equal on all ranks by symmetry.
+        """
+        data = self.parts["data"]
+        if isinstance(data, ElasticLoader) or matched.problems:
+            return
+        name = type(data).__name__
+        if "data" in self.first_rank:
+            matched.outcome = Outcome(
+                "derived",
+                f"a {name} has what it saved on {count(num_ranks, 'rank')}, which "
+                "first_rank=['data'] says is the same place on any number of ranks",
+            )
+            return
+        matched.problems.append(
+            f"data: a {name} was saved on {count(num_ranks, 'rank')}, and if it splits its samples "
+            "by rank its place means others now: resume on as many ranks, or give TrainState an "
+            "anyrank.ElasticLoader, for shards ElasticLoader.from_shards(lengths=...); if all "
+            "ranks read the same samples, say so with TrainState(first_rank=['data']), else begin "
+            "its data anew with skip=['data']"
+        )
+
+    def _groups_of(self, matched: Mapping[str, Matched]) -> dict[int, Sequence[int | None]]:
+        """Id of each optimizer -> for each of its groups, the saved one that it goes on from."""
+        return {
+            id(self.parts[name]): part.groups
+            for name, part in matched.items()
+            if part.groups is not None
+        }
 
     def _check_schedulers(self, matched: Mapping[str, Matched]) -> None:
         """Refuse schedulers, which count groups, for an optimizer that has them otherwise."""
@@ -316,7 +353,7 @@ class RunParts:
         }
         for name, part in matched.items():
             optimizer = regrouped.get(id(getattr(self.parts[name], "optimizer", None)))
-            if optimizer is not None:
+            if optimizer is not None and not isinstance(self.parts[name], LRScheduler):
                 part.problems.append(
                     f"{name}: goes by the order of {optimizer}'s groups, which are not those of "
                     f"the checkpoint: make them in the same order, or leave {name} as it is with "

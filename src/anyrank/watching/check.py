@@ -82,7 +82,7 @@ def check_now(
             check_int("global_batch", global_batch, 1)
         check_int("accumulation", accumulation, 1)
 
-    with open_ranks(call="check()") as ranks:
+    with open_ranks(call="check()", may_be_alone=True) as ranks:
         arguments = {"global_batch": global_batch, "accumulation": accumulation}
         compare_arguments(ranks, "check", arguments, RankError, check_arguments)
 

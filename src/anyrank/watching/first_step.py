@@ -62,7 +62,7 @@ class FirstStep:
             with torch.enable_grad():
                 closure()
         self.model = find_model([*self.seen.values()], self.optimizers)
-        with open_ranks(call="check()") as ranks:
+        with open_ranks(call="check()", may_be_alone=True) as ranks:
             misses = ranks.any(self.model is not None and self.misses(), "the first step")
         if not misses:
             self.conclude()

@@ -31,7 +31,7 @@ from anyrank.watching.options import EXIT_CODE, VERDICT, read_options
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.system import descendants
 from anyrank.watching.verdict import Verdict, conclude
-from anyrank.world.group import default_store, name_ranks
+from anyrank.world.group import default_store, lacks_group, name_ranks
 from anyrank.world.store import Store
 
 log = logging.getLogger("anyrank.watching")
@@ -85,7 +85,7 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
             watching._after_sec,  # pyright: ignore[reportPrivateUsage]
         )
         return watching
-    if not _has_group() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if lacks_group(None):
         raise AnyrankError(
             "watch() was called before the ranks are in a group: call it after init_process_group()"
         )

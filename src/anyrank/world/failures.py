@@ -6,8 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from anyrank.errors import AnyrankError, RankError
 
+COLLECTIVE = re.compile("gloo|NCCL|[Cc]onnection (closed|reset) by peer")  # has no class of its own
 SHOWN_CHARACTERS = 100  # of an argument in a message
 
 
@@ -45,6 +48,13 @@ def describe_values(
         by_value.setdefault(value, []).append(rank)
     parts = (f"{v[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for v, ranks in by_value.items())
     return f"{title}: {', '.join(parts)}"
+
+
+def is_of_others(error: BaseException | None) -> bool:
+    """Whether an error says that other ranks are gone, ours or that of a collective of torch's."""
+    if isinstance(error, RankError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and COLLECTIVE.search(str(error)) is not None
 
 
 def as_failure(error: Exception) -> Failure:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
+import os
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import torch.distributed as dist
 
-from anyrank.errors import RankError
+from anyrank.errors import AnyrankError, RankError
 from anyrank.wording import join_first
+
+log = logging.getLogger("anyrank.world")
 
 SHOWN = 8  # ranks that a message names
 
@@ -58,18 +63,55 @@ def find_members(process_group: Group) -> tuple[list[int], int]:
 
 
 def check_group(process_group: object) -> None:
-    """Refuse what is no group. A group without this process is still a group.
+    """Refuse what is no group. A group without this process is still a group. Before a group is
+    initialised an object may be made for it: a warning says so.
 
     Raises:
         TypeError: `process_group` is no group.
     """
     if process_group is None or process_group is ALONE:
+        if lacks_group(process_group):
+            warn_of_no_group()
         return
     if not dist.is_available() or not (
         isinstance(process_group, dist.ProcessGroup)
         or process_group == dist.GroupMember.NON_GROUP_MEMBER
     ):
         raise _no_group(process_group)
+
+
+def lacks_group(process_group: Group) -> bool:
+    """Whether a launcher has started this process as one of several, and nothing joins them."""
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+        return False
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return ranks.isdecimal() and int(ranks) > 1
+
+
+def check_has_group(process_group: Group, call: str) -> None:
+    """Refuse what each of several processes would do by itself: N runs in one folder.
+
+    Raises:
+        AnyrankError: a launcher has started several processes, and they are in no group.
+    """
+    if lacks_group(process_group):
+        raise AnyrankError(
+            f"{call}: WORLD_SIZE={os.environ['WORLD_SIZE']} processes were started, and they are "
+            "in no process group, so each would train by itself: call "
+            "torch.distributed.init_process_group() before; what this process is to do by itself "
+            "takes process_group=anyrank.ALONE"
+        )
+
+
+@cache  # once in a process: all calls before the group say the same
+def warn_of_no_group() -> None:
+    """Warn that calls before the process group are this process's own."""
+    log.warning(
+        "WORLD_SIZE=%s processes were started, and they are in no process group yet: until "
+        "torch.distributed.init_process_group() each loads and makes objects by itself; that is "
+        "right for a model that is built before, as Lightning does, else call it first",
+        os.environ["WORLD_SIZE"],
+    )
 
 
 def _no_group(value: object) -> TypeError:

@@ -24,7 +24,14 @@ from anyrank.world.failures import (
     describe_values,
     join_failures,
 )
-from anyrank.world.group import Group, find_members, name_ranks
+from anyrank.world.group import (
+    Group,
+    check_has_group,
+    find_members,
+    lacks_group,
+    name_ranks,
+    warn_of_no_group,
+)
 from anyrank.world.rendezvous import get_connections, use_channel, used_channels
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
@@ -326,7 +333,7 @@ def one_process() -> Ranks:
 
 @contextlib.contextmanager
 def open_ranks(
-    process_group: Group = None, call: str = "this call"
+    process_group: Group = None, call: str = "this call", *, may_be_alone: bool = False
 ) -> Generator[Ranks, None, None]:
     """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
 
@@ -335,10 +342,17 @@ def open_ranks(
     Args:
         process_group: see `Group`.
         call: what the ranks call, the same on each: "load()".
+        may_be_alone: whether one of several processes that are in no group yet is only warned, as
+            models are built and filled before.
 
     Raises:
+        AnyrankError: several processes were started, and they are in no group.
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
     """
+    if not may_be_alone:
+        check_has_group(process_group, call)
+    elif lacks_group(process_group):
+        warn_of_no_group()
     ranks, rank = find_members(process_group)
     yield Ranks(ranks, rank, call)
 

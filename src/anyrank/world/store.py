@@ -6,10 +6,8 @@ and the caller waits for a limited time. After a call without an answer the stor
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from anyrank.world.helper_thread import HelperThread
 
 T = TypeVar("T")
 
+FIRST_PAUSE_SEC, LAST_PAUSE_SEC = 0.001, 0.1  # between two looks at what is waited for
 ANSWER_SEC = 10.0  # a store that can be reached answers in less than a millisecond
 
 
@@ -86,14 +85,19 @@ class Store:
         self.call(lambda store: store.delete_key(key))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait until all of the keys exist; returns whether they did within `seconds`."""
+        """Wait until all of the keys exist; returns whether they did within `seconds`.
 
-        def wait(store: Any) -> bool:
-            with contextlib.suppress(RuntimeError):  # if the store is lost, the next line raises
-                store.wait(list(keys), timedelta(seconds=seconds))
-            return store.check(list(keys))
-
-        return self.call(wait, seconds + ANSWER_SEC)
+        It asks again and again: the store's own wait() prints two warnings in C++ for each time
+        that it ends without the keys.
+        """
+        end, pause_sec = time.monotonic() + seconds, FIRST_PAUSE_SEC
+        while not self.has(keys):
+            left_sec = end - time.monotonic()
+            if left_sec <= 0:
+                return False
+            time.sleep(min(pause_sec, left_sec))
+            pause_sec = min(2 * pause_sec, LAST_PAUSE_SEC)
+        return True
 
     def find_absent(self, keys: Sequence[str], limit: int) -> list[int]:
         """Positions of up to `limit` keys that do not exist; few calls where few are missing."""
