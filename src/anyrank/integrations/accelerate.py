@@ -319,6 +319,15 @@ class Accelerator(_Accelerator):
         which = "auto" if input_dir is None else input_dir
         self._run.resume(which, skip=skip, fresh=fresh, drop=drop, rename=rename)
 
+    def end_if_asked(self) -> None:
+        """End the run now if SIGTERM has come to any rank, with the last whole step saved: after
+        each batch of a long evaluation. All ranks, equally often.
+
+        Raises:
+            SystemExit: it has come.
+        """
+        self._run.end_if_asked()
+
     def end_training(self) -> None:
         """As usual, after the last step is saved. All ranks."""
         self._run.close()

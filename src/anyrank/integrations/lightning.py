@@ -178,6 +178,16 @@ class Elastic(_Callback):
             **self._loops.modules,
         )
 
+    def end_if_asked(self) -> None:
+        """End the run now if SIGTERM has come to any rank, with the last whole step saved: after
+        each batch of a long validation. All ranks, equally often; nothing before the first step.
+
+        Raises:
+            SystemExit: it has come.
+        """
+        if self._run.state is not None and self._run.state.step:
+            self._run.end_if_asked()
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let Lightning go on in mid epoch as if it had not been interrupted."""
         self._refuse_ckpt_path()

@@ -172,6 +172,15 @@ class FrameworkRun:
         checkpoints.save(unless_saved=True)
         return checkpoints.latest()
 
+    def end_if_asked(self) -> None:
+        """End the run now if SIGTERM has come to any rank, with the last whole step saved: in a
+        callback of each batch of an evaluation. All ranks, equally often.
+
+        Raises:
+            SystemExit: it has come.
+        """
+        self.open().end_if_asked(has_stepped=self.has_stepped)
+
     def close(self) -> None:
         """Save the last step that was trained, if one was, and release the folder.
 

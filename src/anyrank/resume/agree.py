@@ -1,9 +1,11 @@
-"""What all ranks must give alike before a run is resumed, trained or saved."""
+"""What ranks agree on before a run is resumed, trained or saved, and who may write its folder."""
 
 from __future__ import annotations
 
 from anyrank.errors import CheckpointError
 from anyrank.resume.options import SaveOptions
+from anyrank.saving.collect import check_boundary
+from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
@@ -42,3 +44,10 @@ def agree_on_run(
         return has_callback
 
     return ranks.together("opening the run", look)
+
+
+def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:
+    """Refuse to save within a step, and beside another writer of the folder. Any rank."""
+    check_boundary(state)
+    if ranks.index == 0:
+        lock.take(lambda: folder.check_run(state.run))

@@ -10,18 +10,20 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
-from anyrank.resume.agree import agree_on_run
+from anyrank.resume.agree import agree_on_run, become_writer
 from anyrank.resume.log_writer import LogWriter
 from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, SaveOptions
+from anyrank.resume.records import SaveRecords, warn_of_saved
 from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.background import BackgroundSave
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from anyrank.peers.memory import PeerMemory
 
 log = logging.getLogger("anyrank.resume")
-saving_log = logging.getLogger("anyrank.saving")
 
 FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
 
@@ -118,13 +119,11 @@ class Checkpoints:
         )
         self._folder = RunFolder(storage_for(self.path), self.path)
         self._state = state
-        self._on_commit = on_commit
         self._process_group = process_group
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None  # the same, for the thread of background=True
-        self._has_callback = False  # whether any rank has on_commit; the first rank's is called
-        self._signals = PendingSignals()
+        self._signals = PendingSignals(lambda: f"{self.path}: step {state.step + 1}")
         self._lock = RunLock(self._folder.store, self._folder.absolute_path)
         self._background = BackgroundSave(self._write) if background else None
         self._memory: PeerMemory | None = None
@@ -133,7 +132,7 @@ class Checkpoints:
         self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
         self._branch: int | None = None  # the step that was resumed, if there were newer ones
         self._last_save = time.monotonic()
-        self._records: list[SaveRecord] = []
+        self._records = SaveRecords(on_commit)
         self._log = LogWriter(self._folder, self._lock, state)
 
     # -- resume -----------------------------------------------------------------------------------
@@ -312,8 +311,34 @@ class Checkpoints:
             if not self._memory.keep(snapshot):
                 self._memory = None
         if first.save_is_due or signals:
-            self.save(unless_saved=True)
-            self._signals.mark_done(signals)
+            self._save_for(signals)
+
+    def end_if_asked(self, *, has_stepped: bool = False) -> None:
+        """End the run if SIGTERM has come to any rank: for long loops within a step, as an
+        evaluation. All ranks, equally often; each call is one agreement.
+
+        The last whole step is saved, and SystemExit raised. In the body of `steps()` this one is
+        whole if its optimizer has stepped: call it after all that the body changes.
+
+        Args:
+            has_stepped: in a loop of one's own before `step_done()`: whether the optimizer has.
+
+        Raises:
+            CheckpointError: within a step of one's own loop that does not count; or as `save`.
+        """
+        self._signals.watch()
+        ranks = self._open("end_if_asked")
+        signals = {*ranks.together("looking for SIGTERM", self._signals.find_pending)}
+        if signal.SIGTERM in signals:
+            if has_stepped:
+                self._counter.count()
+            self._counter.leave_body()
+            self._save_for(signals)
+
+    def _save_for(self, signals: Set[int | None]) -> None:
+        """Save because it is due, or for a signal; ends the run after SIGTERM. All ranks."""
+        self.save(unless_saved=True)
+        self._signals.mark_done(signals)
         if signal.SIGTERM in signals:
             self.close()
             log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)
@@ -347,14 +372,10 @@ class Checkpoints:
         if (state.step, state.run) == self._on_disk:
             ranks.together("preparing a save", lambda: check_boundary(state))
             if not unless_saved and ranks.index == 0:
-                log.warning(
-                    "%s: step %d is saved already, and a step is saved once: what was changed "
-                    "since is not saved; it comes with the next step",
-                    self.path,
-                    state.step,
-                )
+                warn_of_saved(self.path, state.step)
         else:
-            snapshot = collect(state, ranks, lambda: self._become_writer(ranks))
+            become = partial(become_writer, state, self._folder, self._lock, ranks)
+            snapshot = collect(state, ranks, become)
             state.run = snapshot.manifest.run
             if self._background is None:
                 record = self._write(snapshot, ranks)
@@ -364,12 +385,6 @@ class Checkpoints:
                 self._background.start(snapshot, ranks, self._writers, start)
         self._last_save = time.monotonic()
         self._log.note_save()
-
-    def _become_writer(self, ranks: Ranks) -> None:
-        """Refuse to save within a step, and beside another writer of the folder. Any rank."""
-        check_boundary(self._state)
-        if ranks.index == 0:
-            self._lock.take(lambda: self._folder.check_run(self._state.run))
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
         """Write a snapshot into files, in either thread. All ranks."""
@@ -385,20 +400,9 @@ class Checkpoints:
         return record
 
     def _record_save(self, record: SaveRecord, ranks: Ranks) -> None:
-        """Record a finished save, and call `on_commit`. All ranks."""
-        self._record_locally(record, ranks)
-        if self._has_callback:
-            ranks.together("calling on_commit", lambda: self._call_back(record, ranks))
-
-    def _record_locally(self, record: SaveRecord, ranks: Ranks) -> None:
+        """Record a finished save. All ranks."""
         self._on_disk = (record.step, self._state.run)
-        self._records.append(record)
-        if ranks.index == 0:
-            saving_log.info("saved step %d: %s", record.step, record.path)
-
-    def _call_back(self, record: SaveRecord, ranks: Ranks) -> None:
-        if self._on_commit is not None and ranks.index == 0:
-            self._on_commit(record)
+        self._records.add(record, ranks)
 
     def wait(self) -> None:
         """Return when no save is in flight. All ranks.
@@ -420,7 +424,7 @@ class Checkpoints:
 
     def stats(self) -> list[SaveRecord]:
         """The saves of this process: step, path, bytes, seconds, stall seconds, removed steps."""
-        return [*self._records]
+        return [*self._records.records]
 
     # -- open and close ---------------------------------------------------------------------------
 
@@ -429,9 +433,9 @@ class Checkpoints:
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
-            has_callback = self._on_commit is not None
+            has_callback = self._records.has_callback
             rows = agree_on_run(self._state, self._folder, self._options, ranks, has_callback)
-            self._has_callback = any(rows)
+            self._records.has_callback = any(rows)
             if self._options.background:
                 # The two threads' messages must not mix.
                 channel = ranks.open_channel("the background save")
@@ -486,15 +490,11 @@ class Checkpoints:
         self._signals.resend()
 
     def _wait_briefly(self) -> None:
-        """Wait a short time for a save in flight while an exception passes.
-
-        Raises nothing, as the user must see the first exception.
-        """
-        if self._background is None or self._ranks is None or not self._background.is_in_flight:
+        """Wait briefly for a save in flight while an exception passes, which the user must see."""
+        if not (self._background and self._ranks and self._background.is_in_flight):
             return
         try:
             record = self._background.wait(FAILED_EXIT_SEC)
-            self._record_locally(record, self._ranks)
-            self._call_back(record, self._ranks)
+            self._records.add_alone(record, self._ranks)
         except Exception as error:  # whatever on_commit raises
             log.error("while an exception ends the run: %s", error)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import signal
 import threading
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, ClassVar
 from weakref import WeakSet
+
+log = logging.getLogger("anyrank.resume")
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)  # by priority
 GRACE_SEC = 10.0  # launcher and scheduler may both send a SIGTERM for one end, moments apart
@@ -17,14 +21,19 @@ class PendingSignals:
     """The signals that a run has received and not handled. A SIGTERM later than GRACE_SEC after the
     first ends the process at once, as the last save may hang.
 
-    Each open run of a process records them; the first one at a step boundary handles them.
+    Each open run of a process records them; the first one at a step boundary handles them. It says
+    at once that a signal came, as a long step or evaluation may outlast the grace of a launcher.
+
+    Args:
+        describe: what the run waits for, as text: its folder and the step that is under way.
     """
 
     # Signals belong to the process. A run that is dropped without being closed records none.
     open_runs: ClassVar[WeakSet[PendingSignals]] = WeakSet()
     previous_handlers: ClassVar[dict[int, Any]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, describe: Callable[[], str] = str) -> None:
+        self.describe = describe
         self.received = set[int]()
         self.first_term_sec: float | None = None  # when, on the monotonic clock
         self.saved_for_term = False  # whether the last save after a SIGTERM is done
@@ -44,7 +53,7 @@ class PendingSignals:
                 self.previous_handlers[number] = signal.signal(number, _record_in_all)
 
     def record(self, number: int) -> None:
-        """Record a signal that arrived."""
+        """Record a signal that arrived, and say so."""
         if number == signal.SIGTERM:
             now = time.monotonic()
             if self.first_term_sec is None:
@@ -54,7 +63,18 @@ class PendingSignals:
                     run.restore()
                 signal.raise_signal(signal.SIGTERM)
                 return
-        self.received.add(number)
+        if number not in self.received:
+            self.received.add(number)
+            ends = " and ends" if number == signal.SIGTERM else ""
+            # A handler may interrupt a write to the very stream that the log goes to.
+            with contextlib.suppress(RuntimeError):
+                log.warning(
+                    "%s has come: the run is saved%s when this step is complete (%s); a long "
+                    "evaluation within a step calls end_if_asked()",
+                    signal.Signals(number).name,
+                    ends,
+                    self.describe(),
+                )
 
     def find_pending(self) -> int | None:
         """A signal that is not handled yet, or None; SIGTERM before SIGUSR1."""

@@ -305,10 +305,10 @@ class RunParts:
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, stored, names, rank)
         groups = self._groups_of(matched)
-        for part in records.keys() - matched.keys():
+        for part in [part for part in records if part not in matched]:
             value = self.parts[part]
-            at = groups.get(id(getattr(value, "optimizer", None)))
-            matched[part] = match_stateful(part, value, records[part], stored, rank, at)
+            chosen = groups.get(id(getattr(value, "optimizer", None)))
+            matched[part] = match_stateful(part, value, records[part], stored, rank, chosen)
         matched = {part: matched[part] for part in records}
         self._check_schedulers(matched)
         if "data" in matched and not stored.same_ranks:
