@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import multiprocessing
 import os
 import random
 import signal
@@ -166,6 +167,14 @@ def leave_thread(then: str = "return") -> None:
     threading.Thread(target=sleep_long, name="forgotten").start()
     if then == "raise":
         raise KeyError("first cause")
+
+
+def leave_child() -> tuple[int, int]:
+    """A process like the workers of a loader: daemons, which end with this one at the latest."""
+    child = multiprocessing.get_context("fork").Process(target=sleep_long, daemon=True)
+    child.start()
+    assert child.pid is not None
+    return os.getpid(), child.pid
 
 
 def start_child() -> int:
@@ -429,6 +438,12 @@ def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="first cause"):
         pool.run(1, leave_thread, then="raise")
     assert pool.run(1, threading.active_count) == [1]
+
+
+def test_a_child_left_behind_is_ended(pool: RankPool) -> None:
+    (rank, child), *_ = pool.run(1, leave_child)
+    assert not is_running(child)
+    assert pool.run(1, get_pid) == [rank]
 
 
 def leave_group(limit_seconds: float) -> int:

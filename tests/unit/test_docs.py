@@ -291,9 +291,11 @@ def shape_of(text: str) -> list[str]:
     return [loose.sub("#", line).rstrip() for line in text.rstrip("\n").splitlines()]
 
 
-def with_examples() -> list[Path]:
-    """The pages that have blocks of Python."""
-    return [page for page in PAGES if any(block.kind == "python" for block in find_blocks(page))]
+def with_examples() -> list[Any]:
+    """The pages that have blocks of Python; the first one for readers has a whole run on ranks."""
+    found = [page for page in PAGES if any(block.kind == "python" for block in find_blocks(page))]
+    slow = pytest.mark.slow
+    return [pytest.param(one, marks=slow) if one.name == "start.md" else one for one in found]
 
 
 @pytest.mark.parametrize("page", with_examples(), ids=name_of)

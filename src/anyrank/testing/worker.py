@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from anyrank.data.workers import kill
 from anyrank.testing import fault, transport
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
@@ -130,6 +132,7 @@ def reset(task: Task) -> None:
 def _clean_up() -> None:
     """Release what the job left. Process groups first: reference cycles may hold them."""
     fault.disarm()
+    _end_children()
     # A DDP module would end its group's threads and hold Python's lock, for which they may wait.
     groups = _find_groups()
     if dist.is_initialized():
@@ -138,6 +141,18 @@ def _clean_up() -> None:
     gc.collect()
     del groups
     gc.freeze()  # mostly modules: scanning a large library's objects takes 0.2 s each time
+
+
+def _end_children() -> None:
+    """End the processes that the job left, as the workers of a loader that nothing closed.
+
+    Python collects such a loader after its queues, so torch could not tell its workers to end, and
+    would wait ten seconds for them.
+    """
+    if children := multiprocessing.active_children():
+        handler = signal.getsignal(signal.SIGCHLD)
+        kill(children)
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _find_groups() -> list[Any]:
