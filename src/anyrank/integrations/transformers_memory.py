@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import anyrank
+from anyrank.integrations.late_logits import LateLogits
 
 log = logging.getLogger("anyrank.integrations")
 
@@ -145,9 +146,10 @@ def tiled_loss(
 ) -> MemoryHandle:
     """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
 
-    With gradients and labels, the `logits` of the model's result are hidden states. Without
-    gradients (evaluation, generation) or labels (a loss of one's own) everything is as before.
-    Names of parameters, ties and checkpoints stay. Each rank by itself, before or after wrapping.
+    With gradients and labels, the `logits` of the model's result are computed when they are used,
+    all of them at once: what only trains never does. Without gradients (evaluation, generation) or
+    labels (a loss of one's own) everything is as before. Names of parameters, ties and checkpoints
+    stay. Each rank by itself, before or after wrapping.
 
     Args:
         model: with `ForCausalLMLoss` as its loss, wrapped or not; PEFT's too.
@@ -216,6 +218,8 @@ class _HeadAndLoss:
     def __init__(self, head: Any, plain: Callable[..., Any], options: dict[str, Any]) -> None:
         self.head, self.plain, self.options = head, plain, options
         self.handed: torch.Tensor | None = None
+        # What the model takes for its logits, and what its result gets in their place.
+        self.exchanged: tuple[list[torch.Tensor], LateLogits] | None = None
         self.has_labels = False  # whether the model runs, and will ask for its loss
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,9 +232,22 @@ class _HeadAndLoss:
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self.has_labels = {**bound, **bound.get("kwargs", {})}.get("labels") is not None
 
-    def end(self, *_: Any) -> None:
-        """After it, also where it raised."""
+    def end(self, model: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """After it, also where it raised: the result, with logits that are computed when used."""
         self.has_labels = False
+        exchanged, self.exchanged = self.exchanged, None
+        if exchanged is None:
+            return None
+        tensors, late = exchanged
+
+        def exchange(value: Any) -> Any:
+            return late if any(value is tensor for tensor in tensors) else value
+
+        if isinstance(result, tuple):
+            return tuple(map(exchange, result))
+        for key in result if isinstance(result, dict) else ():
+            result[key] = exchange(result[key])
+        return result
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self.has_labels or not torch.is_grad_enabled():
@@ -260,6 +277,9 @@ class _HeadAndLoss:
                 "so the hidden states that stand for them are not its own: remove tiled_loss(), "
                 "and call anyrank.tiled_loss() with a function that does the same"
             )
+        cast = None if logits is handed else logits.dtype
+        # Here, where FSDP2 has gathered the head.
+        self.exchanged = [handed, logits], LateLogits(self.head, handed, cast)
         if shift_labels is None:  # the label of a token is the next one
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         # The same parameters in a module whose forward is its own: computed in one pass.
