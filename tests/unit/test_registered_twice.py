@@ -158,3 +158,36 @@ def test_its_extra_state_is_handed_over_under_any_of_its_names(apart: bool) -> N
     model[0].count = 0
     anyrank.load(model, state)
     assert model[0].count == 4, f"it stands under {second} as well"
+
+
+class Wrap(nn.Module):
+    """A wrapper with a weight of its own, whose inner module is called as torch's wrappers do."""
+
+    def __init__(self, name: str, tied: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 2), 5.0))
+        inner = nn.Linear(2, 2, bias=False)
+        nn.init.constant_(inner.weight, 9.0)
+        if tied:
+            inner.weight = self.weight
+        setattr(self, name, inner)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_two_tensors_of_one_name_but_for_a_wrappers_are_refused(name: str, tmp_path: Path) -> None:
+    model, fine = Wrap(name), Wrap("inner")
+    words = rf"weight and {name}\.weight are both weight without what torch's wrappers add"
+    calls: list[Any] = [
+        lambda: anyrank.load(model, fine.state_dict()),
+        lambda: anyrank.convert(model, tmp_path / "out"),
+        lambda: anyrank.sync(Wrap(name), {"weight": torch.ones(2, 2)}),
+        lambda: anyrank.sync({"weight": torch.ones(2, 2)}, model),
+        lambda: anyrank.materialize(model),
+        lambda: anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(model)).save(),
+    ]
+    for call in calls:
+        with pytest.raises(anyrank.AnyrankError, match=words):
+            call()
+    assert not (tmp_path / "out").exists()
+    anyrank.load(Wrap(name, tied=True), {"weight": torch.ones(2, 2)})
+    anyrank.sync(Wrap("inner"), fine)

@@ -14,6 +14,7 @@ from anyrank.frozen.freeze import frozen_info
 from anyrank.model.dtensors import Lay, global_shape, layout_of
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
+from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 
 # Of nn.Module; named_parameters() takes 15 us a tensor.
@@ -110,7 +111,8 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
     what the optimizer updates.
 
     Raises:
-        LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type.
+        LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type; two
+            tensors that have one name but for what wrappers add.
     """
     return tensors_of(find_modules(model))
 
@@ -122,7 +124,9 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
             owner.module.reshard()
     tensors: dict[int, ModelTensor] = {}
     layouts: dict[Any, Lay] = {}  # a model has few, and to ask torch takes 7 us
+    is_wrapped = False
     for owner in modules:
+        is_wrapped = is_wrapped or owner.raw != owner.unwrapped
         module = owner.module
         derived: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         for kind, table in TABLES:
@@ -138,7 +142,27 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
                 known.registrations.append(entry)
                 if known.kind == "derived":
                     known.kind = kind_there
+    if is_wrapped:
+        _check_names(tensors.values())
     return list(tensors.values())
+
+
+def _check_names(tensors: Iterable[ModelTensor]) -> None:
+    """Refuse two tensors that have one name but for what wrappers add.
+
+    Raises:
+        LoadError: names both.
+    """
+    known: dict[str, tuple[ModelTensor, str]] = {}  # the tensor, and its whole name
+    for tensor in tensors:
+        for entry in tensor.registrations:
+            first, raw = known.setdefault(entry.unwrapped, (tensor, entry.raw))
+            if first is not tensor:
+                raise LoadError(
+                    f"{raw} and {entry.raw} are both {entry.unwrapped} without what torch's "
+                    f"wrappers add to names ({', '.join(sorted(WRAPPERS))}), so that no file tells "
+                    "them apart: give the inner module another name"
+                )
 
 
 def _model_tensor(
