@@ -101,6 +101,6 @@ def test_a_checkpoint_saved_on_a_gpu_touches_none(tmp_path: Path) -> None:
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    assert [read_threads(n) for n in (1, 4, 8, 32)] == [4, 4, 2, 1]
+    assert [read_threads(n) for n in (1, 4, 8, 32)] == [16, 4, 2, 1]
     monkeypatch.setenv("ANYRANK_READ_THREADS", "2")
     assert read_threads(1) == 2

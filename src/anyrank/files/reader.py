@@ -3,9 +3,9 @@ dtype and layout allow, else through a small fixed buffer in which the cast happ
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +35,7 @@ from anyrank.tensors.spec import StoredTensor
 MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
 MAX_REQUESTS = 16  # to a remote storage at a time, which answers slowly
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
+DEVICE_SLOTS = 3  # of a thread: one is filled while the copies out of the others are under way
 
 
 class Reader:
@@ -168,9 +169,11 @@ class Reader:
                 by_file.setdefault(number, []).append(job)
         count = max(len(self.listing.files), 1)
         order = sorted(by_file, key=lambda number: (number - first_file) % count)
-        slots = 2 if streams else 1
+        slots = DEVICE_SLOTS if streams else 1
         threads = max(1, min(self.threads, len(jobs)))
         share = self.buffer_bytes // (threads * slots)
+        if streams and share:  # torch rounds page-locked memory up to a power of two
+            share = 1 << (share.bit_length() - 1)
         # The longer a verified read, the fewer blocks are read again at its ends.
         is_long = bool(streams) or self.verify
         slot = max(ALIGN, share if is_long else min(share, CPU_SLOT_BYTES))
@@ -279,7 +282,7 @@ class _Worker:
         self.reader = reader
         self.slot, self.slots = slot, slots
         self.streams = streams
-        self.buffers: Iterator[_Slot] | None = None
+        self.made = deque[_Slot]()  # the one that was filled first is the next
         self.beyond = memoryview(b"")  # what a verified read has beyond its segments, at both ends
 
     def take(self, item: tuple[int, list[Segment]]) -> None:
@@ -353,18 +356,16 @@ class _Worker:
     def _slot(self, batch: list[Segment]) -> _Slot:
         if len(batch) == 1 and batch[0].direct is not None:
             return _NOTHING
-        if self.buffers is None:
+        if not self.made:
             for stream in self.streams.values():  # this thread is the worker's own then
                 torch.accelerator.set_stream(stream)
+        if len(self.made) < self.slots:  # page-locking takes as long as the first bytes' copies
             pinned = bool(self.streams)
-            scratches = [
-                torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-                for _ in range(self.slots)
-            ]
-            self.buffers = itertools.cycle(
-                [_Slot(scratch, memory_of(scratch), []) for scratch in scratches]
-            )
-        slot = next(self.buffers)
+            scratch = torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self.made.append(_Slot(scratch, memory_of(scratch), []))
+            return self.made[-1]
+        slot = self.made[0]
+        self.made.rotate(-1)
         while slot.busy:
             slot.busy.pop().synchronize()
         return slot
