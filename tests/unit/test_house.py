@@ -16,9 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 import anyrank
 from anyrank import settings
+from anyrank.exact.checks import environment
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -354,6 +356,12 @@ for step in (0, 1):
 assert report is not None and state.step == 2
 """
     assert loaded_by(code, ["numpy.linalg"]) == set()
+
+
+def test_exact_sums_need_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from sources on PYTHONPATH, which have no metadata."""
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Path(name).read_text())
+    assert environment(torch.nn.Linear(1, 1))["anyrank"] == anyrank.__version__
 
 
 # Torch's packages of sharded tensors and modules, and what comes with them: 0.6 s.

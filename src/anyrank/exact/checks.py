@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from anyrank.steps.fsdp_groups import parameter_groups
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
+from anyrank.versions import __version__
 from anyrank.world.ranks import Ranks
 
 SAMPLED = 1 << 14  # elements of a buffer; larger ones are compared whole in a model's first step
@@ -48,7 +48,7 @@ def environment(model: nn.Module) -> dict[str, int | str]:
         "device": " and ".join(_device_types(model)),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "torch": str(torch.__version__),
-        "anyrank": version("anyrank"),
+        "anyrank": __version__,
         "wrapper": FSDP2 if any(is_fsdp2(m) for m in model.modules()) else OTHER,
     }
 

@@ -282,7 +282,7 @@ class _Worker:
         self.reader = reader
         self.slot, self.slots = slot, slots
         self.streams = streams
-        self.made = deque[_Slot]()  # the one that was filled first is the next
+        self.ring = deque[_Slot]()  # the one that was filled first is the next
         self.beyond = memoryview(b"")  # what a verified read has beyond its segments, at both ends
 
     def take(self, item: tuple[int, list[Segment]]) -> None:
@@ -356,16 +356,16 @@ class _Worker:
     def _slot(self, batch: list[Segment]) -> _Slot:
         if len(batch) == 1 and batch[0].direct is not None:
             return _NOTHING
-        if not self.made:
+        if not self.ring:
             for stream in self.streams.values():  # this thread is the worker's own then
                 torch.accelerator.set_stream(stream)
-        if len(self.made) < self.slots:  # page-locking takes as long as the first bytes' copies
+        if len(self.ring) < self.slots:  # page-locking takes as long as the first bytes' copies
             pinned = bool(self.streams)
             scratch = torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            self.made.append(_Slot(scratch, memory_of(scratch), []))
-            return self.made[-1]
-        slot = self.made[0]
-        self.made.rotate(-1)
+            self.ring.append(_Slot(scratch, memory_of(scratch), []))
+            return self.ring[-1]
+        slot = self.ring[0]
+        self.ring.rotate(-1)
         while slot.busy:
             slot.busy.pop().synchronize()
         return slot
