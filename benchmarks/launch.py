@@ -14,6 +14,7 @@ import ctypes
 import functools
 import gc
 import inspect
+import math
 import multiprocessing
 import os
 import socket
@@ -80,7 +81,10 @@ class Launcher:
 
     Args:
         preload: module that imports all that a job needs, beside what `preload.py` does.
-        kind: of the ranks' devices, of `BACKENDS`; each rank has its own.
+        kind: of the ranks' devices, of `BACKENDS`; ranks share them where there are fewer.
+
+    Attributes:
+        ends_at: on the monotonic clock: no job goes on after it.
     """
 
     def __init__(self, preload: str, kind: str = "cpu") -> None:
@@ -88,6 +92,7 @@ class Launcher:
         # The server of some Python versions ignores sys.path.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
         self.preload, self.kind = preload, kind
+        self.ends_at = math.inf
         self.context = multiprocessing.get_context("forkserver")
 
     @functools.cached_property
@@ -140,7 +145,7 @@ class Launcher:
         """
         outcome = Outcome()
         assert self.is_ready
-        deadline = time.monotonic() + timeout_sec
+        deadline = min(time.monotonic() + timeout_sec, self.ends_at)
         ends: list[End] = []
         processes: list[Any] = []
         try:
@@ -218,16 +223,9 @@ def _rank(
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(port)
-        import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
-        if kind == "sim":
-            import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
-        if kind != "cpu":
-            os.environ[KIND] = kind
-            torch.accelerator.set_device_index(rank)
-        dist.init_process_group(BACKENDS[kind])
+        join(kind)
         made = job(*args)
         for table in made if inspect.isgenerator(made) else [{"value": made}]:
             end.send(table)
@@ -246,6 +244,22 @@ def _rank(
         sys.stdout.flush()
 
 
+def join(kind: str) -> None:
+    """Be a rank with a device of this kind: its own, or one that it shares."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if kind == "sim":
+        import tests.device.sim  # noqa: F401 - before anything asks for an accelerator
+    if kind != "cpu":
+        os.environ[KIND] = kind
+        # What asks for the rank's own device goes by its local rank.
+        os.environ["LOCAL_RANK"] = str(device().index)
+        torch.accelerator.set_device_index(device().index)
+    dist.init_process_group(BACKENDS[kind])
+
+
 # -- what a job asks for --------------------------------------------------------------------------
 
 
@@ -254,7 +268,9 @@ def device() -> torch.device:
     import torch
 
     kind = os.environ.get(KIND, "cpu")
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ["RANK"]))
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, int(os.environ["RANK"]) % torch.accelerator.device_count())
 
 
 def meet() -> None:
