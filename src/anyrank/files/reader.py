@@ -170,7 +170,9 @@ class Reader:
         count = max(len(self.listing.files), 1)
         order = sorted(by_file, key=lambda number: (number - first_file) % count)
         slots = DEVICE_SLOTS if streams else 1
-        threads = max(1, min(self.threads, len(jobs)))
+        # A large tensor keeps several threads busy.
+        pieces = (1 + job.read.nbytes // MAX_DIRECT_BYTES for job in jobs[: self.threads])
+        threads = max(1, min(self.threads, sum(pieces)))
         share = self.buffer_bytes // (threads * slots)
         if streams and share:  # torch rounds page-locked memory up to a power of two
             share = 1 << (share.bit_length() - 1)
