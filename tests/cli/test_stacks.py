@@ -25,12 +25,14 @@ code = "import os, time; os.write(1, b'1'); time.sleep(600)"
 for rank in range(3):
     line = [sys.executable, "-c", code]
     if rank == 2:  # a wrapper, which has RANK too
-        line = ["bash", "-c", f'{sys.executable} -c "{code}"; true']
+        line = ["bash", "-c", '"$@"; true', "bash", *line]
     subprocess.Popen(line, env={**os.environ, "RANK": str(rank)})
 time.sleep(600)
 """
-# Stands in for py-spy: says of each process what the file of its rank says.
-PY_SPY = """#!{python}
+# Stands in for py-spy: says of each process what the file of its rank says. A first line cannot
+# name a Python whose path has a blank.
+PY_SPY = """#!/bin/sh
+"exec" "{python}" "$0" "$@"
 import os, sys
 pid = sys.argv[sys.argv.index("--pid") + 1]
 variables = open(f"/proc/{{pid}}/environ").read().split("\\0")

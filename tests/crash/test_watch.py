@@ -39,22 +39,20 @@ def run(folder: Path, *arguments: str, script: str = "") -> subprocess.Completed
     if script:
         (folder / "train.py").write_text(script)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environ,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        errors="replace",
-    )
+    # Files, as what a job has left behind may hold a pipe open.
+    said, told = folder / "stdout", folder / "stderr"
+    with open(said, "w") as out, open(told, "w") as err:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=environ, stdout=out, stderr=err
+        )
     try:
-        out, err = process.communicate(timeout=100)
+        process.wait(LIMIT_SEC)
     finally:
         for pid in descendants(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    texts = [path.read_text(errors="replace") for path in (said, told)]
+    return subprocess.CompletedProcess(arguments, process.returncode, *texts)
 
 
 def torchrun(folder: Path, script: str, *arguments: str, ranks: int = 3) -> Any:
@@ -129,7 +127,8 @@ def test_a_hang_names_its_rank_and_line(name: str, hung: dict[str, tuple[Path, l
 def test_a_hang_under_torchrun_names_its_rank_and_line(name: str, tmp_path: Path) -> None:
     hang = HANGS[name]
     if hang.outlives:
-        line = ["--no-python", "bash", "-c", f"{sys.executable} train.py {AFTER} out; sleep 8"]
+        program = [sys.executable, "train.py", AFTER, "out"]
+        line = ["--no-python", "bash", "-c", '"$@"; sleep 8', "bash", *program]
         done = run(tmp_path, *TORCHRUN, "--nproc-per-node=3", *line, script=hang.script)
     else:
         done = torchrun(tmp_path, hang.script, LONGER, "out")
