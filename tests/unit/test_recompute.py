@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -498,6 +500,98 @@ def test_a_patched_model_is_not_pickled(patch: Any) -> None:
         pickle.dumps(model)
     handle.remove()
     assert isinstance(pickle.loads(pickle.dumps(model)), Model)
+
+
+# -- a forward that is replaced later -------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """Counts the rows of each call of its `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rows = nn.Linear(WIDTH, WIDTH), list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(x))
+        return self.linear(x)
+
+
+def fused(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.rows.append(len(x))
+    return 2 * self.linear(x)
+
+
+def tiled_rows(model: Any, x: torch.Tensor) -> list[int]:
+    model[0].rows.clear()
+    model(x).sum().backward()
+    return model[0].rows
+
+
+@pytest.mark.parametrize("patch", [anyrank.tile_, anyrank.recompute_])
+def test_a_forward_that_is_replaced_later_is_noticed_and_taken_in(
+    patch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = nn.Sequential(Rows()), torch.randn(4, WIDTH)
+    options = {"chunk_size": 2} if patch is anyrank.tile_ else {}
+    handle = patch(model, "0", **options)
+    wanted = tiled_rows(model, x).copy()
+    model[0].forward = types.MethodType(fused, model[0])
+    first = model(x)
+    assert f"0: its forward was replaced by fused after {patch.__name__}" in caplog.text
+    assert tiled_rows(model, x) == wanted
+    assert torch.equal(model(x), first)
+    twin = copy.deepcopy(model)
+    assert tiled_rows(twin, x) == wanted
+    twin[0].forward = types.MethodType(Rows.forward, twin[0])
+    twin(x)
+    assert torch.allclose(2 * twin(x), first)
+    handle.remove()
+    assert vars(model[0])["forward"].__func__ is fused
+    assert tiled_rows(model, x) == [4]
+    assert len([r for r in caplog.records if "0: its forward" in r.getMessage()]) == 2
+
+
+def around(model: Any) -> None:
+    """As a decorator does."""
+    inner = model[0].forward
+    model[0].forward = lambda x: 2 * inner(x)
+
+
+def beside(model: Any) -> None:
+    """As Accelerate does."""
+    add_hook_to_module(model[0], ModelHook())
+
+
+def for_all(model: Any) -> None:
+    """As a patch of the class does, which the patch of the instance would hide."""
+    type(model[0]).forward = fused
+
+
+@pytest.mark.parametrize("replace", [around, beside, for_all])
+def test_what_calls_the_patched_forward_is_left_alone(
+    replace: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = (
+        nn.Sequential(type("Own", (Rows,), {"forward": Rows.forward})()),
+        torch.randn(4, WIDTH),
+    )
+    expected = model(x).detach()
+    anyrank.tile_(model, "0", chunk_size=2)
+    anyrank.recompute_(model, "0")
+    wanted = tiled_rows(model, x).copy()
+    replace(model)
+    assert tiled_rows(model, x) == wanted
+    assert torch.allclose(model(x), expected if replace is beside else 2 * expected)
+    assert "its forward" not in caplog.text
+
+
+def test_a_forward_that_is_taken_out_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(Rows()), torch.randn(4, WIDTH)
+    anyrank.tile_(model, "0", chunk_size=2)
+    del model[0].forward
+    assert tiled_rows(model, x) == tiled_rows(model, x) == [4]
+    assert caplog.text.count("its forward was taken out after tile_") == 1
 
 
 # -- objects that the function writes into --------------------------------------------------------

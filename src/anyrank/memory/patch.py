@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import logging
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +24,8 @@ from anyrank.memory.tiling_dims import check_dims
 from anyrank.tensors.names import WRAPPERS, candidates, near
 from anyrank.tensors.walk import walk
 
+log = logging.getLogger("anyrank.memory")
+
 Forward = Callable[..., Any]
 # Runs a patched module, given its name, its own forward, args and kwargs.
 Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -29,6 +34,10 @@ Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 class PatchedForward:
     """Replaces the `forward` of an instance. An object rather than a function, so that a deep copy
     of the module uses the copy's weights.
+
+    Attributes:
+        inner: what it replaces: a bound method of the class, or what the instance had.
+        is_of_class: the former: then it is whatever the class has when it is called.
     """
 
     def __init__(self, name: str, inner: Forward, wrapper: Wrapper, kind: str) -> None:
@@ -36,14 +45,45 @@ class PatchedForward:
         self.inner = inner
         self.run_with = wrapper
         self.kind = kind
+        owner = getattr(inner, "__self__", None)
+        of_class = getattr(type(owner), "forward", None)
+        self.is_of_class = of_class is not None and of_class is getattr(inner, "__func__", None)
+        self.is_taken_out = False
         functools.update_wrapper(self, inner, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_with(self.name, self.inner, args, kwargs)
+        inner: Any = self.inner
+        if self.is_of_class:
+            inner = type(inner.__self__).forward.__get__(inner.__self__)
+        return self.run_with(self.name, inner, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
         inner = copy.deepcopy(self.inner, memo)
         return PatchedForward(self.name, inner, self.run_with, self.kind)
+
+    def look(self, module: nn.Module, args: Any) -> None:
+        """Before each call of the module: notice that its `forward` was replaced since, as fused
+        kernels do, and take the new one in. This call has begun, and runs it without us.
+        """
+        if torch.compiler.is_compiling():
+            return
+        now = vars(module).get("forward")
+        if now is self or _leads_to(now, self, module):
+            return
+        if now is None:
+            if self.is_taken_out:
+                return
+            self.is_taken_out = True
+            how, then = "taken out", "call remove() of its handle instead"
+        else:
+            how = f"replaced by {getattr(now, '__qualname__', type(now).__name__)}"
+            then = f"from the next call on it has its {self.kind} again; call {self.kind} last"
+            self.inner, self.is_of_class = now, False
+            vars(module)["forward"] = self
+        log.warning(
+            "%s: its forward was %s after %s, and this call runs without: %s",
+            *(self.name, how, self.kind, then),
+        )
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
@@ -62,6 +102,7 @@ class Handle:
     def __init__(self, modules: dict[str, nn.Module], patches: list[PatchedForward]) -> None:
         self.names = list(modules)
         self._patched = list(zip(modules.values(), patches, strict=True))
+        self._hooks = [module.register_forward_pre_hook(p.look) for module, p in self._patched]
 
     def remove(self) -> None:
         """Restore the modules' own `forward`. A second call does nothing. Deep copies stay patched.
@@ -74,12 +115,14 @@ class Handle:
                 raise ValueError(
                     f"{name} was patched again after {patch.kind}: remove the later patch first"
                 )
+        for hook in self._hooks:
+            hook.remove()
         for module, patch in self._patched:
-            if getattr(patch.inner, "__self__", None) is module:
-                del module.forward  # the class has it
+            if patch.is_of_class:
+                del module.forward
             else:
                 module.forward = patch.inner
-        self._patched = []
+        self._patched, self._hooks = [], []
 
 
 def recompute_(
@@ -195,6 +238,40 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
     for module, patch in zip(modules.values(), patches, strict=True):
         module.__dict__["forward"] = patch
     return Handle(modules, patches)
+
+
+def _leads_to(forward: Any, patch: PatchedForward, module: nn.Module) -> bool:
+    """Whether a `forward` calls a patch, as far as can be seen: it wraps it, has it in a variable,
+    or finds it in an attribute of the module, where Accelerate keeps it.
+    """
+    waiting, seen = [forward, *filter(callable, vars(module).values())], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if value is patch:
+            return True
+        if id(value) not in seen and len(seen) < 64:
+            seen.add(id(value))
+            waiting += _called_by(value)
+    return False
+
+
+def _called_by(value: Any) -> Iterator[Any]:
+    """The functions in a function, as far as one can see."""
+    yield getattr(value, "__wrapped__", None)
+    if isinstance(value, PatchedForward):
+        yield value.inner
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield value.__func__
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                yield cell.cell_contents
+    elif isinstance(value, list | tuple):
+        yield from cast("Iterable[Any]", value)
+    elif isinstance(value, dict):
+        yield from cast("dict[Any, Any]", value).values()
 
 
 def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
