@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from anyrank.state.report import ResumeReport
     from anyrank.state.train_state import TrainState
     from anyrank.steps.loader import ElasticLoader
+    from anyrank.streams.row_counts import row_counts
+    from anyrank.streams.transforms import Buckets, Pack
     from anyrank.versions import __version__
     from anyrank.watching.check import check
     from anyrank.watching.hang import watch
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALONE",
     "AnyrankError",
+    "Buckets",
     "CheckpointError",
     "Checkpoints",
     "CorruptCheckpoint",
@@ -59,6 +62,7 @@ __all__ = [
     "LoadReport",
     "Offload",
     "OffloadStats",
+    "Pack",
     "RankError",
     "RecomputeError",
     "ResumeReport",
@@ -79,6 +83,7 @@ __all__ = [
     "plan",
     "recompute",
     "recompute_",
+    "row_counts",
     "sync",
     "tile",
     "tile_",
@@ -92,6 +97,7 @@ __all__ = [
 HOMES = {
     "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
+    "Buckets": "anyrank.streams.transforms",
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
@@ -101,6 +107,7 @@ HOMES = {
     "LoadReport": "anyrank.filling.report",
     "Offload": "anyrank.memory.offload",
     "OffloadStats": "anyrank.memory.offload",
+    "Pack": "anyrank.streams.transforms",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.state.report",
@@ -119,6 +126,7 @@ HOMES = {
     "plan": "anyrank.filling.plan",
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
+    "row_counts": "anyrank.streams.row_counts",
     "cpu_only": "anyrank.frozen.cpu_only",
     "sync": "anyrank.filling.sync",
     "tile": "anyrank.memory.tile",

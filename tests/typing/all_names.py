@@ -87,6 +87,11 @@ def other_data(shards: list[list[int]]) -> list[int]:
     loader = anyrank.ElasticLoader.from_shards(
         shards, read=iter, lengths=[2, 2], global_batch=2, microbatch=1
     )
+    packed = anyrank.ElasticLoader.from_shards(
+        shards, read=iter, transform=anyrank.Pack(8), global_batch=2, microbatch=1
+    )
+    buckets = anyrank.Buckets(lambda row: row["size"], patience=8)
+    print(anyrank.row_counts([]), packed.epoch, buckets.feed({"size": 1}))
     return [step.samples for step in loader]
 
 

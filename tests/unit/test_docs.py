@@ -530,7 +530,8 @@ def test_every_public_name_is_told_of() -> None:
     [
         *(anyrank.load, anyrank.materialize, anyrank.plan, anyrank.freeze, anyrank.sync),
         *(anyrank.check, anyrank.TrainState, anyrank.Checkpoints, anyrank.Checkpoints.resume),
-        *(anyrank.ElasticLoader, anyrank.ElasticLoader.from_shards),
+        *(anyrank.ElasticLoader, anyrank.ElasticLoader.from_shards, anyrank.Pack, anyrank.Buckets),
+        *(anyrank.ElasticLoader.from_iterable, anyrank.row_counts),
     ],
     ids=lambda value: value.__qualname__,
 )

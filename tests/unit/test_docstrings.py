@@ -22,7 +22,8 @@ THINGS = NAMES | CLASSES
 BY_THEIR_MAKERS = {"ALONE", "RankError", "integrations.transformers.ElasticRun"} | {
     name for name in CLASSES if not name.endswith((".Step", ".Share", ".SavedStep", ".SaveRecord"))
 }
-PROTOCOL = {"state_dict", "load_state_dict", "to_json", "in_step"}  # others call these
+# Others call these.
+PROTOCOL = {"state_dict", "load_state_dict", "to_json", "in_step", "feed", "end", "held"}
 
 
 def examples() -> dict[str, str]:

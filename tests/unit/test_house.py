@@ -32,7 +32,7 @@ CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "frozen", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
-AREAS |= {"watching", "foreign", "peers"}
+AREAS |= {"watching", "foreign", "peers", "streams"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "data": CORE | {"random_state"},
     "steps": CORE | {"random_state", "data"},
     "exact": CORE | {"random_state", "data", "steps"},
+    "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
     "peers": CORE | {"formats", "saving"},
@@ -66,16 +67,16 @@ MAY_IMPORT = {
     "testing": CORE | AREAS | {"anyrank"},
     "__main__": {"cli"},
 }
-# Modules of the core -> the room around it that they open where a run asks for it: inside of a
+# Modules of the core -> the rooms around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
 DOORS = {
-    "anyrank.steps.loader": "exact",
-    "anyrank.steps.loader_position": "exact",
-    "anyrank.formats.sources": "foreign",
-    "anyrank.resume.resume": "foreign",
-    "anyrank.inspection.tool_folders": "foreign",
-    "anyrank.resume.checkpoints": "peers",
-    "anyrank.resume.search": "peers",  # for the type checkers
+    "anyrank.steps.loader": ("exact", "streams"),
+    "anyrank.steps.loader_position": ("exact",),
+    "anyrank.formats.sources": ("foreign",),
+    "anyrank.resume.resume": ("foreign",),
+    "anyrank.inspection.tool_folders": ("foreign",),
+    "anyrank.resume.checkpoints": ("peers",),
+    "anyrank.resume.search": ("peers",),  # for the type checkers
 }
 
 
@@ -95,14 +96,15 @@ def find_imports(module: str, sources: dict[str, str]) -> set[str]:
     Without what it opens through its door: that is loaded after the module, or never.
     """
     found: set[str] = set()
-    tree, door = ast.parse(sources[module]), f"anyrank.{DOORS.get(module)}."
+    tree = ast.parse(sources[module])
+    doors = tuple(f"anyrank.{room}." for room in DOORS.get(module, ()))
     behind = {node for part in ast.walk(tree) if _is_late(part) for node in ast.walk(part)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            if node in behind and base.startswith(door):
+            if node in behind and base.startswith(doors):
                 continue
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name in sources else base for name in names}

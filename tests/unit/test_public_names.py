@@ -68,6 +68,8 @@ MAKERS: list[Callable[[], Any]] = [
     lambda: anyrank.check(nn.Linear(2, 2)),
     loader,
     lambda: next(iter(loader())),
+    lambda: anyrank.Pack(4),
+    lambda: anyrank.Buckets("size"),
     lambda: anyrank.Offload(1),
     lambda: anyrank.Offload(1).stats(),
     lambda: anyrank.tile(nn.Linear(1, 1)),

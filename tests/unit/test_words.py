@@ -57,6 +57,8 @@ PUBLIC = {
     ("every", "SaveOptions"),
     ("every", "parse_cadence"),
     ("of", "Difference"),
+    ("held", "Pack"),
+    ("held", "Buckets"),
 }
 
 

@@ -50,6 +50,15 @@ def steps(**given: Any) -> Any:
     return anyrank.Checkpoints("run", state).steps(**given)
 
 
+class Parts:
+    """A dataset that is cut into shards."""
+
+    num_shards = 2
+
+    def shard(self, *, num_shards: int, index: int) -> list[int]:
+        return [index, num_shards]
+
+
 def watch(**given: Any) -> Any:
     anyrank.watch(**given).close()
 
@@ -242,8 +251,41 @@ CALLS: dict[str, Case] = {
         | {
             "shards": [3, "ab", None, ["a"]],
             "read": [3, None],
-            "lengths": [3, None, [4], [4, "4"], [4, -4], [True, 4]],
+            "lengths": [3, [4], [4, "4"], [4, -4], [True, 4]],
+            "transform": [3, nothing],
+            "window": [0, "4", True],
         },
+    ),
+    "Pack": (
+        anyrank.Pack,
+        (),
+        {"length": 8},
+        {
+            "length": [0, "8", True, None],
+            "key": [3, None],
+            "eos": ["0", True],
+            "labels": [3],
+            "split": [1, "no", False],
+            "pad": ["0", True],
+        },
+    ),
+    "from_iterable": (
+        anyrank.ElasticLoader.from_iterable,
+        (),
+        {"dataset": Parts(), **LOADER},
+        {"dataset": [3, None, ["a"]], "transform": [3, nothing], "window": [0, "4", True]},
+    ),
+    "row_counts": (
+        anyrank.row_counts,
+        (),
+        {"paths": []},
+        {"paths": [3, "ab", None, ["a.csv"]], "kept_in": [3]},
+    ),
+    "Buckets": (
+        anyrank.Buckets,
+        (),
+        {"key": "size"},
+        {"key": [3, None], "patience": [0, "9", True, None]},
     ),
     "watch": (
         watch,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from anyrank.checks import check_function
+from anyrank.data.order import Order
 from anyrank.data.schedule import Schedule, StepPlan
 from anyrank.data.workers import leave_to_rank
 from anyrank.errors import CheckpointError
@@ -36,6 +37,7 @@ class MicrobatchRequest:
     epoch: int
     start: int
     ids: tuple[int, ...]
+    is_empty: ClassVar[bool] = False  # then its batch is another's, a copy
 
 
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
@@ -46,7 +48,7 @@ def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest
 class FetchedBatch(NamedTuple):
     """A request and its batch; a tuple, which a DataLoader with pin_memory pins."""
 
-    request: MicrobatchRequest
+    request: Any
     batch: Any
 
 
@@ -65,7 +67,7 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
         self.seed = seed
         self.collate_fn = collate_fn or default_collate
 
-    def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
+    def __getitem__(self, request: Any) -> FetchedBatch:
         # For the samples and for the collate_fn, which may draw too, for instance to mask tokens.
         reseed(derive(self.seed, request.epoch, request.start, "samples"))
         where, samples = "dataset.__getitems__", list[Any]()
@@ -91,17 +93,38 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
             raise
 
 
-class RequestSampler(Sampler[MicrobatchRequest]):
+class OwnOrder:
+    """A dataset that brings its order with it: of a loader's `from_shards` and `from_iterable`."""
+
+    position_class: Any = None  # a class of positions of its own
+    max_open = 1  # places in it that are read at a time
+
+    def __len__(self) -> int:
+        """Samples, or shards where their samples are not known."""
+        raise NotImplementedError
+
+    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> Order:
+        """The order of the samples, for steps of these sizes."""
+        raise NotImplementedError
+
+    def by_microbatch(
+        self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> MicrobatchDataset:
+        """What the workers index by requests."""
+        return MicrobatchDataset(self, seed, collate_fn)
+
+
+class RequestSampler(Sampler[Any]):
     """Yields a loader's requests. One object for all iterations, so that workers can persist.
 
     Args:
-        upcoming: a method of the loader, referenced weakly: workers end with the loader.
+        upcoming: a method of its position, referenced weakly: workers end with the loader.
     """
 
-    def __init__(self, upcoming: Callable[[], Iterator[MicrobatchRequest]]) -> None:
+    def __init__(self, upcoming: Callable[[], Iterator[Any]]) -> None:
         self.upcoming = weakref.WeakMethod(upcoming)
 
-    def __iter__(self) -> Iterator[MicrobatchRequest]:
+    def __iter__(self) -> Iterator[Any]:
         upcoming = self.upcoming()
         assert upcoming is not None  # the loader itself iterates
         return upcoming()
@@ -149,7 +172,7 @@ def length_of(dataset: Any) -> int:
     ):
         raise TypeError(
             f"{type(dataset).__name__} has no length or no dataset[i], so its order cannot "
-            "be planned: give a dataset with both, or use ElasticLoader.from_shards with the "
-            "lengths of its shards"
+            "be planned: give a dataset with both, or use ElasticLoader.from_iterable for an "
+            "IterableDataset that has shards, ElasticLoader.from_shards for a function that reads"
         )
     return len(dataset)

@@ -155,7 +155,7 @@ class Position:
         assert step is not None  # advance and load_state_dict leave a finished epoch
         return step
 
-    def advance(self, step: StepPlan, seen: Sequence[int]) -> None:
+    def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
         """Count a completed step, of which this rank has run the samples `seen`, copies apart."""
         account = self.accounts[-1]
         planned = self.schedule.order.ids(step.epoch, step.start, step.stop)

@@ -52,6 +52,11 @@ class StepPlan:
         return self.stop - self.start
 
     @property
+    def assumed_samples(self) -> int:
+        """What losses are divided by until the number of samples is known: it, if it is planned."""
+        return self.samples
+
+    @property
     def num_microbatches(self) -> int:
         return -(-self.samples // self.microbatch)
 

@@ -40,6 +40,7 @@ class BoundaryReport(NamedTuple):
         save_is_due: whether a save in files is due; the first rank's clock decides.
         snapshot_is_due: whether a snapshot in the machines' memory is due.
         failed_ahead: why it could not fetch the first batches of the next step.
+        ahead: what the others have to know of these.
         loss: weighted sum and weight of its losses, in a step that the log has a line of.
         spent: what the parts of its steps took, each twentieth step.
     """
@@ -49,6 +50,7 @@ class BoundaryReport(NamedTuple):
     save_is_due: bool
     snapshot_is_due: bool
     failed_ahead: Failure | None
+    ahead: Any = None
     loss: tuple[float, float] | None = None
     spent: Sequence[Spent] = ()
 
@@ -208,10 +210,16 @@ class StepCounter:
         """Why this rank could not fetch them."""
         return None if self._ahead is None else self._ahead.failure
 
+    @property
+    def ahead(self) -> Any:
+        """What the others have to know of them."""
+        return None if self._ahead is None else self._ahead.report
+
     def learn_ahead(self, ranks: Ranks, reports: Sequence[BoundaryReport]) -> None:
         """The ranks know now which of them could not."""
         if self._ahead is not None:
-            self._ahead.learn(ranks, [report.failed_ahead for report in reports])
+            failures = [report.failed_ahead for report in reports]
+            self._ahead.learn(ranks, failures, [report.ahead for report in reports])
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
         """Whether steps were counted, and none is under way: then leaving saves. All ranks.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 from anyrank.data.fetch import FetchedBatch
 from anyrank.data.schedule import MicrobatchSlot
@@ -13,23 +14,42 @@ from anyrank.world.ranks import Ranks
 FIRST = 2  # batches of a step that the ranks agree on at once
 WHAT = "fetching a batch"
 
-Fetcher = Callable[[MicrobatchSlot], FetchedBatch]
+
+@dataclass(frozen=True)
+class Fetcher:
+    """How the batches of a step are fetched on this rank.
+
+    Attributes:
+        fetch: returns the batch of a slot.
+        report: what the other ranks have to know of some batches that were fetched.
+        learn: takes what each rank has reported.
+    """
+
+    fetch: Callable[[MicrobatchSlot], FetchedBatch]
+    report: Callable[[Sequence[FetchedBatch]], Any] = lambda _: None
+    learn: Callable[[list[Any]], object] = lambda _: None
 
 
 class OwnBatches:
     """Some batches of this rank, fetched at once. It has them when all ranks are known to.
 
     Args:
-        fetch: returns the batch of a slot.
+        fetcher: of their step.
         slots: whose batches.
+
+    Attributes:
+        report: what the others have to know of them.
     """
 
-    def __init__(self, fetch: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
+    def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
         self._batches: list[FetchedBatch] = []
         self._cause: Exception | None = None
-        self._wait: Callable[[], None] | None = None  # raises if any rank has failed
+        # Raises if any rank has failed, or returns what each has reported.
+        self._wait: Callable[[], list[Any]] | None = None
+        self._learn, self.report = fetcher.learn, None
         try:
-            self._batches += map(fetch, slots)
+            self._batches += map(fetcher.fetch, slots)
+            self.report = fetcher.report(self._batches)
         except Exception as error:
             self._cause = error
 
@@ -40,11 +60,16 @@ class OwnBatches:
 
     def tell(self, ranks: Ranks) -> None:
         """Tell the others, without a wait, whether this rank could fetch them. All ranks."""
-        self._wait = ranks.start_together(WHAT, self._cause)
+        self._wait = ranks.start_together(WHAT, self._cause, self.report)
 
-    def learn(self, ranks: Ranks, failures: Sequence[Failure | None]) -> None:
+    def learn(self, ranks: Ranks, failures: Sequence[Failure | None], reports: list[Any]) -> None:
         """The ranks, of which others may have other loaders, have told each other."""
-        self._wait = partial(ranks.raise_failures, WHAT, failures, self._cause)
+
+        def wait() -> list[Any]:
+            ranks.raise_failures(WHAT, failures, self._cause)
+            return reports
+
+        self._wait = wait
 
     def take(self, ranks: Ranks) -> list[FetchedBatch]:
         """The batches, once. All ranks.
@@ -56,18 +81,21 @@ class OwnBatches:
         if self._wait is None:
             self.tell(ranks)
         assert self._wait is not None
-        self._wait()
+        self._learn(self._wait())
         batches, self._batches = self._batches, []  # else their memory stays with this object
         return batches
 
 
-def fetch_first(fetch: Fetcher, slots: Sequence[MicrobatchSlot]) -> OwnBatches:
+def fetch_first(fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> OwnBatches:
     """The first batches of a step with these slots."""
-    return OwnBatches(fetch, slots[:FIRST])
+    return OwnBatches(fetcher, slots[:FIRST])
 
 
 def one_ahead(
-    ranks: Ranks, fetch: Fetcher, slots: Sequence[MicrobatchSlot], first: OwnBatches | None = None
+    ranks: Ranks,
+    fetcher: Fetcher,
+    slots: Sequence[MicrobatchSlot],
+    first: OwnBatches | None = None,
 ) -> Iterator[FetchedBatch]:
     """The batches of a step, each once all ranks have theirs. All ranks.
 
@@ -76,18 +104,18 @@ def one_ahead(
 
     Args:
         ranks: that have the step.
-        fetch: returns the batch of a slot.
+        fetcher: of the step.
         slots: of the step on this rank, at least one.
         first: the first batches, if they were fetched before.
 
     Raises:
         Exception: as `OwnBatches.take`.
     """
-    *batches, last = (first or fetch_first(fetch, slots)).take(ranks)
+    *batches, last = (first or fetch_first(fetcher, slots)).take(ranks)
     yield from batches
     del batches  # else their memory stays until the end
     for slot in slots[FIRST:]:
-        ahead = OwnBatches(fetch, [slot])
+        ahead = OwnBatches(fetcher, [slot])
         ahead.tell(ranks)
         yield last
         (last,) = ahead.take(ranks)

@@ -13,18 +13,15 @@ from anyrank.checks import check_bool, check_int
 from anyrank.data.fetch import (
     FetchedBatch,
     MicrobatchDataset,
-    MicrobatchRequest,
+    OwnOrder,
     RequestSampler,
-    check_length,
     length_of,
     make_fetcher,
-    request_for,
 )
 from anyrank.data.order import Order
 from anyrank.data.position import OnBatchChange
 from anyrank.data.receipts import EpochVerdict
 from anyrank.data.schedule import Schedule, Tail
-from anyrank.data.shards import Shards
 from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
@@ -90,6 +87,8 @@ class ElasticLoader:
             optimizer.zero_grad()
             loader.commit()  # else the next step does
         assert (loader.epoch, loader.step, loader.samples) == (1, 2, 32)
+        assert (loader.consumed, loader.dropped) == (0, 0)  # of the new epoch; with tail="drop"
+        print(loader.receipts, loader.notes)
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class ElasticLoader:
         on_batch_change: OnBatchChange = "error",
         exact: bool = False,
     ) -> None:
-        n = length_of(dataset)
+        n = len(dataset) if isinstance(dataset, OwnOrder) else length_of(dataset)
         check_bool(
             shuffle=shuffle,
             pin_memory=pin_memory,
@@ -125,26 +124,30 @@ class ElasticLoader:
         if weights is not None and not shuffle:
             raise ValueError("weights draw samples at random: remove shuffle=False")
         may_change: OnBatchChange | None = on_batch_change
-        if isinstance(dataset, Shards):
+        position_class: type[LoaderPosition] = LoaderPosition
+        if isinstance(dataset, OwnOrder):
             if weights is not None:
                 raise ValueError("weights draw samples at random, which shards are not read for")
             order = dataset.order(seed, shuffle, global_batch, microbatch)
             may_change = None  # the lanes of an epoch are those of its global batch
+            position_class = dataset.position_class or LoaderPosition
         elif weights is not None:
             order = weighted_order(n, seed, weights)
         else:
             order = Order(n, seed, shuffle)
         schedule = Schedule(order, global_batch, microbatch, tail)
-        if isinstance(dataset, Shards):
+        if isinstance(dataset, OwnOrder):
             dataset.max_open = schedule.num_microbatches
-        samples = MicrobatchDataset(dataset, seed, collate_fn)
+            samples = dataset.by_microbatch(seed, collate_fn)
+        else:
+            samples = MicrobatchDataset(dataset, seed, collate_fn)
         run = _open_exact() if exact else None
-        self._position = LoaderPosition(
-            schedule, key, process_group, may_change, samples, num_workers > 0, run
+        self._position = position_class(
+            schedule, key, process_group, may_change, samples, num_workers, run
         )
         self._fetcher = make_fetcher(
             samples,
-            RequestSampler(self._requests),
+            RequestSampler(self._position.requests),
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
@@ -156,28 +159,41 @@ class ElasticLoader:
     def from_shards(
         cls,
         shards: Sequence[Any],
-        read: Callable[[Any], Iterable[Any]],
+        read: Callable[..., Iterable[Any]],
         *,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None = None,
+        transform: Any = None,
+        window: int | None = None,
         **options: Any,
     ) -> ElasticLoader:
-        """A loader over shards of known lengths that are read in sequence.
+        """A loader over shards whose rows are read in sequence: files, row groups, archives.
 
-        Steps, random numbers, counts and state are those of any `ElasticLoader`. The samples of a
-        step come from K = global_batch / microbatch places in the data; the order of the shards
-        changes with the epoch, and samples keep the order of their shard. Choose `num_workers` as a
-        divisor of a rank's number of microbatches: each place is then read by one worker only.
+        A step has K = global_batch / microbatch microbatches, and each comes from a lane of its
+        own, which reads shards one after the other; the order of the shards changes with the epoch.
+        Which rank runs a lane changes nothing of its rows.
+
+        Without `lengths`, rows are counted while they are read. A lane that is over has no part in
+        the epoch's last steps; the others share them. With `lengths` the order is planned, without
+        such a tail, and `len(loader)` is known; see `anyrank.row_counts`.
 
         Args:
-            shards: arguments of `read`; names or numbers, the same throughout the run.
-            read: shard -> its samples, in the same order each time. Its random numbers are seeded
-                for each microbatch.
-            lengths: number of samples of each shard.
+            shards: arguments of `read`; names or numbers, the same throughout the run. A resume
+                with others says which; others that are appended come with the next epoch.
+            read: shard -> its rows, the same in the same order each time. Where it takes `start=`,
+                a resume begins there, at a row counted from 0; else rows before are read again.
+                Its random numbers depend on (seed, epoch, shard, row).
+            lengths: number of rows of each shard, if they are known.
+            transform: makes samples of rows: `anyrank.Pack`, `anyrank.Buckets`, or an object of
+                your own with `feed(row)` and `end()`, which give lists of samples. Each lane has a
+                copy of it.
+            window: rows of a shard that are mixed among each other; they are in memory, and read
+                again by a resume. Default: rows stay in the order of their shard.
             options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
                 the shards' own order.
 
         Raises:
-            ValueError: sizes that do not match each other, the shards or the number of ranks.
+            ValueError: sizes that do not match each other, the shards or the number of ranks;
+                transform or window with lengths.
             TypeError: sizes that are not ints; an argument of another type.
 
         Example::
@@ -191,7 +207,52 @@ class ElasticLoader:
             )
             assert len(loader) == 2
         """
-        return cls(Shards(shards, read, lengths), **options)
+        from anyrank.streams.entry import open_shards
+
+        return cls(open_shards(shards, read, lengths, transform, window), **options)
+
+    @classmethod
+    def from_iterable(
+        cls,
+        dataset: Any,
+        *,
+        transform: Any = None,
+        window: int | None = None,
+        **options: Any,
+    ) -> ElasticLoader:
+        """A loader over a dataset that is cut into shards by itself, as `from_shards` of these.
+
+        Args:
+            dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, and without a
+                shuffle of its own; or a class with `num_shards` and `shard(num_shards=, index=)`,
+                which returns rows, the same each time, whichever worker asks.
+            transform: as of `from_shards`.
+            window: as of `from_shards`.
+            options: as of `from_shards`.
+
+        Raises:
+            TypeError: a dataset without shards.
+            ValueError: one whose rows or shards are not the same each time; as `from_shards`.
+
+        Example::
+
+            class Numbers:
+                num_shards = 3
+
+                def shard(self, *, num_shards, index):
+                    return (torch.tensor([float(n)]) for n in range(index, 30, num_shards))
+
+            loader = anyrank.ElasticLoader.from_iterable(Numbers(), global_batch=6, microbatch=2)
+            model = torch.nn.Linear(1, 1)
+            for step in loader:
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).mean())
+            assert loader.receipts[0].verdict.startswith("exactly once, 30 rows in 3 shards")
+        """
+        from anyrank.streams.entry import open_iterable
+
+        num_workers = options.get("num_workers", 0)
+        return cls(open_iterable(dataset, transform, window, num_workers), **options)
 
     @property
     def position(self) -> LoaderPosition:
@@ -264,8 +325,12 @@ class ElasticLoader:
         )
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, on any number of ranks, at any position of the run."""
-        return self.position.schedule.steps_in_epoch
+        """Steps of a whole epoch, on any number of ranks, at any position of the run.
+
+        Raises:
+            TypeError: rows are counted while they are read.
+        """
+        return self.position.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
         """The steps of the rest of this epoch. All data-parallel ranks.
@@ -283,11 +348,11 @@ class ElasticLoader:
         with ExitStack() as stack:
             ranks = stack.enter_context(open_ranks(position.group, "the loop over the loader"))
             position.check_same(ranks)
-            check_length(position.dataset.dataset, position.schedule.order.n)
+            position.check_dataset()
             if exact is not None:
                 stack.enter_context(exact.watching(self.notes))
-            position.begin_pass(ranks, chain.from_iterable(self._start_fetching()))
             try:
+                position.begin_pass(ranks, chain.from_iterable(self._start_fetching()))
                 while position.epoch == epoch:
                     yield Step(position.begin_step(), position)
                     if position.num_iterations != number:
@@ -310,15 +375,8 @@ class ElasticLoader:
         return self.position.current is not None and self.position.current.num_passes > 0
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
-        """The batches of `_requests`, from the first one asked for: the model decides on those."""
+        """The batches of the requests, from the first one asked for: the model decides on those."""
         yield self._workers.watch(lambda: iter(self._fetcher))
-
-    def _requests(self) -> Iterator[MicrobatchRequest]:
-        """This rank's microbatches for the rest of the epoch."""
-        position = self.position
-        for plan in position.schedule.rest(position.next_step()):
-            for slot in position.slots(plan):
-                yield request_for(position.schedule, plan, slot.k)
 
 
 def _open_exact() -> ExactRun:

@@ -9,12 +9,12 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, request_for
+from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, check_length, request_for
 from anyrank.data.position import OnBatchChange, Position
 from anyrank.data.receipts import Receipt
 from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError
-from anyrank.steps.agreed_batches import OwnBatches, fetch_first
+from anyrank.steps.agreed_batches import Fetcher, OwnBatches, fetch_first
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.pace import loading
 from anyrank.steps.step_run import StepRun
@@ -29,7 +29,7 @@ class LoaderPosition(Position):
 
     Args:
         dataset: the loader's, by microbatch.
-        has_workers: whether other processes fetch.
+        num_workers: processes that fetch; 0: this one does.
         exact: sums gradients in an order that does not depend on the ranks; None: as they come.
         others: as those of `Position`.
 
@@ -53,11 +53,11 @@ class LoaderPosition(Position):
         group: Any,
         on_batch_change: OnBatchChange | None,
         dataset: MicrobatchDataset,
-        has_workers: bool,
+        num_workers: int,
         exact: ExactRun | None,
     ) -> None:
         super().__init__(schedule, key, group, on_batch_change)
-        self.dataset, self.has_workers, self.exact = dataset, has_workers, exact
+        self.dataset, self.num_workers, self.exact = dataset, num_workers, exact
         self.current: StepRun | None = None
         self.begun: list[GradientSync] = []
         self.num_iterations = 0
@@ -84,6 +84,25 @@ class LoaderPosition(Position):
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
         """The microbatches of a step that this rank runs."""
         return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
+
+    def requests(self) -> Iterator[Any]:
+        """This rank's microbatches for the rest of the epoch."""
+        for plan in self.schedule.rest(self.next_step()):
+            for slot in self.slots(plan):
+                yield request_for(self.schedule, plan, slot.k)
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Number of steps of a whole epoch."""
+        return self.schedule.steps_in_epoch
+
+    def check_dataset(self) -> None:
+        """Refuse a dataset that has got another length; raises as `check_length`."""
+        check_length(self.dataset.dataset, self.schedule.order.n)
+
+    def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
+        """How the batches of a step are fetched, in its first pass and in others."""
+        return Fetcher(partial(self.fetch if is_first else self.fetch_again, plan))
 
     def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
         """The next batch, which is that of a slot of a step.
@@ -112,10 +131,14 @@ class LoaderPosition(Position):
         Of workers alone: what this process reads may depend on what the loop does before the step,
         and may draw from what a save between the two holds.
         """
-        plan = self.schedule.following(step)
-        if plan is not None and self.has_workers:
+        plan = self.following(step)
+        if plan is not None and self.num_workers:
             with loading():
-                self.ahead = fetch_first(partial(self.fetch, plan), self.slots(plan))
+                self.ahead = fetch_first(self.fetcher(plan, True), self.slots(plan))
+
+    def following(self, step: StepPlan) -> StepPlan | None:
+        """The step after a step; None at the end of its epoch."""
+        return self.schedule.following(step)
 
     def take_ahead(self) -> OwnBatches | None:
         """What was fetched ahead, for the step that begins."""

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Never
 
@@ -72,7 +72,6 @@ class Step:
     Attributes:
         number: of the step in the run, from 0, over all epochs and processes.
         epoch: from 0.
-        samples: samples of the global batch, on all ranks together.
 
     Example::
 
@@ -83,21 +82,41 @@ class Step:
             for batch in step.microbatches(model):
                 loss = model(batch).square().mean()
                 step.backward(loss, weight=len(batch))  # or step.scale(loss, weight).backward()
-                print(step.k, "repeated" if step.is_copy else "counts")
+                print(step.k, step.is_last, "repeated" if step.is_copy else "counts")
             norm = step.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            print(step.number, step.loss(), step.rank_loss().item())
+            print(step.number, step.samples, step.loss(), step.rank_loss().item())
     """
 
     def __init__(self, run: StepRun, position: LoaderPosition) -> None:
-        self.number, self.epoch, self.samples = run.plan.number, run.plan.epoch, run.plan.samples
+        self.number, self.epoch = run.plan.number, run.plan.epoch
         self._run, self._position = run, position
 
     # Not __iter__: frameworks iterate over whatever has that, to find out how large a batch is.
     def __getitem__(self, _: object) -> Never:
         """Raises TypeError: `for batch in step` and `step[0]` mean `step.microbatches(model)`."""
         raise TypeError("a Step is no sequence of batches: use step.microbatches(model)")
+
+    @property
+    def samples(self) -> int:
+        """Samples of the global batch, on all ranks together.
+
+        Raises:
+            ValueError: rows are counted while they are read, and the last microbatch of this rank
+                is not there yet.
+        """
+        return self._run.plan.samples
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current microbatch is the last of this rank in the step.
+
+        Raises:
+            ValueError: not within `microbatches`.
+        """
+        self._current_slot()
+        return self._run.is_last
 
     @property
     def k(self) -> int:
@@ -163,10 +182,10 @@ class Step:
         devices = accelerators_of(sync.named.values())
         slots = position.slots(run.plan)
         pass_seed = () if is_first else (run.num_passes,)
-        fetch = partial(position.fetch if is_first else position.fetch_again, run.plan)
+        fetcher = position.fetcher(run.plan, is_first)
         first = position.take_ahead() if is_first else None
         # A generator: a fetch seeds the streams, so it has to come where they are kept.
-        batches = one_ahead(self._ranks, fetch, slots, first)
+        batches = one_ahead(self._ranks, fetcher, slots, first)
         run.begin_pass(sync)
         position.begun.append(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
@@ -180,7 +199,10 @@ class Step:
                     torch.clear_autocast_cache()
                     if is_first and not slot.is_copy:
                         run.seen += fetched.request.ids
-                    with sync.on(slot, number + 1 == len(slots)):
+                    if fetched.request.is_empty:
+                        slot = replace(slot, is_copy=True)
+                    run.is_last = number + 1 == len(slots)
+                    with sync.on(slot, run.is_last):
                         run.slot = slot
                         yield fetched.batch
                         run.slot = None
@@ -224,7 +246,7 @@ class Step:
         """
         slot = self._current_slot()
         units = self._run.add_loss(slot, loss, weight)
-        whole = self.samples if weight is None else self._divisor(units)
+        whole = self._run.plan.assumed_samples if weight is None else self._divisor(units)
         # Wrappers divide the sum of the ranks' gradients by their number; the exact sum does not,
         # so that no bit of a term depends on it.
         ranks = 1 if self._position.exact is not None else self._ranks.size
@@ -390,7 +412,8 @@ class Step:
         weights = [weight for record in records for weight in record.weights]
         if run.is_weighted is not None and not own_backward:
             run.total = math.fsum(weights) if must_gather else self.samples
-        if not weights and not own_backward:  # no rank has run a backward, as in an evaluation
+        # No rank has run a backward, as in an evaluation; a rank with copies alone has losses.
+        if not (weights or run.losses or own_backward):
             sync.drop_unfinished()
             sync.reshard()  # so that model.parameters() are those that have the gradients
             return
@@ -401,6 +424,8 @@ class Step:
             assert run.divisor is not None  # of the losses' weights, by the first of them
             total = math.fsum(weights)
             factor = run.divisor / total if total else 0.0
+        elif not own_backward and run.plan.samples != run.plan.assumed_samples:
+            factor = run.plan.assumed_samples / run.plan.samples
         sync.finish(records, factor)
         if self._position.exact is not None:
             self._position.exact.remember_gradients([*sync.named.values()])

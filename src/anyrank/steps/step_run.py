@@ -32,6 +32,7 @@ class StepRun:
         divisor: of weights until their total is known, once a weight is given.
         sync: the exchange of gradients; this and the following are of the last pass.
         slot: the microbatch of the loop's current body.
+        is_last: whether it is the rank's last.
         is_weighted: whether weights are given; None before the first backward.
         weights: by microbatch, without copies.
         losses: of all microbatches, with their weights, which are 0 for copies.
@@ -42,12 +43,13 @@ class StepRun:
     """
 
     plan: StepPlan
-    seen: list[int] = field(default_factory=list[int])
+    seen: list[Any] = field(default_factory=list[Any])
     num_passes: int = 0
     is_complete: bool = False
     divisor: float | None = None
     sync: GradientSync | None = None
     slot: MicrobatchSlot | None = None
+    is_last: bool = False
     is_weighted: bool | None = None
     weights: dict[int, float] = field(default_factory=dict[int, float])
     losses: list[tuple[float, torch.Tensor]] = field(

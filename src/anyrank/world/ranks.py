@@ -172,15 +172,24 @@ class Ranks:
         self.raise_failures(what, [failure for _, failure in answers], cause)
         return cast("S", result), [value for value, _ in answers]
 
-    def start_together(self, what: str, cause: Exception | None) -> Callable[[], None]:
-        """As `together` of work that is done, in two halves: sends what it raised, if anything, and
-        returns a function that waits for all, and raises if any rank has failed. All ranks.
+    def start_together(
+        self, what: str, cause: Exception | None, value: Any = None
+    ) -> Callable[[], list[Any]]:
+        """As `together` of work that is done, in two halves: sends what it raised, or its value,
+        and returns a function that waits for all, and raises if any rank has failed, or returns
+        the values. All ranks.
         """
-        failure = None if cause is None else as_failure(cause)
-        if self.connections is None:
-            return lambda: self.raise_failures(what, [failure], cause)
-        wait = self._gather(self._ready(), pickle.dumps(failure), what)
-        return lambda: self.raise_failures(what, wait(), cause)
+        answer = (None if cause is None else as_failure(cause), value)
+        wait = lambda: [answer]  # noqa: E731
+        if self.connections is not None:
+            wait = self._gather(self._ready(), pickle.dumps(answer), what)
+
+        def take() -> list[Any]:
+            answers = wait()
+            self.raise_failures(what, [failure for failure, _ in answers], cause)
+            return [value for _, value in answers]
+
+        return take
 
     def raise_failures(
         self, what: str, failures: Sequence[Failure | None], cause: Exception | None

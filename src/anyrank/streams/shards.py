@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from anyrank.checks import check_function, check_type
+from anyrank.data.fetch import OwnOrder
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import kept
@@ -75,7 +76,7 @@ def _layout_of_epoch(
     return shards, lengths[shards].cumsum(0), lengths.cumsum(0) - lengths
 
 
-class Shards:
+class Shards(OwnOrder):
     """A dataset of the samples in shards, fast for ids in sequence. Used in the workers.
 
     Args:

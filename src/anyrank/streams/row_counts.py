@@ -1,0 +1,72 @@
+"""`anyrank.row_counts`: the lengths of shards that are files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from anyrank.checks import check_type
+
+PARQUET = (".parquet", ".pq")
+LINES = (".jsonl", ".ndjson")
+
+
+def row_counts(
+    paths: Iterable[str | os.PathLike[str]], *, kept_in: str | os.PathLike[str] | None = None
+) -> list[int]:
+    """The rows of files, for `ElasticLoader.from_shards(lengths=)`.
+
+    Of parquet files the footers are read (needs pyarrow); files of JSON lines once from end to end
+    (0.4 GB a second), empty lines left out. Each rank may ask for itself, or one of them.
+
+    Args:
+        paths: of files that end in .parquet, .pq, .jsonl or .ndjson.
+        kept_in: a file, beside the run for instance, where counts are kept: a file of the same
+            size and time is not counted again.
+
+    Raises:
+        ValueError: a file of another ending.
+        OSError: a file that is not there.
+
+    Example::
+
+        with open("a.jsonl", "w") as lines:
+            lines.write('{"x": 1}\\n{"x": 2}\\n')
+        assert anyrank.row_counts(["a.jsonl"]) == [2]
+    """
+    check_type("paths", None if isinstance(paths, str) else paths, Iterable, "a list of paths")
+    if kept_in is not None:
+        check_type("kept_in", kept_in, (str, os.PathLike), "a path")
+    known: dict[str, Any] = {}
+    if kept_in is not None and Path(kept_in).exists():
+        known = json.loads(Path(kept_in).read_text(encoding="utf-8"))
+    counts: list[int] = []
+    for path in map(Path, paths):
+        if path.suffix not in PARQUET + LINES:
+            raise ValueError(
+                f"paths has {path}: rows are counted of {', '.join(PARQUET + LINES)}: give "
+                "lengths= from what you know, or leave it out: rows are then counted while they are read"
+            )
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns]
+        row = known.get(os.path.abspath(path))
+        if row is None or row[:2] != stamp:
+            row = known[os.path.abspath(path)] = [*stamp, _count(path)]
+        counts.append(int(row[2]))
+    if kept_in is not None:
+        partial = Path(f"{os.fspath(kept_in)}.{os.getpid()}.part")
+        partial.write_text(json.dumps(known), encoding="utf-8")
+        partial.replace(kept_in)  # at once: other ranks may read it
+    return counts
+
+
+def _count(path: Path) -> int:
+    if path.suffix in LINES:
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if not line.isspace())
+    import pyarrow.parquet  # pyright: ignore
+
+    return int(pyarrow.parquet.read_metadata(path).num_rows)  # pyright: ignore

@@ -1,0 +1,224 @@
+"""Streams on several ranks: the rows of (step, k) are those of one rank, through kills."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks.spies import meetings
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anyrank
+from anyrank.errors import CheckpointError
+from anyrank.streams.lanes import LaneState, Report
+from anyrank.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+SIZES = [7, 0, 30, 3, 12, 5, 60, 1, 1, 25, 2, 2]
+
+
+def read(shard: int) -> Iterator[Any]:
+    for number in range(SIZES[shard]):
+        yield torch.tensor([shard / 9, number / 50, torch.rand(()).item() / 9])
+
+
+def bucket(row: torch.Tensor) -> int:
+    return int(row[1] * 50) % 3
+
+
+def document(shard: int) -> Iterator[Any]:
+    chance = random.Random(shard)
+    for number in range(SIZES[shard]):
+        yield {"input_ids": [1 + (shard * 61 + number) % 97] * chance.randint(0, 9)}
+
+
+def make(kind: str, **options: Any) -> anyrank.ElasticLoader:
+    given: dict[str, Any] = {"global_batch": 12, "microbatch": 2, "seed": 3, **options}
+    if kind == "pack":
+        given["transform"] = anyrank.Pack(4, eos=0)
+    if kind == "buckets":
+        given["transform"] = anyrank.Buckets(bucket, patience=9)
+    if kind == "window":
+        given["window"] = 7
+    function = document if kind == "pack" else read
+    return anyrank.ElasticLoader.from_shards(range(len(SIZES)), function, **given)
+
+
+class Killed(Exception):
+    """As a kill: nothing is saved after it."""
+
+
+def job(
+    folder: str, kind: str, until: int, kill: int | None, options: dict[str, Any]
+) -> tuple[dict[tuple[int, int], Any], list[Any], str]:
+    """Run from where the folder is, up to a step, or to a kill within another."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    if kind == "pack":
+        model = nn.Sequential(nn.Embedding(200, 3), nn.Linear(3, 1))
+    if dist.is_initialized() and kind != "plain":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = make(kind, **options)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    seen: dict[tuple[int, int], Any] = {}
+    try:
+        with anyrank.Checkpoints(folder, state, every=4) as ckpts:
+            ckpts.resume()
+            for step in ckpts.steps(until=until):
+                for batch in step.microbatches(model):
+                    if isinstance(batch, dict):
+                        batch = batch["input_ids"]
+                    if not step.is_copy:
+                        seen[step.number, step.k] = batch.tolist()
+                    if kind != "pack":
+                        batch[:] = batch + 0.0  # a copy may be changed as well
+                    step.backward(model(batch).square().mean())
+                    if step.number == kill:
+                        raise Killed
+                optimizer.step()
+                optimizer.zero_grad()
+    except Killed:
+        pass
+    weights = [parameter.detach() for parameter in model.parameters()]
+    digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights)).hexdigest()
+    return seen, [*loader.receipts], digest
+
+
+def run(size: int, *args: Any) -> tuple[dict[tuple[int, int], Any], list[Any], str]:
+    """The job on some ranks: what they have seen together, and what is equal on all."""
+    rows = run_ranks(size, job, *args) if size > 1 else [job(*args)]
+    seen: dict[tuple[int, int], Any] = {}
+    for part, _, _ in rows:
+        assert not seen.keys() & part.keys()  # a microbatch is one rank's
+        seen |= part
+    assert all(row[1:] == rows[0][1:] for row in rows)
+    _, receipts, digest = rows[0]
+    return seen, receipts, digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("plain", {"exact": True}),
+        ("rows", {"num_workers": 1}),
+        ("window", {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}),
+        ("pack", {"exact": True}),
+        ("buckets", {}),
+    ],
+    ids=str,
+)
+def test_killed_on_3_then_2_then_4_ranks_is_as_one_undisturbed(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    is_exact = "exact" in options
+    plain = {"exact": True} if is_exact else {}
+    expected, receipts, digest = run(1, str(tmp_path / "one"), kind, 62, None, plain)
+    assert len(receipts) >= 1
+    folder = str(tmp_path / "run")
+    for size, kill in ((3, 10), (2, 21), (4, 38), (1, 45), (3, None)):
+        seen, found, end = run(size, folder, kind, 62, kill, options)
+        assert {key: expected[key] for key in seen} == seen, size
+    assert found == receipts
+    assert receipts[0].verdict.startswith("exactly once, 148 rows in 12 shards")
+    if is_exact:
+        assert end == digest
+
+
+def job_failing(folder: str, workers: int) -> tuple[str, str]:
+    def failing(shard: int) -> Iterator[Any]:
+        for number, row in enumerate(read(shard)):
+            if (shard, number) == (6, 33):
+                raise OSError("no such block")
+            yield row
+
+    sizes: dict[str, Any] = {"global_batch": 12, "microbatch": 2, "num_workers": workers}
+    loader = anyrank.ElasticLoader.from_shards(range(len(SIZES)), failing, **sizes)
+    model = nn.Linear(3, 1)
+    try:
+        for step in loader:
+            for batch in step.microbatches(model):
+                step.backward(model(batch).mean())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_one_rank_cannot_read_is_every_ranks_error(workers: int, tmp_path: Path) -> None:
+    found = run_ranks(3, job_failing, str(tmp_path), workers)
+    assert len({*found}) == 1
+    name, text = found[0]
+    assert name == "RankError"
+    for part in ("no such block", "shard 6 (number 6), rows from 32 on, epoch 0", "rank "):
+        assert part in text, text
+
+
+def job_meetings(kind: str, folder: str, workers: int) -> list[list[str]]:
+    """What the ranks agree on in each step of a run whose lanes are long."""
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes: dict[str, Any] = {"global_batch": 8, "microbatch": 2, "num_workers": workers}
+
+    def rows(shard: int) -> Iterator[Any]:
+        yield from torch.randn(40, 3)
+
+    loader = anyrank.ElasticLoader.from_shards(range(8), rows, **sizes)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    agreed: list[list[str]] = []
+    with meetings() as met, anyrank.Checkpoints(folder, state) as ckpts:
+        for step in ckpts.steps(until=12):
+            agreed.append([*met])
+            met.clear()
+            for batch in step.microbatches(model):
+                step.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return agreed[4:]
+
+
+FETCH, COMPLETE = "fetching a batch", "completing the step"
+
+
+@pytest.mark.parametrize(("workers", "agreed"), [(0, [FETCH, COMPLETE]), (1, [COMPLETE])])
+def test_ranks_agree_as_often_as_with_a_dataset(
+    workers: int, agreed: list[str], tmp_path: Path
+) -> None:
+    for steps in run_ranks(2, job_meetings, "ddp", str(tmp_path), workers):
+        assert steps == [agreed] * 8
+
+
+def test_what_a_rank_tells_of_two_lanes_fits_into_one_message() -> None:
+    """And of 1,024 lanes into 64 KiB, should it ever tell of all at once."""
+    state = LaneState(100, 10**6, 64, 30, 99, 10**6, "f" * 20, "1234")
+    rows = [(123456, 10**6, 10**6 + 64)]
+    reports = [Report(n, 8, 0, 10**5, rows, [(5, 10**6)], (0, 0), state) for n in range(1024)]
+    assert len(pickle.dumps((None, reports[:2]))) < 700
+    assert len(pickle.dumps(reports)) < 160 << 10
+
+
+def job_other(by_rank: list[int]) -> str:
+    shards = [[1.0] * by_rank[dist.get_rank()]] * 4
+    loader = anyrank.ElasticLoader.from_shards(shards, iter, global_batch=4, microbatch=2)
+    try:
+        next(iter(loader))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_that_differ_between_ranks_are_refused() -> None:
+    texts = run_ranks(2, job_other, [3, 4])
+    assert all("shards= differs between ranks" in text for text in texts), texts

@@ -1,0 +1,294 @@
+"""`ElasticLoader.from_shards` without lengths: rows that are counted while they are read."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyrank
+from anyrank.errors import CheckpointError
+
+pytestmark = [
+    # Workers on a machine with one core, and from Python 3.12 on.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+NET = nn.Linear(1, 1)
+SIZES = {"a": 7, "b": 0, "c": 30, "d": 3, "e": 12, "f": 5, "g": 60, "h": 1, "i": 1}
+ALL = sorted((shard, row) for shard, size in SIZES.items() for row in range(size))
+
+
+def read(shard: str) -> Iterator[Any]:
+    """Rows that say who they are, and draw; which they are depends on a draw before, too."""
+    shift = random.random()
+    for number in range(SIZES[shard]):
+        yield shard, number, shift + random.random() + float(torch.rand(()))
+
+
+def mark(rows: list[Any]) -> list[Any]:
+    """A collate_fn that draws."""
+    return [*rows, random.random()]
+
+
+def make(shards: Any = tuple(SIZES), function: Any = read, **options: Any) -> anyrank.ElasticLoader:
+    given: dict[str, Any] = {"global_batch": 12, "microbatch": 3, "seed": 3, "collate_fn": mark}
+    return anyrank.ElasticLoader.from_shards(list(shards), function, **given | options)
+
+
+def run(loader: anyrank.ElasticLoader, stop: int = 10**9) -> list[tuple[int, Any, float]]:
+    """(step, batch, number drawn) of each microbatch of a pass, the first `stop` steps of it."""
+    seen: list[tuple[int, Any, float]] = []
+    for step in loader:
+        seen += [(step.number, batch, random.random()) for batch in step.microbatches(NET)]
+        loader.commit()
+        if loader.step >= stop:
+            break
+    return seen
+
+
+def rows_of(seen: list[tuple[int, Any, float]]) -> list[Any]:
+    return sorted(row[:2] for _, batch, _ in seen for row in batch[:-1])
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order() -> None:
+    loader = make()
+    first, second = run(loader), run(loader)
+    assert rows_of(first) == rows_of(second) == ALL
+    assert [batch for _, batch, _ in first] != [batch for _, batch, _ in second]
+    assert [verdict.samples for verdict in loader.receipts] == [len(ALL)] * 2
+    assert loader.receipts[0].verdict.startswith("exactly once, 119 rows in 9 shards")
+    assert rows_of(run(make(shuffle=False)))[:1] == [("a", 0)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1},
+        {"num_workers": 3, "prefetch_factor": 5},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 5])
+def test_workers_change_nothing(options: dict[str, Any], window: int | None) -> None:
+    plain, other = make(window=window), make(window=window, **options)
+    for _ in range(2):
+        assert run(other) == run(plain)
+    assert other.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_resume_goes_on_with_the_same_rows_and_numbers(
+    window: int | None, num_workers: int
+) -> None:
+    expected = run(make(window=window))
+    steps = max(step for step, _, _ in expected) + 1
+    for stop in range(1, steps, 1 if num_workers == 0 else 6):
+        loader = make(window=window, num_workers=num_workers)
+        seen = run(loader, stop)
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert len(json.dumps(state)) < 1000 + 100 * 4
+        resumed = make(window=window)
+        resumed.load_state_dict(state)
+        seen += run(resumed)
+        assert seen == expected
+        assert resumed.receipts[0].verdict.startswith("exactly once, 119 rows in 9 shards")
+
+
+def test_a_resume_begins_at_a_row_where_read_takes_start() -> None:
+    begun: list[tuple[str, int]] = []
+
+    def read_from(shard: str, start: int = 0) -> Iterator[Any]:
+        begun.append((shard, start))
+        for number in range(start, SIZES[shard]):
+            yield shard, number, random.random()
+
+    expected = run(make(function=read_from))
+    loader = make(function=read_from)
+    seen = run(loader, 9)
+    begun.clear()
+    resumed = make(function=read_from)
+    resumed.load_state_dict(loader.state_dict())
+    assert seen + run(resumed) == expected
+    assert max(start for _, start in begun) > 0
+
+
+def test_a_step_that_is_left_comes_again() -> None:
+    loader, expected = make(), run(make())
+    for step in loader:
+        next(iter(step.microbatches(NET)))
+        break
+    assert run(loader) == expected
+
+
+def test_a_second_pass_has_the_same_batches() -> None:
+    loader = make()
+    for step in loader:
+        first, second = [*step.microbatches(NET)], [*step.microbatches(NET)]
+        assert first == second
+
+
+def test_what_is_unknown_is_an_error_that_says_so() -> None:
+    loader = make()
+    with pytest.raises(TypeError, match=r"steps of an epoch are unknown.*row_counts"):
+        len(loader)
+    for step in loader:
+        with pytest.raises(ValueError, match="samples are counted while they are read"):
+            print(step.samples)
+        batches = [*step.microbatches(NET)]
+        assert step.samples == sum(len(batch) - 1 for batch in batches)
+
+
+def test_losses_are_weighted_by_the_rows_of_their_microbatches() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1)
+
+    def rows(shard: str) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            yield torch.tensor([ord(shard) - 100.0 + number / 7])
+
+    for step in make(function=rows, collate_fn=torch.stack):
+        batches: list[torch.Tensor] = []
+        for batch in step.microbatches(net):
+            batches.append(batch)
+            step.backward(net(batch).square().mean())
+        mean = net(torch.cat(batches)).square().mean()
+        expected = torch.autograd.grad(mean, net.weight)[0]
+        torch.testing.assert_close(net.weight.grad, expected)
+        assert step.loss() == pytest.approx(mean.item())
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("sizes", [[1000], [1, 1000, 1], [0, 0, 5, 0], [1] * 50, [3] * 4])
+def test_shards_of_any_number_and_size(sizes: list[int]) -> None:
+    def rows(shard: int) -> Iterator[Any]:
+        for number in range(sizes[shard]):
+            yield shard, number
+
+    loader = make(range(len(sizes)), rows)
+    expected = sorted((shard, n) for shard, size in enumerate(sizes) for n in range(size))
+    assert rows_of(run(loader)) == expected
+    assert (loader.epoch, loader.samples) == (1, sum(sizes))
+
+
+def test_shards_without_a_row_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="none of the 9 shards has a row"):
+        run(make(function=lambda _: iter(())))
+    with pytest.raises(ValueError, match="shards is empty"):
+        make([])
+
+
+def test_what_read_raises_names_shard_row_and_lane() -> None:
+    def failing(shard: str) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            if (shard, number) == ("c", 13):
+                raise OSError("no such block")
+            yield shard, number
+
+    with pytest.raises(OSError, match="no such block") as caught:
+        run(make(function=failing))
+    assert "shard 'c' (number 2), rows from 12 on, epoch 0, lane " in caught.value.__notes__[0]
+
+
+def test_a_shard_with_other_rows_in_a_resume_is_noticed() -> None:
+    loader = make()
+    run(loader, 6)
+    before = dict(SIZES)
+    try:
+        SIZES["g"] = 5
+        resumed = make()
+        resumed.load_state_dict(loader.state_dict())
+        with pytest.raises(CheckpointError, match=r"shard 'g' \(number 6\)"):
+            run(resumed)
+    finally:
+        SIZES.update(before)
+
+
+def test_a_resume_with_other_shards_says_which() -> None:
+    loader = make()
+    run(loader, 3)
+    state = loader.state_dict()
+    for shards, text in (
+        ("abcdefgh", "the run has 9 shards, here are 8"),
+        ("abXdefghi", r"shards 2 to 2 are not those of the run, here they are 'X' \(number 2\)"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            make(shards).load_state_dict(state)
+    for options in ({"window": 3}, {"seed": 4}, {"transform": anyrank.Pack(4)}, {"shuffle": False}):
+        with pytest.raises(CheckpointError, match="data position: the run has"):
+            make(**options).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="here is a stream"):
+        make().load_state_dict(make(lengths=[*SIZES.values()]).state_dict())
+    with pytest.raises(CheckpointError, match="data position: the run has"):
+        make(lengths=[*SIZES.values()]).load_state_dict(state)
+
+
+def test_shards_that_are_appended_come_with_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader, expected = make(), run(make())
+    seen = run(loader, 3)
+    monkeypatch.setitem(SIZES, "j", 8)
+    resumed = make([*SIZES])
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.notes == ["1 shard more than the 9 of the run: they come with epoch 1"]
+    assert seen + run(resumed) == expected
+    assert len(rows_of(run(resumed))) == len(ALL) + 8
+
+
+def test_pack_gives_every_token_once() -> None:
+    def documents(shard: str) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            yield {"input_ids": [ord(shard) * 100 + number] * (number % 11)}
+
+    options: dict[str, Any] = {"function": documents, "collate_fn": None}
+    loader = make(transform=anyrank.Pack(16, eos=0), **options)
+    expected = Counter(t for s in SIZES for row in documents(s) for t in row["input_ids"])
+
+    def pack(loader: anyrank.ElasticLoader, stop: int = 10**9) -> list[torch.Tensor]:
+        return [batch["input_ids"] for _, batch, _ in run(loader, stop)]
+
+    rows = pack(loader)
+    tokens = Counter(int(t) for batch in rows for t in batch.flatten() if t)
+    assert tokens == expected
+    ends = sum(1 for s in SIZES for row in documents(s) if row["input_ids"])
+    text = f"119 rows in 9 shards, {sum(expected.values()) + ends:,} tokens"
+    assert text in loader.receipts[0].verdict
+    for stop in (1, 2, 3):
+        begun = make(transform=anyrank.Pack(16, eos=0), num_workers=1, **options)
+        seen = pack(begun, stop)
+        resumed = make(transform=anyrank.Pack(16, eos=0), **options)
+        resumed.load_state_dict(begun.state_dict())
+        seen += pack(resumed)
+        assert all(map(torch.equal, seen, rows))
+
+
+def test_buckets_give_microbatches_of_one_bucket() -> None:
+    def bucket(row: Any) -> int:
+        return row[1] % 4
+
+    expected = run(make(transform=anyrank.Buckets(bucket, patience=20)))
+    assert rows_of(expected) == ALL
+    assert all(len({row[1] % 4 for row in batch[:-1]}) == 1 for _, batch, _ in expected)
+    for stop in range(1, expected[-1][0], 3):
+        loader = make(transform=anyrank.Buckets(bucket, patience=20))
+        seen = run(loader, stop)
+        resumed = make(transform=anyrank.Buckets(bucket, patience=20))
+        resumed.load_state_dict(loader.state_dict())
+        assert seen + run(resumed) == expected
+
+
+def test_a_transform_has_to_be_pushed_to() -> None:
+    with pytest.raises(TypeError, match="a generator cannot wait"):
+        make(transform=lambda rows: rows)
+    with pytest.raises(ValueError, match="transform= with lengths="):
+        make(transform=anyrank.Pack(4), lengths=[*SIZES.values()])
