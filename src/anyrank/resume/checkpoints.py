@@ -289,7 +289,6 @@ class Checkpoints:
                 signal=self._signals.find_pending(),
                 save_is_due=options.cadence.is_due(number, self._last_save),
                 snapshot_is_due=self._memory is not None and self._memory.is_due(number),
-                failed_ahead=self._counter.failed_ahead,
                 ahead=self._counter.ahead,
                 loss=self._log.take_loss(number),
                 spent=self._log.take_window(),

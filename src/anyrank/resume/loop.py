@@ -39,8 +39,8 @@ class BoundaryReport(NamedTuple):
         signal: SIGTERM or SIGUSR1, if the rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
         snapshot_is_due: whether a snapshot in the machines' memory is due.
-        failed_ahead: why it could not fetch the first batches of the next step.
-        ahead: what the others have to know of these.
+        ahead: why it could not fetch the first batches of the next step, and what the others have
+            to know of these.
         loss: weighted sum and weight of its losses, in a step that the log has a line of.
         spent: what the parts of its steps took, each twentieth step.
     """
@@ -49,8 +49,7 @@ class BoundaryReport(NamedTuple):
     signal: int | None
     save_is_due: bool
     snapshot_is_due: bool
-    failed_ahead: Failure | None
-    ahead: Any = None
+    ahead: tuple[Failure | None, Any]
     loss: tuple[float, float] | None = None
     spent: Sequence[Spent] = ()
 
@@ -206,20 +205,14 @@ class StepCounter:
         return data.position.ahead if isinstance(data, ElasticLoader) else None
 
     @property
-    def failed_ahead(self) -> Failure | None:
-        """Why this rank could not fetch them."""
-        return None if self._ahead is None else self._ahead.failure
-
-    @property
-    def ahead(self) -> Any:
-        """What the others have to know of them."""
-        return None if self._ahead is None else self._ahead.report
+    def ahead(self) -> tuple[Failure | None, Any]:
+        """Why this rank could not fetch them, and what the others have to know of them."""
+        return (None, None) if self._ahead is None else (self._ahead.failure, self._ahead.report)
 
     def learn_ahead(self, ranks: Ranks, reports: Sequence[BoundaryReport]) -> None:
         """The ranks know now which of them could not."""
         if self._ahead is not None:
-            failures = [report.failed_ahead for report in reports]
-            self._ahead.learn(ranks, failures, [report.ahead for report in reports])
+            self._ahead.learn(ranks, [report.ahead for report in reports])
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
         """Whether steps were counted, and none is under way: then leaving saves. All ranks.

@@ -62,12 +62,12 @@ class OwnBatches:
         """Tell the others, without a wait, whether this rank could fetch them. All ranks."""
         self._wait = ranks.start_together(WHAT, self._cause, self.report)
 
-    def learn(self, ranks: Ranks, failures: Sequence[Failure | None], reports: list[Any]) -> None:
+    def learn(self, ranks: Ranks, answers: Sequence[tuple[Failure | None, Any]]) -> None:
         """The ranks, of which others may have other loaders, have told each other."""
 
         def wait() -> list[Any]:
-            ranks.raise_failures(WHAT, failures, self._cause)
-            return reports
+            ranks.raise_failures(WHAT, [failure for failure, _ in answers], self._cause)
+            return [report for _, report in answers]
 
         self._wait = wait
 
