@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import logging
 import math
 import re
@@ -18,8 +19,11 @@ from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
 
+SHOWN = 8  # places of a mesh, in a message
 log = logging.getLogger("anyrank.load")
 
 LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
@@ -138,8 +142,9 @@ def _with_intervals(
 def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ranks) -> None:
     """Make plain tensors parts of a whole, as `layout=` says; by this rank alone.
 
-    Parts are equal in size along a dim that is sharded, or the third element of the layout says
-    what each of them is: so the part of one rank tells the shape of the whole.
+    Parts are taken to be equal in size along a dim that is sharded, or the third element of the
+    layout says what each of them is: so the part of one rank tells the shape of the whole, until a
+    load knows the source's (`cut_as_source`).
 
     Args:
         tensors: of a model, which are changed in place; DTensors keep their own layout.
@@ -154,6 +159,42 @@ def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ran
     for tensor, mesh, rules in _chosen(tensors, layout):
         tensor.shape = _whole(tensor.name, tuple(tensor.tensor.shape), mesh, rules, ranks)
         tensor.layout, tensor.coordinate = rules, mesh.coordinate(ranks.rank)
+
+
+def cut_as_source(tensor: ModelTensor, shape: Shape) -> None:
+    """Take a tensor with a `layout=` for a part of a whole of the source's shape, where torch would
+    cut that so.
+
+    45 rows on two ranks are 23 and 22: the part of one rank alone does not tell how many there are.
+    """
+    if _is_given(tensor) and tensor.shape != shape and len(tensor.shape) == len(shape):
+        assert tensor.layout is not None
+        if local_shape(shape, tensor.layout, tensor.coordinate) == tuple(tensor.tensor.shape):
+            tensor.shape = shape
+            tensor.__dict__.pop("_cut", None)  # what it has kept of the former shape
+
+
+def misfit_of_parts(tensor: ModelTensor, stored: StoredTensor) -> str | None:
+    """Why a part is none of the source's tensor, in words; None for tensors of other layouts."""
+    layout, part, shape = tensor.layout, list(tensor.tensor.shape), stored.shape
+    if layout is None or not _is_given(tensor) or len(part) != len(shape):
+        return None
+    spots = itertools.product(*map(range, layout.mesh_shape))
+    cuts = [f"{list(spot)}: {list(local_shape(shape, layout, spot))}" for spot in spots]
+    return (
+        f"{tensor.name}: this rank, at {list(tensor.coordinate or ())} of the mesh of its layout=, "
+        f"holds {part}, and the source {list(shape)} ({stored.name}), of which the places hold "
+        f"{', '.join(first_few(cuts, SHOWN))} as torch cuts it: for another cut give each place's "
+        "(start, length) as the third element of the layout"
+    )
+
+
+def _is_given(tensor: ModelTensor) -> bool:
+    """Whether a tensor is one of equal parts, or of those that torch cuts, by a `layout=`."""
+    layout = tensor.layout
+    if layout is None or not layout.is_given:
+        return False
+    return not any(isinstance(rule, IntervalShard) for rule in layout.placements)
 
 
 def check_parts(

@@ -17,6 +17,7 @@ from anyrank.formats.tables import weights_for
 from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
+from anyrank.model.given_layouts import cut_as_source
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
@@ -133,6 +134,9 @@ def match_model(
     stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
     listing, frozen, compared = _fill_frozen(modules, tensors, stored, listing, parts or {})
     filled = [*stored.items(), *compared.items()]
+    if not is_live:
+        for index, tensor in filled:
+            cut_as_source(tensors[index], tensor.shape)
     empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
     missing = [i for i in sorted(empty) if not (is_live and is_pinned(tensors[i]))]
     ignored = _ignorable(matched.unexpected, tensors, inner, rename)
