@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.nets import values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -52,13 +53,6 @@ def build(wrap: str) -> nn.Module:
     if wrap == "fsdp":
         return fully_shard(net)
     return DistributedDataParallel(net) if wrap == "ddp" else net
-
-
-def values(net: nn.Module) -> list[list[float]]:
-    """Every parameter, whole."""
-    tensors: list[Any] = [p.detach() for p in net.parameters()]
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return [t.flatten().tolist() for t in whole]
 
 
 def train(path: str, wrap: str, until: int = LAST, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.nets import values
 from tests.runs import resume, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -55,13 +56,6 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         net = fully_shard(net)
     # Each of the many ranks that replace a killed one takes a second to learn how to shard Adam.
     return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-def values(net: nn.Module) -> list[list[float]]:
-    """Every parameter, whole."""
-    tensors: list[Any] = [p.detach() for p in net.parameters()]
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return [t.flatten().tolist() for t in whole]
 
 
 def train(path: str, background: bool, on_last: Callable[[], None]) -> list[Any]:

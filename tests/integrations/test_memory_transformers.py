@@ -13,6 +13,7 @@ import transformers
 from accelerate.utils.operations import convert_to_fp32
 from peft import LoraConfig, get_peft_model
 from tests.integrations.families import CONFIGS, SMALL, build
+from tests.nets import whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -199,12 +200,8 @@ def job_memory(kind: str, families: list[str]) -> list[list[Any]]:
         if family != "bert":
             tile_mlps(wrapped, 5)
             tiled_loss(wrapped, 5)
-        found.append([full(one) for one in loss_and_grads(wrapped)])
+        found.append([whole(one) for one in loss_and_grads(wrapped)])
     return found
-
-
-def full(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 GATED = ["llama", "llama_tied", "qwen2", "gemma2", "llava"]
@@ -298,7 +295,7 @@ def job_logits_of_shards() -> tuple[Any, str]:
     model = wrap(make("llama"), "fsdp2")
     tiled_loss(model, 5)
     out = model(input_ids=TOKENS, labels=TOKENS)
-    logits = full(out.logits.detach())
+    logits = whole(out.logits.detach())
     late = model(input_ids=TOKENS, labels=TOKENS)
     late.loss.backward()
     with pytest.raises(anyrank.RecomputeError) as caught:

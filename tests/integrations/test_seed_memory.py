@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.integrations.families import build
+from tests.nets import whole
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
@@ -76,10 +76,6 @@ def train(model: Any, wrapped: Any, uneven: bool) -> tuple[list[float], list[tor
         optimizer.step()
         optimizer.zero_grad()
     return losses, grads
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def wrap(model: Any, wrapper: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.nets import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,10 +56,6 @@ def build(kind: str) -> tuple[nn.Module, Any]:
             fully_shard(net, mesh=mesh["dp"])
         return net, mesh["dp"].get_group()
     return net, None
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def job_clip(kind: str, norm_type: float) -> tuple[float, list[torch.Tensor]]:

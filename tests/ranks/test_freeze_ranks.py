@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.nets import whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,18 +135,14 @@ def shard(how: str, source: str | None) -> Latent:
     return fully_shard(model, mesh=mesh)
 
 
-def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def job_fsdp(how: str) -> list[torch.Tensor]:
     model = shard(how, SOURCE)
-    own = {name: full(tensor).clone() for name, tensor in model.vae.state_dict().items()}
+    own = {name: whole(tensor).clone() for name, tensor in model.vae.state_dict().items()}
     sharded = {name for name, p in model.vae.named_parameters() if isinstance(p, DTensor)}
     assert all(
         isinstance(p, DTensor) for p in (*model.before.parameters(), *model.after.parameters())
     )
-    grads = [full(grad) for grad in train(model, model)]
+    grads = [whole(grad) for grad in train(model, model)]
     with torch.no_grad():
         model(batch(0))
     # Sharded again after forward, as only the root unit of the parent sees to.
@@ -155,7 +152,7 @@ def job_fsdp(how: str) -> list[torch.Tensor]:
     check_frozen(model.vae)
     assert not [key for key in model.state_dict() if key.startswith("vae")]
     model.load_state_dict(model.state_dict())
-    assert_same({name: full(t) for name, t in model.vae.state_dict().items()}, own)
+    assert_same({name: whole(t) for name, t in model.vae.state_dict().items()}, own)
     if "project.bias" in sharded:  # told by torch itself
         with pytest.raises(RuntimeError, match="DTensor"):
             model.load_state_dict({**model.state_dict(), "vae.project.bias": torch.zeros(8)})
@@ -185,7 +182,7 @@ def test_fsdp_shards_it_only_when_asked_and_trains_the_rest_alike(how: str) -> N
 
 def job_state_dict_api(how: str) -> None:
     model = shard(how, SOURCE) if how else build(SOURCE)
-    own = {name: full(tensor).clone() for name, tensor in model.vae.state_dict().items()}
+    own = {name: whole(tensor).clone() for name, tensor in model.vae.state_dict().items()}
     state = get_model_state_dict(model)
     assert not [key for key in state if key.startswith("vae")]
     with torch.no_grad():
@@ -193,8 +190,8 @@ def job_state_dict_api(how: str) -> None:
             tensor.zero_()
     saved = {key: tensor.clone() + 1 for key, tensor in state.items()}
     set_model_state_dict(model, saved)
-    assert_same({n: full(t) for n, t in model.vae.state_dict().items()}, own)
-    assert torch.equal(full(model.before.bias.data), torch.ones(8, dtype=torch.float64))
+    assert_same({n: whole(t) for n, t in model.vae.state_dict().items()}, own)
+    assert torch.equal(whole(model.before.bias.data), torch.ones(8, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("how", ["", "whole", "after"])
@@ -220,7 +217,7 @@ def job_load(vae: str, rest: str, layout: str) -> Any:
     assert all(p.grad is None for p in model.vae.parameters())
     parts = [name for name, _ in frozen_parts(wrapped)]
     assert parts == ["module.vae" if layout == "ddp" else "vae"]
-    return report.frozen, {name: full(tensor) for name, tensor in model.vae.state_dict().items()}
+    return report.frozen, {name: whole(tensor) for name, tensor in model.vae.state_dict().items()}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "whole", "sharded"])

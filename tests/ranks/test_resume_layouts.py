@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.nets import whole
 from tests.ranks.models import LAYOUTS, Net
 from tests.runs import resume
 from torch import nn
@@ -18,10 +19,6 @@ import anyrank
 from anyrank.testing import run_ranks
 
 WITH_INPUT_LAYOUTS = ("tp", "fsdp_tp")  # their forward needs laid-out inputs: gradients are given
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def build(layout: str, seed: int, meta: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

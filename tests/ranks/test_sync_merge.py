@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from tests.nets import whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -43,10 +44,6 @@ def sharded(model: Any, mesh: Any) -> Any:
 def parallel(mesh: Any) -> Any:
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return parallelize_module(net(), mesh, plan, src_data_rank=None)
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
 
 
 def job_merge() -> None:
