@@ -149,42 +149,6 @@ def test_buffers_that_differ_are_all_the_first_ranks(tmp_path: Path, wrap: str) 
         assert "6 tensors differed between the ranks that saved them" in notes[-1]
 
 
-class Counting:
-    """A loader of another kind: counts what this rank has had, and knows no other."""
-
-    def __init__(self) -> None:
-        self.had = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"had": self.had}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.had = state_dict["had"]
-
-
-def job_counting(path: str, save: bool) -> tuple[int, str, str]:
-    loader = Counting()
-    state = anyrank.TrainState(nn.Linear(2, 2), data=loader)
-    with anyrank.Checkpoints(path, state) as ckpts:
-        if save:
-            loader.had = 5
-            ckpts.save()
-            return 5, "", ""
-        report = ckpts.resume("must")
-    assert report is not None
-    return loader.had, report.components["data"], report.components["data"].reason
-
-
-@pytest.mark.parametrize(("world", "outcome"), [(2, "exact"), (1, "derived")])
-def test_a_loader_of_another_kind_is_exact_on_as_many_ranks_only(
-    tmp_path: Path, world: int, outcome: str
-) -> None:
-    run_ranks(2, job_counting, str(tmp_path), True)
-    for had, found, reason in run_ranks(world, job_counting, str(tmp_path), False):
-        assert (had, found) == (5, outcome)
-        assert ("samples may be repeated or lost" in reason) == (world == 1)
-
-
 class Log:
     """A stateful part that differs between ranks, as one with times in it."""
 

@@ -6,11 +6,12 @@ describe them, and go the way of `resume`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from anyrank.files.storage import storage_for
 from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
 from anyrank.filling.read import fill_from_files
 from anyrank.foreign import optimizer as foreign_optimizer
-from anyrank.foreign.checkpoint import ForeignCheckpoint
+from anyrank.foreign.checkpoint import ForeignCheckpoint, is_plain_number
 from anyrank.foreign.read import read_foreign
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
@@ -36,10 +37,12 @@ from anyrank.state.train_state import TrainState, names_of
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
 # What a scheduler keeps besides its count that its steps change; it cannot be divided.
 COUNTERS = {"_schedulers", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+MORE = 1.5  # times the step: a count above it is none of steps that a GradScaler left out
 WAYS = {  # on, where a module's tensors do not fit
     "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
     "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
@@ -54,9 +57,17 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             the checkpoint.
         UnsafeFile: a pickle that would run code, or a header that lies.
     """
-    source = ranks.run_on_one(
-        "reading the checkpoint", lambda: read_foreign(path, len({*ranks.nodes}) > 1)
-    )
+    names = {*state.parts.parts}
+
+    def read() -> ForeignCheckpoint:
+        source = read_foreign(path, len({*ranks.nodes}) > 1)
+        try:
+            source = source.for_parts(names, arguments.parts or {})
+            return source.for_parts(names, _average_of(state, source, arguments.skip))
+        except LoadError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    source = _with_epoch(ranks.run_on_one("reading the checkpoint", read), arguments.epoch)
 
     def check_visible() -> None:
         for info in source.listing.files:
@@ -83,6 +94,32 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
             step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
     return step
+
+
+def _average_of(
+    state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
+) -> dict[str, str]:
+    """The one module that the checkpoint has no part for by name, where its average of the weights,
+    which no part is named after, has that module's names and shapes.
+    """
+    parts = state.parts.parts
+    modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
+    lacking = [name for name in modules if name not in source.weights and name not in skip]
+    if len(lacking) != 1 or "ema" not in source.weights or "ema" in parts:
+        return {}
+    saved = {k: tuple(t.shape) for k, t in source.weights["ema"].tensors.items()}
+    tensors = modules[lacking[0]].state_dict().items()
+    module = {k: tuple(t.shape) for k, t in tensors if isinstance(t, torch.Tensor)}
+    return {lacking[0]: "ema"} if saved == module else {}
+
+
+def _with_epoch(source: ForeignCheckpoint, epoch: int | None) -> ForeignCheckpoint:
+    """The checkpoint with as many whole epochs as the caller says, if they do."""
+    if epoch is None:
+        return source
+    assumed = [text for text in source.assumed if not text.startswith("epoch ")]
+    assumed.append(f"{count(epoch, 'whole epoch')}, as resume(epoch={epoch}) says")
+    return replace(source, epoch=float(epoch), batches=0, samples=None, assumed=assumed)
 
 
 def _plan_module(
@@ -242,14 +279,27 @@ class ForeignStep(ResumeSource):
         problem = _problem_of(part, thing, tree)
         if problem is not None:
             return Matched(Outcome("exact"), problems=[problem])
-        if part == "scheduler":
+        warnings: list[str] = []
+        if part.startswith("scheduler") or isinstance(thing, LRScheduler):
             tree, outcome = _in_optimizer_steps(part, thing, tree, self.source)
+            warnings = [] if outcome else _doubts_on_count(part, tree, self.source)
         record, tensors = _record_of(part, thing, tree)
         if isinstance(record, str):
             return Matched(Outcome("fresh", record))
         matched = match_stateful(part, thing, record, self._stored(tensors), ranks.index)
         matched.outcome = outcome or matched.outcome
+        matched.warnings += warnings
         return matched
+
+    def warnings(self) -> list[str]:
+        step, stepped = self.source.step, self.source.optimizer_steps
+        if step is None or stepped is None or max(step, stepped) <= MORE * min(step, stepped) + 1:
+            return []
+        return [
+            f"the checkpoint says step {step}, and its optimizer has stepped "
+            f"{count(stepped, 'time')}: the run counts from {step}; set state.step after the "
+            "resume if that counts other things"
+        ]
 
     def notes(self) -> list[str]:
         source = self.source
@@ -257,6 +307,9 @@ class ForeignStep(ResumeSource):
         if source.step is None:
             reason = source.not_a_step or "the checkpoint does not say its step"
             notes.append(f"{reason}: the run counts from 0")
+        notes += source.assumed
+        pairs = [f"{part} from {key}" for part, key in source.keys.items() if part in self.used]
+        notes += [f"read by other names: {', '.join(pairs)}"] if pairs else []
         notes += [
             f"not read: {', '.join(keys[:5])} of {part}, of which the model has no use"
             for part, plan in self.plans.items()
@@ -367,6 +420,23 @@ def _in_optimizer_steps(
     return state, Outcome("derived", reason)
 
 
+def _doubts_on_count(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
+    """What the report warns of where a schedule's count cannot be that of the step."""
+    counted = cast("dict[str, Any]", tree).get("last_epoch") if isinstance(tree, dict) else None
+    step = source.step
+    if not is_plain_number(counted) or step is None or abs(counted - step) <= 1:
+        return []
+    if counted <= MORE * step:  # a schedule of epochs, or of each n-th step
+        return []
+    often = f", {counted / step:g} times as many" if step else ""
+    return [
+        f"{part}: it has counted {counted:g} where the checkpoint is at step {step}{often}, as "
+        "where each of several processes or microbatches steps it: its learning rate is that of "
+        f"count {counted:g}; to let it count steps, leave it with skip=[{part!r}] and step it "
+        f"{count(step, 'time')}"
+    ]
+
+
 def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
     """The state of a loader that goes on in the epoch that the checkpoint was in, from its start.
 
@@ -386,7 +456,7 @@ def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str,
             "into it, in an order of its tool's, and their samples are seen twice",
         )
     if epoch == int(epoch):
-        return state, Outcome("derived", f"{int(epoch)} whole epochs: the next one begins")
+        return state, Outcome("derived", f"{count(int(epoch), 'whole epoch')}: the next one begins")
     seen = round((epoch - int(epoch)) * now["n"])
     return state, Outcome(
         "fresh",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -15,6 +15,8 @@ from anyrank.files.storage import Storage, join_path, read_range, read_whole
 from anyrank.foreign import shards
 from anyrank.formats import pickles, torch_file
 from anyrank.tensors.spec import StoredTensor
+
+V = TypeVar("V")
 
 MAX_JSON_BYTES = 1 << 30
 MOMENTS_STAY = "its moments lie as the tool's parallelism cut them: they begin anew"
@@ -65,6 +67,9 @@ class ForeignCheckpoint:
         ranks: how many processes saved it, or None.
         scheduler_steps: how often the scheduler was stepped in each optimizer step.
         not_read: what else is there -> why it does not come over.
+        keys: name of a part here -> what the tool calls it, where that is another name.
+        optimizer_steps: how often the optimizer was stepped, by its state; None if it has no count.
+        assumed: what was taken for what, in sentences for the report.
     """
 
     tool: str
@@ -80,11 +85,50 @@ class ForeignCheckpoint:
     ranks: int | None = None
     scheduler_steps: int = 1
     not_read: dict[str, str] = field(default_factory=dict[str, str])
+    keys: dict[str, str] = field(default_factory=dict[str, str])
+    optimizer_steps: int | None = None
+    assumed: list[str] = field(default_factory=list[str])
+
+    def for_parts(self, names: Collection[str], chosen: Mapping[str, str]) -> ForeignCheckpoint:
+        """The same with the parts named as those of a state.
+
+        Args:
+            names: of the state's parts. One that is the tool's own name for a part gets that part.
+            chosen: part of the state -> name of the part here, or the tool's.
+
+        Raises:
+            LoadError: it has no such part.
+        """
+        own_names = {key: name for name, key in self.keys.items()}
+        known = {*self.weights, *self.optimizers, *self.states}
+        moves = {key: name for key, name in own_names.items() if key in names and key not in known}
+        for part, key in chosen.items():
+            moves[part] = own_names.get(key, key)
+            if moves[part] not in known:
+                shown = ", ".join(sorted(self.keys.get(name, name) for name in known))
+                raise LoadError(f"parts= names {key!r} for {part}: the checkpoint has {shown}")
+        if not moves:
+            return self
+        keys = {name: key for name, key in self.keys.items() if name not in moves.values()}
+        keys |= {part: self.keys.get(name, name) for part, name in moves.items()}
+        return replace(
+            self,
+            weights=_moved(self.weights, moves),
+            optimizers=_moved(self.optimizers, moves),
+            states=_moved(self.states, moves),
+            keys={part: key for part, key in keys.items() if part != key},
+        )
 
     def model(self, name: str) -> Listing:
         """The weights of one model, as a source of `load`."""
         files = self.listing.files, self.listing.checksums
         return replace(self.weights[name], files=files[0], checksums=files[1], sums={})
+
+
+def _moved(table: dict[str, V], moves: Mapping[str, str]) -> dict[str, V]:
+    """A table whose entries have the names of parts; `moves` is new name -> old name."""
+    left = {name: value for name, value in table.items() if name not in moves.values()}
+    return left | {part: table[name] for part, name in moves.items() if name in table}
 
 
 class Collector:

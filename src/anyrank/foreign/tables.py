@@ -28,7 +28,7 @@ from anyrank.formats.pickles import extras_of
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import StoredTensor
 
-EMAS = ("state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema")
+EMAS = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "ema_model")
 OPTIMIZERS = (
     "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
     "optimizers",
@@ -40,6 +40,7 @@ SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "MixedPrecision")
 STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_steps")
 PROGRESS = ("train_state", "trainer_state", "progress", "state")
 DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
+STEP_NAME = re.compile(r"(?:^|[_.-])(?:step|iter|iteration|checkpoint)[_=-]?(\d+)(?=[_.-]|$)")
 META = "meta.pt"  # of Lightning's sharded folders: all that is not in DCP's files
 NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
 WHY = "random streams and loaders belong to the processes that saved them"
@@ -94,19 +95,29 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     rest = {str(key): value for key, value in table.items()}
     weights: dict[str, Listing] = {}
     not_read: dict[str, str] = {}
+    keys: dict[str, str] = {}  # of parts that have another name here
+    averages: dict[str, Any] = {}
     for name, names in (("model", NESTED), ("ema", EMAS)):
         key = next((key for key in names if flat(rest.get(key))), None)
         if key is not None:
             inner = rest.pop(key)
             weights[name] = _weights(inner)
+            keys[name] = key
+            averages |= {} if name == "model" else {name: inner}  # its part may be no module
             if isinstance(rest.get(name), dict):
                 del rest[name]
                 not_read[name] = f"the part {name} was read from {key}"
     optimizers = {
-        name: _optimizer(tree, f"{path}: {name}") for name, tree in _take_parts(rest, OPTIMIZERS)
+        name: _optimizer(tree, f"{path}: {name}")
+        for name, tree in _take_parts(rest, OPTIMIZERS, keys)
     }
-    states: dict[str, Any] = dict([*_take_parts(rest, SCHEDULERS), *_take_parts(rest, SCALERS)])
+    stateful = [*_take_parts(rest, SCHEDULERS, keys), *_take_parts(rest, SCALERS, keys)]
+    states: dict[str, Any] = averages | dict(stateful)
     step, not_a_step = _step(files, rest)
+    assumed: list[str] = []
+    if step is None and not not_a_step and (match := STEP_NAME.search(path.rpartition("/")[2])):
+        step = int(match[1])
+        assumed.append(f"step {step} is read from the name of {path}, which holds none")
     if "model" not in weights:
         tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
         tensors = {key: value for key, value in tensors.items() if key not in STEPS}
@@ -128,6 +139,12 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     if isinstance(saved_epoch, StoredTensor) and saved_epoch.numel == 1:
         saved_epoch = files.value(saved_epoch)
     epoch, batches = _epoch(saved_epoch, loops)
+    if epoch is not None and not isinstance(loops, dict):
+        assumed.append(
+            f"epoch {epoch:g} is taken for {epoch:g} whole epochs; if it counts from 1, or names "
+            "the epoch that had ended, give resume(epoch=) the whole epochs"
+        )
+    counts = [files.steps_of(optimizer) for optimizer in optimizers.values()]
     return ForeignCheckpoint(
         "Lightning" if is_lightning else "a training script",
         files.listing("lightning" if is_lightning else "torch"),
@@ -139,6 +156,9 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         epoch=epoch,
         batches=batches,
         not_read=not_read | {key: WHY for key in rest if key.startswith(NOT_READ)},
+        keys={name: key for name, key in keys.items() if name != key},
+        optimizer_steps=max((count for count in counts if count is not None), default=None),
+        assumed=assumed,
     )
 
 
@@ -152,8 +172,12 @@ def _weights(table: Any) -> Listing:
     return Listing("", (), flat(table), extras=extras)
 
 
-def _take_parts(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
-    """The parts of one kind, taken out of the table: `optimizer`, `optimizer_1`, ..."""
+def _take_parts(
+    rest: dict[str, Any], names: Sequence[str], keys: dict[str, str]
+) -> list[tuple[str, Any]]:
+    """The parts of one kind, taken out of the table: `optimizer`, `optimizer_1`, ...; notes in
+    `keys` what the table calls them.
+    """
     first = names[0]
     parts: list[tuple[str, Any]] = []
     for key in [key for key in rest if key in names or key.removeprefix(f"{first}_").isdigit()]:
@@ -162,6 +186,7 @@ def _take_parts(rest: dict[str, Any], names: Sequence[str]) -> list[tuple[str, A
         for tree in trees:
             if isinstance(tree, dict) and tree:
                 parts.append((f"{first}_{len(parts)}" if parts else first, tree))
+                keys[parts[-1][0]] = key
     return parts
 
 

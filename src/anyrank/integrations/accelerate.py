@@ -302,6 +302,8 @@ class Accelerator(_Accelerator):
         fresh: Sequence[str] = (),
         drop: Sequence[str] = (),
         rename: Any = None,
+        parts: Any = None,
+        epoch: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Resume the run, after `prepare` and `register_for_checkpointing`. All ranks.
@@ -310,14 +312,16 @@ class Accelerator(_Accelerator):
             input_dir: None for the newest step, or for a new run where the folder is empty;
                 "must", where an empty folder is an error; a step, or its path; or the path of
                 what Accelerate or another tool saved, with which this run begins.
-            skip, fresh, drop, rename: as for `Checkpoints.resume`.
+            skip, fresh, drop, rename, parts, epoch: as for `Checkpoints.resume`; what was
+                registered is `registered`, `registered_1` and so on in the order of the calls.
             args: not used, as are `kwargs`.
 
         Raises:
             CheckpointError: as `Checkpoints.resume`.
         """
         which = "auto" if input_dir is None else input_dir
-        self._run.resume(which, skip=skip, fresh=fresh, drop=drop, rename=rename)
+        given = {"rename": rename, "parts": parts, "epoch": epoch}
+        self._run.resume(which, skip=skip, fresh=fresh, drop=drop, **given)
 
     def end_if_asked(self) -> None:
         """End the run now if SIGTERM has come to any rank, with the last whole step saved: after

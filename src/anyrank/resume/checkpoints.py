@@ -145,6 +145,8 @@ class Checkpoints:
         fresh: Sequence[str] = (),
         drop: Sequence[str] = (),
         rename: Rename = None,
+        parts: Mapping[str, str] | None = None,
+        epoch: int | None = None,
         settings: Settings = "saved",
     ) -> ResumeReport | None:
         """Restore the run, on as many ranks as there are now. All ranks.
@@ -161,17 +163,17 @@ class Checkpoints:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
                 error; a number: that step. Newer ones are set aside at the next save. Or a path or
                 URL that is there.
-            skip: parts of the state that stay as they are; with a path, where the run begins with
-                it, and not once the run has steps of its own.
+            skip: parts of the state that stay as they are; with a path, where the run begins.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
-            drop: names of parameters, or patterns, that the state need not have: what the
-                checkpoint has of them, as in the optimizer of layers that are frozen now, is left.
+            drop: names of parameters, or patterns, of which the checkpoint may hold what the
+                state has no more, as moments of layers that are frozen now.
             rename: for another tool's checkpoint, as for `load`: from its names to the model's.
-            settings: of schedules and optimizers (T_max, lr, betas) where the script gives them
-                otherwise than the saved run's script gave: "saved" keeps those of the saved run,
-                and warns of each; "script" uses the script's, and brings schedules to where they
-                would be with these.
+            parts: for another tool's checkpoint: part of the state -> its name there.
+            epoch: for another tool's checkpoint: the whole epochs that the run has behind it.
+            settings: of schedules and optimizers (T_max, lr, betas) that the script gives
+                otherwise than the saved run's: "saved" keeps the saved ones, and warns of each;
+                "script" uses the script's, with schedules where they would be with these.
 
         Returns:
             The report, equal on all ranks; None when there is nothing to resume.
@@ -193,12 +195,10 @@ class Checkpoints:
                 ckpts.save()
                 report = ckpts.resume("must")
             assert report.components == {"model": "exact", "streams": "exact"}
-            with anyrank.Checkpoints("runs/b", state) as ckpts:
-                report = ckpts.resume("runs/a")  # another run's newest step begins this one
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = ResumeArguments(which, skip, fresh, drop, rename, settings)
+        arguments = ResumeArguments(which, skip, fresh, drop, rename, parts, epoch, settings)
         arguments.agree(ranks)
         self.wait()
         state, verify, memory = self._state, self._options.verify, self._memory

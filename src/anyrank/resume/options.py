@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, get_args
@@ -34,6 +34,8 @@ class ResumeArguments:
     fresh: Sequence[str]
     drop: Sequence[str]
     rename: Rename
+    parts: Mapping[str, str] | None
+    epoch: int | None
     settings: Settings = "saved"
 
     @property
@@ -63,6 +65,13 @@ class ResumeArguments:
         if self.rename is not None and self.path is None:
             raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMING}")
         renamer(self.rename)
+        if self.parts is not None:
+            check_type("parts", self.parts, Mapping, "a dict: part of the state -> its name there")
+        if self.epoch is not None:
+            check_int("epoch", self.epoch, 0)
+        named = [name for name in ("parts", "epoch") if getattr(self, name) is not None]
+        if named and self.path is None:
+            raise ValueError(f"{named[0]}= is for another tool's checkpoint: give its path")
 
     def agree(self, ranks: Ranks) -> None:
         """Check the arguments, and compare them over the ranks. All ranks.
@@ -78,7 +87,8 @@ class ResumeArguments:
             arguments["which"] = self.path or self.which
             arguments.update(skip=sorted(self.skip), fresh=sorted(self.fresh))
             arguments.update(drop=sorted(self.drop))
-            arguments.update(rename=self.rename, settings=self.settings)
+            arguments.update(rename=self.rename, settings=self.settings, epoch=self.epoch)
+            arguments.update(parts=sorted((self.parts or {}).items()))
 
         compare_arguments(ranks, "resume", arguments, CheckpointError, check)
 

@@ -221,13 +221,22 @@ class _Restorer:
             if outcome.how not in ("exact", "unused") and outcome.reason != self.source.no_streams
         ]
         notes += [note for part in self.matched.values() for note in part.notes]
-        notes += notes_on(self.changes, self.arguments.settings)
+        notes += self._warnings()
         notes += _note_differences(self.source.differed)
         data = self.state.data
         if isinstance(data, ElasticLoader):
             notes += epochs_in_words(data.receipts)
             notes += data.notes
         return notes
+
+    def _warnings(self) -> list[str]:
+        """Those of the notes that people have to know."""
+        warnings = [text for part in self.matched.values() for text in part.warnings]
+        return [
+            *self.source.warnings(),
+            *warnings,
+            *notes_on(self.changes, self.arguments.settings),
+        ]
 
     def _stream_outcome(self) -> Outcome:
         """What became of the random streams together."""
@@ -271,8 +280,7 @@ class _Restorer:
             seconds=max(rank_row[1] for rank_row in measured),
         )
         if self.ranks.index == 0:
-            warned = [*notes_on(self.changes, self.arguments.settings)]
-            _log_report(report, [*warned, *_note_differences(source.differed)])
+            _log_report(report, [*self._warnings(), *_note_differences(source.differed)])
         return report
 
 

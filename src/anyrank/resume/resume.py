@@ -145,9 +145,13 @@ def _agree_on_path(
     target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
     if target.problem:
         raise ValueError(target.problem)
-    if arguments.rename is not None and (target.own_step is not None or target.step is not None):
+    foreign = [
+        name for name in ("rename", "parts", "epoch") if getattr(arguments, name) is not None
+    ]
+    if foreign and (target.own_step is not None or target.step is not None):
+        way_out = f"; {RENAMING}" if foreign == ["rename"] else ": leave it out"
         raise ValueError(
-            f"rename= is for another tool's checkpoint, and {path} is a run's; {RENAMING}"
+            f"{foreign[0]}= is for another tool's checkpoint, and {path} is a run's{way_out}"
         )
     return target
 

@@ -75,6 +75,10 @@ class ResumeSource(ABC):
     def notes(self) -> list[str]:
         """Further notes for the report."""
 
+    def warnings(self) -> list[str]:
+        """Notes of the source as a whole that people have to know."""
+        return []
+
 
 def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:
     """An error's text: all problems, and whether the state has changed."""

@@ -57,6 +57,7 @@ class Matched:
         commit: puts everything else in place when the memory is filled.
         problems: whatever does not fit; nothing is changed while any part has one.
         notes: for the report, in sentences.
+        warnings: the same, of what people have to know.
         is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
         groups: of an optimizer, the saved group whose options each of its groups takes.
         has_meta_buffers: whether buffers that no checkpoint holds are on meta.
@@ -68,6 +69,7 @@ class Matched:
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])
     is_regrouped: bool = False
     groups: Sequence[int | None] | None = None
     has_meta_buffers: bool = False
