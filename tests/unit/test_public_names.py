@@ -122,13 +122,14 @@ def test_an_undocumented_attribute_is_found() -> None:
 # What each class defines itself, beside what it has of its framework.
 OF_INTEGRATIONS = {
     "integrations.accelerate.Accelerator": (
-        "accumulate backward clip_grad_norm_ clip_grad_value_ end_training free_memory load_state"
-        " prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler"
-        " prepared_models report run save_state skip_first_batches step_loss unscale_gradients"
+        "accumulate backward clip_grad_norm_ clip_grad_value_ end_if_asked end_training"
+        " free_memory load_state prepare prepare_data_loader prepare_model prepare_optimizer"
+        " prepare_scheduler prepared_models report run save_state skip_first_batches step_loss"
+        " unscale_gradients"
     ),
     "integrations.lightning.Elastic": (
-        "loader on_exception on_fit_start on_train_end on_train_epoch_end on_train_start report"
-        " setup state teardown"
+        "end_if_asked loader on_exception on_fit_start on_train_end on_train_epoch_end"
+        " on_train_start report setup state teardown"
     ),
     "integrations.torchtitan.CheckpointManager": (
         "close load maybe_wait_for_saving maybe_wait_for_staging save"

@@ -320,8 +320,8 @@ class Accelerator(_Accelerator):
             CheckpointError: as `Checkpoints.resume`.
         """
         which = "auto" if input_dir is None else input_dir
-        given = {"rename": rename, "parts": parts, "epoch": epoch}
-        self._run.resume(which, skip=skip, fresh=fresh, drop=drop, **given)
+        foreign = {"rename": rename, "parts": parts, "epoch": epoch}
+        self._run.resume(which, skip=skip, fresh=fresh, drop=drop, **foreign)
 
     def end_if_asked(self) -> None:
         """End the run now if SIGTERM has come to any rank, with the last whole step saved: after

@@ -275,6 +275,7 @@ class Checkpoints:
             with anyrank.Checkpoints("runs/a", state, every=2) as ckpts:
                 while state.step < 5:
                     ckpts.step_done()  # after optimizer.step()
+                    ckpts.end_if_asked()  # after each batch of a long evaluation
             assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
         """
         self._signals.watch()
@@ -400,7 +401,6 @@ class Checkpoints:
         return record
 
     def _record_save(self, record: SaveRecord, ranks: Ranks) -> None:
-        """Record a finished save. All ranks."""
         self._on_disk = (record.step, self._state.run)
         self._records.add(record, ranks)
 
