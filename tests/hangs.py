@@ -5,6 +5,7 @@ The line at which the culprit stands is marked `# HERE`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 PRELUDE = """
@@ -49,7 +50,7 @@ class Hang:
     Attributes:
         culprit: the rank that holds up the others.
         kinds: what the report may call it.
-        body: of the script, after PRELUDE.
+        body: of the script, after `prelude`.
         has_line: whether the report names a line; a process that is stopped has none.
         outlives: whether the launcher must not see the end of the rank, as a wrapper hides it.
     """
@@ -59,16 +60,45 @@ class Hang:
     body: str
     has_line: bool = True
     outlives: bool = False
+    prelude: str = PRELUDE
 
     @property
     def script(self) -> str:
         """The whole script."""
-        return PRELUDE + self.body
+        return self.prelude + self.body
 
     @property
     def lines(self) -> list[int]:
         """The lines at which the culprit may stand."""
         return [n for n, text in enumerate(self.script.splitlines(), 1) if "# HERE" in text]
+
+
+STEP = PRELUDE[PRELUDE.index("def step(batch):") :]
+# The same step as one of `Checkpoints.steps`, whose body is what follows until the next call.
+STEP_OF_A_RUN = """
+import anyrank
+
+loader = anyrank.ElasticLoader(torch.ones(90, 4), global_batch=3, microbatch=1)
+state = anyrank.TrainState(model, optimizer, data=loader)
+run = anyrank.Checkpoints("run", state)
+run.__enter__()
+run.resume()
+steps = run.steps(until=1000)
+
+
+def step(batch):
+    part = next(steps)
+    for microbatch in part.microbatches(model):
+        part.backward(model(microbatch).sum())
+    dist.all_reduce(x)
+    optimizer.step()
+
+"""
+
+
+def within_a_run(hang: Hang) -> Hang:
+    """The same hang in the body of a step of `Checkpoints.steps`."""
+    return dataclasses.replace(hang, prelude=PRELUDE.replace(STEP, STEP_OF_A_RUN))
 
 
 HANGS = {
@@ -259,6 +289,114 @@ for number in range(100):
     if rank == 2 and number == 5:
         settle()
     step(x)
+""",
+    ),
+}
+
+# With async_op=True, as all collectives are under NCCL: the line is that of the call, and ranks
+# stand elsewhere.
+ASYNCHRONOUS = {
+    "an all_gather that rank 0 alone starts": Hang(
+        0,
+        ("branch",),
+        """
+def save_checkpoint():
+    return dist.all_gather(parts, torch.ones(4), async_op=True)  # HERE
+
+for number in range(100):
+    step(x)
+    if number == 5 and rank == 0:
+        handle = save_checkpoint()
+""",
+    ),
+    "one that a rank leaves out": Hang(
+        1,
+        ("mismatch",),
+        """
+y = torch.ones(4)
+
+def gather():
+    return dist.all_gather(parts, x, async_op=True)  # HERE
+
+for number in range(100):
+    step(x)
+    handles = []
+    if not (rank == 1 and number == 5):
+        handles.append(dist.all_reduce(y, async_op=True))
+    handles.append(gather())
+    for handle in handles:
+        handle.wait()
+""",
+    ),
+    "the last one, that a rank leaves out": Hang(
+        2,
+        ("slow",),
+        """
+def evaluate():
+    time.sleep(1000)  # HERE
+
+for number in range(100):
+    step(x)
+    if number == 5 and rank == 2:
+        evaluate()
+    handle = dist.all_reduce(torch.ones(4), async_op=True)
+    time.sleep(0.01)
+    handle.wait()
+""",
+    ),
+    "an empty tensor of a rank": Hang(
+        2,
+        ("mismatch",),
+        """
+def reduce(values):
+    return dist.all_reduce(values, async_op=True)  # HERE
+
+for number in range(100):
+    step(x)
+    handle = reduce(torch.ones(0 if number == 5 and rank == 2 else 4))
+    mean = x.sum().item()
+    handle.wait()
+""",
+    ),
+    "two groups in another order": Hang(
+        1,
+        ("order", "branch"),
+        """
+first, second = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])
+
+def reduce(group):
+    return dist.all_reduce(torch.ones(4), group=group, async_op=True)  # HERE
+
+for number in range(100):
+    step(x)
+    for group in (second, first) if number == 5 and rank == 1 else (first, second):
+        handle = reduce(group)
+        handle.wait()
+""",
+    ),
+    "a swallowed exception before one": Hang(
+        2,
+        ("mismatch",),
+        """
+y = torch.ones(4)
+
+def train(number):
+    handle = None
+    try:
+        if rank == 2 and number == 5:
+            raise ValueError("a bad sample")
+        handle = dist.all_reduce(y, async_op=True)
+    except ValueError as error:
+        print(error)
+    other = dist.all_gather(parts, x, async_op=True)  # HERE
+    model(x).sum().backward()
+    optimizer.step()
+    if handle is not None:
+        handle.wait()
+    other.wait()
+
+for number in range(100):
+    train(number)
 """,
     ),
 }

@@ -39,7 +39,7 @@ BUDGETS = {
     "streams": 2350,
     "tensors": 2450,
     "testing": 1450,
-    "watching": 3300,
+    "watching": 3460,
     "world": 1650,
     "": 750,
 }

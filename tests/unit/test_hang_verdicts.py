@@ -30,7 +30,7 @@ from anyrank.watching.stacks import (
     waits_for_store,
 )
 from anyrank.watching.system import Workers, ended, oom_kills, state_of
-from anyrank.watching.verdict import ADVICE, conclude
+from anyrank.watching.verdict import ADVICE, conclude, conclude_mismatch
 
 TORCH = "/v/lib/python3.11/site-packages/torch"
 DUMP = f"""Current thread 0x00007f9ad21116c0 (most recent call first):
@@ -322,6 +322,14 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
         ],
         ([1], "slow", 31, ["rank 1 is in no collective; ranks 0, 2 called all_reduce #7 at"]),
     ),
+    "one leaves out a call that another only sends to": (
+        [
+            stands(0, called("reduce", 7, 12)),
+            stands(1, called("reduce", 7, 12, is_done=True), called("all_reduce", 8, 26)),
+            stands(2, called("all_reduce", 6, 26, is_done=True), line=31),
+        ],
+        ([2], "slow", 31, []),
+    ),
     "a call that is not kept any more": (
         [
             stands(0, called("all_reduce", 7)),
@@ -536,6 +544,26 @@ def test_a_rank_that_gathers_alone_under_nccl_is_named_at_its_call() -> None:
     verdict = conclude(sorted(looks, key=lambda look: look.rank), 61)
     assert verdict is not None
     assert (verdict.culprits, verdict.line, verdict.collective) == ([0], 7, "all_gather #7")
+
+
+def test_a_group_of_the_name_of_a_former_one_begins_anew() -> None:
+    former, new = entry(40, retired=True, state="completed"), entry(1, time_created_ns=41)
+    assert [call.number for call in calls_of([former, new])] == [1]
+
+
+def test_of_calls_that_go_on_the_first_that_differs_is_told_with_both_lines() -> None:
+    first, odd = called("all_reduce", 1), called("reduce_scatter", 2, 12, is_done=True)
+    usual, later = called("all_reduce", 2, 26), called("all_reduce", 3, 27)
+    verdict = conclude_mismatch(
+        [Look(0, calls=[first, usual]), Look(1, calls=[first, odd]), Look(2, calls=[usual, later])]
+    )
+    assert verdict is not None
+    assert (verdict.culprits, verdict.kind, verdict.line) == ([1], "mismatch", 12)
+    assert verdict.screen.splitlines()[0] == (
+        "anyrank: rank 1 called reduce_scatter #2 at /u/train.py:12 main; ranks 0, 2 called "
+        "all_reduce #2 at /u/train.py:26 main: what came of it is wrong"
+    )
+    assert conclude_mismatch([Look(0, calls=[first]), Look(1, calls=[first, usual])]) is None
 
 
 class Evil:

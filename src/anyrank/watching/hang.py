@@ -27,10 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from anyrank.errors import AnyrankError
 from anyrank.steps.step_listeners import on_step
 from anyrank.watching.looks import Eyes, Look, look_from_outside
+from anyrank.watching.mismatch import CallDigests, calls_of_block
 from anyrank.watching.options import EXIT_CODE, VERDICT, read_options
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.system import descendants
-from anyrank.watching.verdict import Verdict, conclude
+from anyrank.watching.verdict import Verdict, conclude, conclude_mismatch
 from anyrank.world.group import default_store, lacks_group, name_ranks
 from anyrank.world.store import Store
 
@@ -163,6 +164,7 @@ class Watching:
         self._store = Store(_own_connection(self._has_group), f"anyrank-watch/{Watching._calls}")
         self._stopped, self._woken = threading.Event(), threading.Event()
         self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
+        self._digests = CallDigests(self._store, self._rank, self._size)
         self._eyes = Eyes(self._rank, self._stopped)
         self._process = self._eyes.describe()
         self._verdict_file = os.memfd_create(
@@ -237,6 +239,8 @@ class Watching:
         self._beat()
         if order := self._store.get("order"):
             self._follow(order)
+        if differing := self._digests.tick():
+            self._tell_mismatch(differing)
         if self._idle_sec() > self._after_sec / 2:
             self._listen()
             if self._is_first() and self._is_due():
@@ -253,14 +257,18 @@ class Watching:
 
     def _follow(self, order: str) -> None:
         """Do what the first rank has told all ranks to do, once."""
-        number, what = order.split()
+        number, _, what = order.partition(" ")
         if int(number) <= self._last_order:
             return
         self._last_order = int(number)
         if what == "exit":
             self._exit()
         self._beat()  # the look takes time, and on a busy machine much
-        look = self._eyes.look()
+        if what == "look":
+            look = self._eyes.look()
+        else:
+            group, block = json.loads(what)
+            look = Look(self._rank, calls=calls_of_block(group, block))
         self._store.set(f"look/{number}/{self._rank}", look.to_json())
 
     # -- the others' signs of life ----------------------------------------------------------------
@@ -330,6 +338,23 @@ class Watching:
         self._say(verdict)
         if self._ends_job:
             self._order("exit")
+
+    def _tell_mismatch(self, differing: tuple[str, int]) -> None:
+        """Have all ranks show their calls of a block that differs, and say it. The first rank."""
+        number = self._last_order = self._order(json.dumps(differing))
+        self._listen()
+        looks = {self._rank: Look(self._rank, calls=calls_of_block(*differing))}
+        looks |= self._gather(f"look/{number}", range(1, self._size))
+        verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
+        if verdict is None:  # the recorder had lost it meanwhile
+            log.warning(
+                "ranks have made different calls in group %s, by their digests", differing[0]
+            )
+        elif self._ends_job:
+            self._say(verdict)
+            self._order("exit")
+        else:
+            log.warning("%s", verdict.screen)
 
     def _order(self, what: str) -> int:
         """Tell all ranks what to do at their next tick; returns the order's number."""

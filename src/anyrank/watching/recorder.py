@@ -7,6 +7,7 @@ stack at the call: under NCCL a collective returns at once, and the main thread 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import pickle
@@ -44,6 +45,7 @@ class Call:
             shows it.
         name: "all_gather", or what an agreement is for; none where it is not known any more.
         shown: the public function that was called, as all_gather_object.
+        time_ns: when, by the rank's clock.
         sizes, dtypes: of its tensors; none where ranks may have others.
         is_done: whether it has ended on this rank.
         stack: the user's own lines at the call.
@@ -61,6 +63,7 @@ class Call:
     stack: Stack = ()
     members: list[int] = field(default_factory=list)
     shown: str = ""
+    time_ns: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -108,7 +111,7 @@ class _Plain(pickle.Unpickler):
 
 
 def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
-    """The entries of both recorders, the oldest first; none of one that does not answer.
+    """The entries of both recorders; none of one that does not answer.
 
     Args:
         with_stacks: which takes up to two seconds the first time.
@@ -127,32 +130,40 @@ def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
         except (RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
             continue
         entries += record.get("entries", [])
-    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+    return entries
+
+
+def read_calls(with_stacks: bool) -> list[Call]:
+    """All calls of a job that runs that can be read safely, the oldest first."""
+    return _calls(read_entries(with_stacks, is_still=False))
+
+
+def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
+    """All calls but messages, whose number both ends do not share, and those of our own groups,
+    which have no name there: `own_calls` has them.
+    """
+    groups: dict[str, list[Call]] = {}
+    for entry in entries:
+        if entry["process_group"][0] and not entry.get("is_p2p"):
+            call = _read(entry)
+            calls = groups.setdefault(call.group, [])
+            if calls and call.number < calls[-1].number:  # a new group has the name of a former one
+                calls.clear()
+            calls.append(call)
+    return sorted(itertools.chain(*groups.values()), key=lambda call: call.time_ns)
 
 
 def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
-    """The calls of a recorder's entries: those under way, and of each group the newest others.
-
-    Our own groups have no name there: `own_calls` has them. A send has no number that both ends
-    share.
-    """
-    groups: dict[str, list[tuple[Call, bool]]] = {}
-    wanted: list[Call] = []
-    for entry in entries:
-        name, _ = entry["process_group"]
-        if name and not entry.get("is_p2p"):
-            wanted.append(_read(entry))
-            groups.setdefault(name, [])
-    active = [call for call in wanted if not call.is_done][:ACTIVE]
-    passed = [
-        call
-        for group in dict.fromkeys(call.group for call in wanted)
-        for call in [call for call in wanted if call.is_done and call.group == group][-PASSED:]
-    ]
-    members = {name: _members(name) for name in groups}
-    for call in (*active, *passed):
-        call.members = members[call.group.rpartition(" ")[2]]
-    return [*passed, *active]
+    """The calls of a recorder's entries that are under way, and of each group the newest others."""
+    calls = _calls(entries)
+    active = [call for call in calls if not call.is_done][:ACTIVE]
+    groups = dict.fromkeys(call.group for call in calls)
+    ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
+    members = {group: _members(group.rpartition(" ")[2]) for group in groups}
+    kept = [*(call for of_group in ended for call in of_group[-PASSED:]), *active]
+    for call in kept:
+        call.members = members[call.group]
+    return kept
 
 
 def _read(entry: dict[str, Any]) -> Call:
@@ -181,6 +192,7 @@ def _read(entry: dict[str, Any]) -> Call:
         backend == "nccl",
         own_frames(stack)[:FRAMES],
         shown="" if shown in VAGUE else shown,
+        time_ns=int(entry["time_created_ns"]),
     )
 
 

@@ -119,6 +119,20 @@ def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
     return scene.judge_free() or scene.judge_waiting()
 
 
+def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
+    """Which ranks have made other calls than the others, in a job that goes on.
+
+    Args:
+        looks: with the calls of one group.
+    """
+    scene = _Scene(looks, None)
+    for key in sorted({call.key for look in looks for call in look.calls}):
+        calls = {rank: call for rank, call in scene.calls_of(key).items() if call.name}
+        if len({call.signature for call in calls.values()}) > 1:
+            return scene.verdict(_vote(calls)[0], "mismatch", calls, hangs=False)
+    return None
+
+
 class _Scene:
     """All looks, and what each rank waits in.
 
@@ -147,25 +161,34 @@ class _Scene:
         }
 
     def disputed_calls(self) -> dict[int, Call]:
-        """The calls of one number of one group, where ranks have made different ones of them."""
+        """The calls of one number of one group, where ranks have made different ones of them: of
+        those that ranks wait in.
+        """
         positions = collections.Counter(
             call.key for call in self.pending.values() if not call.group.startswith(AGREEMENTS)
         )
-        for group, number in dict(positions.most_common()):
-            calls: dict[int, Call] = {}
-            for look in self.answering:
-                call = next((call for call in look.calls if call.key == (group, number)), None)
-                if call is None and _newest(look, group) > number:
-                    call = Call(group, number, "", is_done=True)  # it is not kept any more
-                if not group and look.rank in self.pending:  # stacks alone
-                    call = self.pending[look.rank]
-                if call is not None and call.group == group:
-                    calls[look.rank] = call
+        for key in dict(positions.most_common()):
+            calls = self.calls_of(key)
             if len({call.signature for call in calls.values()}) > 1:
                 return calls
-            if len({call.is_done for call in calls.values()}) > 1:
+            # A call of which others have not come may have ended where it only sends.
+            if len({call.is_done for call in calls.values()}) > 1 and not self.blamed:
                 return calls
         return {}
+
+    def calls_of(self, key: tuple[str, int]) -> dict[int, Call]:
+        """The call of one number of one group, of each rank that has made it."""
+        group, number = key
+        if not group:  # stacks alone
+            return {rank: call for rank, call in self.pending.items() if not call.group}
+        calls: dict[int, Call] = {}
+        for look in self.answering:
+            call = next((call for call in look.calls if call.key == key), None)
+            if call is None and _newest(look, group) > number:
+                call = Call(group, number, "", is_done=True)  # it is not kept any more
+            if call is not None:
+                calls[look.rank] = call
+        return calls
 
     def judge_free(self) -> Verdict | None:
         """Those in no collective hold up the others; None where all are, or have ended."""
@@ -201,20 +224,28 @@ class _Scene:
         culprits, others = _vote(ring)
         return self.verdict(culprits, _kind(ring, culprits, others, kind), ring)
 
-    def verdict(self, culprits: Sequence[int], kind: str, calls: Calls | None = None) -> Verdict:
+    def verdict(
+        self,
+        culprits: Sequence[int],
+        kind: str,
+        calls: Calls | None = None,
+        hangs: bool = True,
+    ) -> Verdict:
         """What is concluded.
 
         Args:
             culprits: none where nothing tells which it is.
             kind: a key of ADVICE.
             calls: of the ranks that it is about; without, where each waits.
+            hangs: whether the job does.
         """
-        calls = {**self.pending, **(calls or {})}
+        calls = {**self.pending, **(calls or {})} if hangs else calls or {}
         rest = [look.rank for look in self.answering if look.rank not in culprits]
         waiting = [rank for rank in rest if rank in self.pending] or rest
         line = self.line(culprits[0], calls) if culprits else None
         shown = [calls[rank] for rank in (*culprits[:1], *waiting) if rank in calls]
         words = _Words(self, calls, waiting)
+        sentences = words.sentences(culprits, kind) if hangs else words.mismatch(culprits)
         stacks = [f"rank {look.rank}, {look.state}\n{look.text}" for look in self.looks]
         return Verdict(
             [*culprits],
@@ -223,7 +254,7 @@ class _Scene:
             waiting,
             shown[0].describe() if shown else None,
             "\n".join(stacks),
-            "\n".join([*words.sentences(culprits, kind), *_screen_of_stacks(self.looks, calls)]),
+            "\n".join([*sentences, *_screen_of_stacks(self.looks, calls)]),
         )
 
     def line(self, rank: int, calls: Calls) -> Frame | None:
@@ -362,6 +393,20 @@ class _Words:
         shown = [f"  {printable(detail)}" for detail in details]
         return [f"anyrank: {head}", f"  {second}", *shown, *self._notes()]
 
+    def mismatch(self, culprits: Sequence[int]) -> list[str]:
+        """What is said of different calls in a job that goes on."""
+        groups = self._alike([*culprits, *(rank for rank in self.calls if rank not in culprits)])
+        clauses = "; ".join(map(self._call, groups))
+        return [f"anyrank: {clauses}: what came of it is wrong", f"  {ADVICE['mismatch']}"]
+
+    def _alike(self, ranks: Sequence[int]) -> list[list[int]]:
+        """The ranks, those with the same call together."""
+        groups: dict[object, list[int]] = collections.defaultdict(list)
+        for rank in ranks:
+            call = self.calls[rank]
+            groups[call.key, call.signature].append(rank)
+        return [*groups.values()]
+
     def _orders(self) -> str:
         """That ranks wait in several groups; nothing where one waits for an agreement of ours."""
         places = [call for call in self.calls.values() if not call.is_done]
@@ -372,12 +417,9 @@ class _Words:
 
     def _undecided(self) -> str:
         """What is said where nothing tells which rank is wrong."""
-        alike: dict[object, list[int]] = collections.defaultdict(list)
-        for rank in self.waiting:
-            call = self.calls[rank]
-            alike[call.key, call.signature].append(rank)
-        if len(alike) > 1:
-            clauses = "; ".join(self._call(ranks) for ranks in alike.values())
+        groups = self._alike(self.waiting)
+        if len(groups) > 1:
+            clauses = "; ".join(map(self._call, groups))
             head = self._orders() or "nothing tells which rank is wrong: "
             return f"anyrank: {head}{clauses}; all wait {self.since}"
         first = self.waiting[0]
@@ -391,8 +433,7 @@ class _Words:
         """What the first of those that wait do, beside a culprit."""
         waiting = [rank for rank in self.waiting if rank in self.calls]
         first = self.calls[waiting[0]]
-        alike = [rank for rank in waiting if self.calls[rank].key == first.key]
-        alike = [rank for rank in alike if self.calls[rank].signature == first.signature]
+        alike = self._alike(waiting)[0]
         verb = "waits" if len(alike) == 1 else "wait"
         waits = f" and {verb} there" if first.is_counted else ""
         return f"{self._call(alike, culprit)}{waits} {self.since}"
