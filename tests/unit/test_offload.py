@@ -386,7 +386,10 @@ class Late:
 
     to_device = to_host
 
-    def wait(self, event: Any) -> None:
+    def stream(self) -> Any:
+        return "compute"
+
+    def wait(self, event: Any, stream: Any = None) -> None:
         if event is not None:
             event.synchronize()
 
@@ -426,10 +429,14 @@ def test_slow_copies_are_waited_for(keep_last: int, monkeypatch: pytest.MonkeyPa
 
 
 class Noted:
-    """Notes for which copies each copy waits."""
+    """Notes for which copies each copy waits, and which streams wait for which copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies: list[tuple[str, tuple[Any, ...]]] = []
+        self.waits: list[tuple[str, Any]] = []
+
+    def stream(self) -> Any:
+        return "compute"
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> str:
         return self.copy("out", target, source, after)
@@ -442,8 +449,8 @@ class Noted:
         self.copies.append((f"{way} {len(self.copies)}", tuple(after)))
         return self.copies[-1][0]
 
-    def wait(self, event: Any) -> None:
-        """Done already."""
+    def wait(self, event: Any, stream: Any = None) -> None:
+        self.waits.append((event, stream))
 
 
 def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
@@ -463,6 +470,28 @@ def test_copies_on_other_streams_wait_for_the_last_that_used_the_buffer(
         ("out 2", ("back 1",)),
         ("back 3", ("out 2",)),
     ]
+
+
+def test_what_is_copied_back_for_nothing_is_freed_behind_its_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A backward pass that ends before it: nobody has waited for the copy, which goes on while the
+    memory is used again.
+    """
+    monkeypatch.setattr(offload_engine, "CopyEngine", Noted)
+    first, second = Model(1), Model(1)
+    offload = make()
+    anyrank.recompute_(first, "layers.*", offload=offload)
+    anyrank.recompute_(second, "layers.*", offload=offload)
+    middle = first(double(ROWS, WIDTH) * 1).detach().requires_grad_()
+    kept = first(middle * 1)
+    second(kept.detach() * 1).sum().backward()
+    (copies,) = get_engine(offload).copy_engines.values()
+    assert isinstance(copies, Noted)
+    ahead = [name for name, _ in copies.copies if name.startswith("back")][-1]
+    assert (ahead, None) not in copies.waits
+    del kept
+    assert copies.waits[-1] == (ahead, "compute")
 
 
 def test_copies_of_what_holds_it_share_it() -> None:

@@ -82,7 +82,9 @@ class OrderedReduceScatter:
         if (leaf := self.rounds.leaf) is not None:
             own_sum.add(Span(leaf, leaf + 1), term)
             if term.device.type != "cpu":
-                # It was allocated on the compute stream, and outlives FSDP2's own reference.
+                # It was allocated on the compute stream, and outlives FSDP2's own reference. This
+                # stays: the sum is made on FSDP2's stream, and no event of it is waited for before
+                # the end of backward, up to which a reference of ours would hold the memory too.
                 term.record_stream(torch.accelerator.current_stream(term.device))
         spans_by_rank = self.rounds.unit_spans(self.number)
         shard_sum = start_reduce_scatter(own_sum, term, shards, spans_by_rank)()

@@ -109,6 +109,7 @@ def allocate(nbytes: int, device: torch.device) -> Buffer:
 
 
 Event = torch.Event | None
+Stream = torch.Stream | None
 
 
 class CopyEngine:
@@ -132,7 +133,8 @@ class CopyEngine:
             return None
         event = self.copy(self.out, target, source, after)
         # Memory allocated on another stream than the one that waits for the copy may be used again
-        # there only after that wait. For memory of the waiting stream this call does nothing.
+        # there only after that wait. For memory of the waiting stream, as each block's is, this
+        # call does nothing, and holds nothing until the device has come to it.
         source.record_stream(torch.accelerator.current_stream(self.device))
         return event
 
@@ -142,10 +144,10 @@ class CopyEngine:
         if self.is_cpu:
             target.copy_(source)
             return None
-        event = self.copy(self.back, target, source, after)
-        # The target may be dropped before anything waits for the copy.
-        target.record_stream(self.back)
-        return event
+        # No `record_stream(self.back)`: torch would hold the memory until the device has come to
+        # the copy, and the host runs far ahead of it. Whoever uses the target waits for the copy,
+        # and so does whoever drops it unused.
+        return self.copy(self.back, target, source, after)
 
     def copy(
         self,
@@ -165,8 +167,12 @@ class CopyEngine:
                 target.copy_(source, non_blocking=True)
             return stream.record_event()
 
-    def wait(self, event: Event) -> None:
-        """Let the computing stream wait for the copy."""
+    def stream(self) -> Stream:
+        """The stream that computes now; None on the CPU."""
+        return None if self.is_cpu else torch.accelerator.current_stream(self.device)
+
+    def wait(self, event: Event, stream: Stream = None) -> None:
+        """Let a stream wait for the copy: by default the one that computes."""
         if event is not None:
             with torch.accelerator.device_index(self.device.index):
-                torch.accelerator.current_stream(self.device).wait_event(event)
+                (stream or torch.accelerator.current_stream(self.device)).wait_event(event)

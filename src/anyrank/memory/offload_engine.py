@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import RecomputeError
-from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool
+from anyrank.memory.host_buffers import Buffer, CopyEngine, Event, HostPool, Stream
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.torch_classes import is_dtensor
 
@@ -141,8 +141,10 @@ class OffloadedStorage:
     Attributes:
         source: the storage, until it is released; never released if the pool was full.
         buffer: its bytes on the host.
-        loaded: a storage on the device with the bytes copied back, while anything uses it;
-            `prefetched` keeps alive what was copied back ahead of its use.
+        loaded: a storage on the device with the bytes copied back, while anything uses it.
+        stream: the one that it was allocated on, and on which its memory is used again.
+        ahead: keeps alive what was copied back ahead of its use, with the event of the copy and
+            the stream: at most one.
     """
 
     def __init__(
@@ -162,7 +164,10 @@ class OffloadedStorage:
         self.out: Event = None
         self.back: Event = None
         self.loaded: weakref.ref[torch.UntypedStorage] | None = None
-        self.prefetched: torch.UntypedStorage | None = None
+        self.stream: Stream = None
+        self.ahead: list[tuple[torch.UntypedStorage, Event, Stream]] = []
+        # Backward may end before it comes to this.
+        weakref.finalize(self, _drop_unused, self.copies, self.ahead).atexit = False
 
     def send(self) -> None:
         """Start the copy to the host, unless it has started or there is no room."""
@@ -187,10 +192,11 @@ class OffloadedStorage:
 
     def fetch(self) -> torch.UntypedStorage:
         """Start the copy back, or share one that is still in use."""
-        storage = self.prefetched or (self.loaded() if self.loaded else None)
+        storage = self.loaded() if self.loaded else None
         if storage is not None:
             return storage
         assert self.buffer is not None
+        self.stream = self.copies.stream()
         target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         after = () if self.out is None else (self.out,)
         self.back = self.copies.to_device(target, self.buffer.data, after)
@@ -200,16 +206,22 @@ class OffloadedStorage:
         return storage
 
     def prefetch(self) -> None:
-        if self.source is None and self.prefetched is None:
-            self.prefetched = self.fetch()
+        if self.source is None and not self.ahead:
+            storage = self.fetch()
+            self.ahead.append((storage, self.back, self.stream))
 
     def on_device(self) -> torch.UntypedStorage:
         """The bytes on the device; the computing stream waits for their copy."""
         if self.source is not None:
             return self.source
         storage = self.fetch()
-        self.prefetched = None
+        self.ahead.clear()
         self.copies.wait(self.back)
+        if self.copies.stream() != self.stream:
+            # Another stream than that of the block which came before: its use has to be over before
+            # the memory is used again on the stream that has it.
+            self.copies.wait(self.back, self.stream)
+            _as_bytes(storage).record_stream(torch.accelerator.current_stream(self.device))
         return storage
 
 
@@ -290,6 +302,15 @@ class _BlockTensors:
                 if tensor.storage is not None:
                     tensor.storage.prefetch()
         return tensors
+
+
+def _drop_unused(
+    copies: CopyEngine, ahead: list[tuple[torch.UntypedStorage, Event, Stream]]
+) -> None:
+    """Let go of what was copied back for nothing: its memory is used again behind the copy."""
+    for _, event, stream in ahead:
+        copies.wait(event, stream)
+    ahead.clear()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
