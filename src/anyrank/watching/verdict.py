@@ -171,8 +171,9 @@ class _Scene:
             calls = self.calls_of(key)
             if len({call.signature for call in calls.values()}) > 1:
                 return calls
-            # A call of which others have not come may have ended where it only sends.
-            if len({call.is_done for call in calls.values()}) > 1 and not self.blamed:
+            # A call that some have not made may have ended on a rank that only sends.
+            behind = [rank for call in calls.values() for rank in self._behind(call)]
+            if len({call.is_done for call in calls.values()}) > 1 and not behind:
                 return calls
         return {}
 
