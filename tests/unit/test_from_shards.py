@@ -292,3 +292,8 @@ def test_a_transform_has_to_be_pushed_to() -> None:
         make(transform=lambda rows: rows)
     with pytest.raises(ValueError, match="transform= with lengths="):
         make(transform=anyrank.Pack(4), lengths=[*SIZES.values()])
+
+
+def test_no_row_is_dropped() -> None:
+    with pytest.raises(ValueError, match="tail='drop': every row of a stream is in a step"):
+        make(tail="drop")

@@ -154,3 +154,22 @@ def test_a_state_of_other_shards_is_refused(name: str) -> None:
     options, message = OTHERS[name]
     with pytest.raises(anyrank.CheckpointError, match=message):
         make(**options).load_state_dict(saved.state_dict())
+
+
+def test_few_shards_are_opened_at_their_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """More lanes than shards: each lane begins within one."""
+    rows: list[int] = []
+
+    def read_from(shard: int, start: int = 0) -> Iterator[Any]:
+        for number in range(start, 400):
+            rows.append(number)
+            yield number
+
+    options: dict[str, Any] = {"lengths": [400], "global_batch": 64, "microbatch": 4}
+    loader = anyrank.ElasticLoader.from_shards([0], read_from, **options)
+    for step in loader:
+        assert len([*step.microbatches(NET)])
+    assert len(rows) < 1.2 * 400
+    assert not caplog.records
+    anyrank.ElasticLoader.from_shards([0], lambda _: iter(range(400)), **options)
+    assert "1 shards with rows for 16 lanes" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator
-from math import ceil
 from typing import Any
 
 from accelerate.utils import send_to_device
@@ -97,13 +96,12 @@ class ElasticBatches:
 
     def _bodies(self, step: Any, models: nn.ModuleList) -> Generator[Any, None, None]:
         """The microbatches of a step on this rank."""
-        # Every rank runs equally many: where there are too few, one of them again, with weight 0.
-        turns = ceil(ceil(step.samples / self.batch_size) / self._accelerator.num_processes)
         self.step, self._num_backwards = step, 0
         self._microbatches = microbatches = step.microbatches(models)
-        for turn in range(turns):
+        is_last = False
+        while not is_last:  # the iterator is ended by `complete`
             batch = next(microbatches)
-            self._accelerator.sync_gradients = turn + 1 == turns
+            is_last = self._accelerator.sync_gradients = step.is_last
             self.is_running = True
             yield self._to_device(batch)
             self.is_running = False

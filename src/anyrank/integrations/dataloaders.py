@@ -26,6 +26,8 @@ def elastic_loader(
     seed: int = 0,
     exact: bool = False,
     on_batch_change: OnBatchChange = "error",
+    transform: Any = None,
+    window: int | None = None,
     process_group: Any = None,
 ) -> anyrank.ElasticLoader:
     """The loader of steps over what a DataLoader reads.
@@ -33,12 +35,15 @@ def elastic_loader(
     Args:
         dataloader: a torch DataLoader of a dataset with a length. Its order has to be the
             dataset's own, shuffled, or weighted with replacement; `drop_last` drops the samples
-            that do not fill the epoch's last step.
+            that do not fill the epoch's last step. Or of a stream that
+            `ElasticLoader.from_iterable` takes.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: of the order and of all random numbers.
         exact: whether to sum gradients with the same bits on any number of ranks.
         on_batch_change: what a state with another global_batch means, as for `ElasticLoader`.
+        transform: of a stream, as of `ElasticLoader.from_iterable`.
+        window: of a stream, too.
         process_group: the data-parallel ranks; default: all.
 
     Raises:
@@ -50,11 +55,12 @@ def elastic_loader(
             f"the training data is a {type(dataloader).__name__}: give one torch DataLoader, over "
             "a dataset with a length"
         )
-    if isinstance(dataloader.dataset, IterableDataset):
+    dataset: Any = dataloader.dataset
+    if isinstance(dataset, IterableDataset) and not has_shards(dataset):
         raise TypeError(
-            f"the training data is a {type(dataloader.dataset).__name__}, a stream, whose order "
-            "cannot be planned: give a dataset with a length and dataset[i], or use "
-            "ElasticLoader.from_shards in a loop of your own"
+            f"the training data is a {type(dataset).__name__}, a stream, whose order cannot be "
+            "planned: give a dataset with a length and dataset[i], or a stream that has num_shards "
+            "and shard(num_shards=, index=), as Hugging Face's IterableDataset"
         )
     if dataloader.batch_size is None:
         raise ValueError(
@@ -66,22 +72,35 @@ def elastic_loader(
             "the training DataLoader has a worker_init_fn, which is not called: the random numbers "
             "of each sample are seeded already; what else it does belongs into the dataset"
         )
-    return anyrank.ElasticLoader(
-        dataloader.dataset,
-        global_batch=global_batch,
-        microbatch=microbatch or dataloader.batch_size,
-        seed=seed,
-        exact=exact,
-        on_batch_change=on_batch_change,
-        num_workers=dataloader.num_workers,
-        collate_fn=dataloader.collate_fn,
-        tail="drop" if dataloader.drop_last else "short",
-        process_group=process_group,
-        pin_memory=dataloader.pin_memory,
-        prefetch_factor=dataloader.prefetch_factor,
-        persistent_workers=dataloader.persistent_workers,
-        **_order(dataloader),
-    )
+    options: dict[str, Any] = {
+        "global_batch": global_batch,
+        "microbatch": microbatch or dataloader.batch_size,
+        "seed": seed,
+        "exact": exact,
+        "num_workers": dataloader.num_workers,
+        "collate_fn": dataloader.collate_fn,
+        "tail": "drop" if dataloader.drop_last else "short",
+        "process_group": process_group,
+        "pin_memory": dataloader.pin_memory,
+        "prefetch_factor": dataloader.prefetch_factor,
+        "persistent_workers": dataloader.persistent_workers,
+    }
+    if has_shards(dataset):
+        return anyrank.ElasticLoader.from_iterable(
+            dataset, transform=transform, window=window, **options
+        )
+    if transform is not None or window is not None:
+        raise ValueError(
+            f"transform= and window= are for streams, and the training data is a "
+            f"{type(dataset).__name__}: remove them"
+        )
+    options |= _order(dataloader)
+    return anyrank.ElasticLoader(dataset, on_batch_change=on_batch_change, **options)
+
+
+def has_shards(dataset: Any) -> bool:
+    """Whether a dataset is a stream that `ElasticLoader.from_iterable` takes."""
+    return not hasattr(dataset, "__len__") and hasattr(dataset, "num_shards")
 
 
 def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:

@@ -28,7 +28,14 @@ class Steps:
     """What Lightning iterates in place of the DataLoader: one step is one batch."""
 
     def __init__(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> None:
-        self._steps_in_epoch = len(loader)
+        try:
+            self._steps_in_epoch = len(loader)
+        except TypeError as error:
+            raise TypeError(
+                "Lightning has to know the batches of an epoch, and the rows of a stream are "
+                "counted while they are read: give a dataset with a length, or train in a loop of "
+                "your own, with Accelerate, or with transformers' Trainer"
+            ) from error
         self._iterate_steps = iterate
 
     def __len__(self) -> int:

@@ -31,6 +31,7 @@ class RunOptions(TypedDict, total=False):
         on_commit: called on the first rank with each `anyrank.SaveRecord`.
         settings: of schedules and optimizers that the script gives otherwise than the saved run's
             script: "saved" or "script", as for `Checkpoints.resume`; default: "saved".
+        transform, window: of a training stream, as of `ElasticLoader.from_iterable`.
     """
 
     microbatch: int | None
@@ -44,9 +45,11 @@ class RunOptions(TypedDict, total=False):
     verify: bool
     on_commit: Callable[[Any], object] | None
     settings: Literal["saved", "script"]
+    transform: Any
+    window: int | None
 
 
-OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change")
+OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change", "transform", "window")
 
 
 class FrameworkRun:

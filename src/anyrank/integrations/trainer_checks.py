@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 import anyrank
+from anyrank.integrations.dataloaders import has_shards
 from anyrank.integrations.framework_names import check_names
 
 check_names("transformers")  # this module is imported before those that build on its classes
@@ -36,11 +37,12 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
     if hasattr(trainer, "elastic"):
         raise ValueError("this trainer is elastic already: call elastic() once")
     data = trainer.train_dataset
-    if isinstance(data, IterableDataset) or (data is not None and not hasattr(data, "__len__")):
+    is_stream = isinstance(data, IterableDataset) or not hasattr(data, "__len__")
+    if data is not None and is_stream and not has_shards(data):
         raise TypeError(
             f"train_dataset is a {type(data).__name__}, a stream, whose order cannot be planned: "
-            "give a dataset with a length and dataset[i], or use ElasticLoader.from_shards in a "
-            "loop of your own"
+            "give a dataset with a length and dataset[i], or a stream that has num_shards and "
+            "shard(num_shards=, index=), as Hugging Face's IterableDataset"
         )
     names_in_use = sorted(set(parts) & set(PART_NAMES))
     for name in OF_ARGUMENTS.keys() & parts.keys():
@@ -160,10 +162,23 @@ def without_sharding(loader: Any) -> Any:
 
     A DataLoader that a subclass did not prepare is returned as it is.
     """
+    stream: Any = loader.dataset  # within the datasets that Accelerate puts around it
+    while not has_shards(stream) and isinstance(stream, IterableDataset):
+        stream = getattr(stream, "dataset", None)
     batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)
+    if has_shards(stream):
+        return DataLoader(
+            stream,
+            batch_size=1,  # the loader has a microbatch of its own
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
     if sampler is None:
         return loader
     if isinstance(sampler, RandomSampler) and not sampler.replacement:

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -46,6 +47,13 @@ class ElasticRun(FrameworkRun):
         checkpoints: its `Checkpoints`; None before.
         report: the `ResumeReport` of the last `train()`; None if it started anew.
     """
+
+
+class Endless(IterableDataset[int]):
+    """The numbers of steps, where nobody knows how many an epoch has."""
+
+    def __iter__(self) -> Iterator[int]:
+        return count()
 
 
 class Microbatch(NamedTuple):
@@ -268,7 +276,9 @@ class ElasticTrainer(Trainer):
             return plain
         if self._elastic.numbers is None:
             loader = self.elastic.make_loader(without_sharding(plain))
-            numbers: Any = range(len(loader))
+            numbers: Any = Endless()
+            if hasattr(self.train_dataset, "__len__"):
+                numbers = range(len(loader))
             # With a generator of its own it draws nothing from the ambient stream.
             self._elastic.numbers = DataLoader(numbers, generator=torch.Generator())
         return self._elastic.numbers
@@ -276,6 +286,8 @@ class ElasticTrainer(Trainer):
     def num_examples(self, dataloader: Any) -> int:
         """Samples of an epoch."""
         if dataloader is self._elastic.numbers:
+            if not hasattr(self.train_dataset, "__len__"):
+                return self._elastic.global_batch * self.args.max_steps
             return len(self.train_dataset)  # pyright: ignore[reportArgumentType]
         return super().num_examples(dataloader)
 
@@ -307,9 +319,9 @@ class ElasticTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
-        """The next step, as the only batch."""
+        """The next step, as the only batch; none behind the end of a stream's epoch."""
         assert self._elastic.steps is not None  # _run_epoch has begun them
-        return [next(self._elastic.steps)], None
+        return [*islice(self._elastic.steps, 1)], None
 
     # -- a step -----------------------------------------------------------------------------------
 

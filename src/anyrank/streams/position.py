@@ -113,6 +113,11 @@ class StreamPosition(LoaderPosition):
         self.reader = cast("StreamReader", cast("Any", self.dataset))
         self.stream: Stream = self.reader.dataset
         self.stream.begin(self.schedule.order.seed, self.schedule.microbatch)
+        if self.schedule.tail != "short":
+            raise ValueError(
+                f"tail={self.schedule.tail!r}: every row of a stream is in a step, and the last "
+                "ones of an epoch are shorter: remove it, or give the lengths of the shards"
+            )
         self.verdicts: dict[int, str] = {}
         self.plan: LanePlan | None = None  # the newest one
         self.spare: Any = None  # a batch of this rank, for copies

@@ -9,6 +9,8 @@ is an order like any other: steps, counts, state and receipts are those of `Elas
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ from typing import Any
 import torch
 
 from anyrank.checks import check_function, check_type
-from anyrank.data.fetch import OwnOrder
+from anyrank.data.fetch import MicrobatchDataset, OwnOrder
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import kept
 from anyrank.tensors.hashing import derive
+
+log = logging.getLogger("anyrank.data")
 
 SHARDS_NAME = "shards-v1"
 END = object()
@@ -81,7 +85,7 @@ class Shards(OwnOrder):
 
     Args:
         shards: arguments of `read`.
-        read: shard -> its samples.
+        read: shard -> its samples; with `start=`, from one on.
         lengths: number of samples of each shard.
 
     Attributes:
@@ -95,13 +99,13 @@ class Shards(OwnOrder):
     def __init__(
         self,
         shards: Sequence[Any],
-        read: Callable[[Any], Iterable[Any]],
+        read: Callable[..., Iterable[Any]],
         lengths: Sequence[int],
     ) -> None:
         self.lengths = _check_lengths(shards, lengths)
         check_function("read", read)
         self.shards = shards
-        self.read = read
+        self.read, self.has_start = read, takes_start(read)
         self.ends = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").cumsum(0)
         self.max_open = 1
         # (shard, number of the next sample) -> the rest of the shard
@@ -114,6 +118,20 @@ class Shards(OwnOrder):
         """The order of the samples, with a lane for each microbatch of a step."""
         names = derive(*(repr(shard) for shard in self.shards))
         return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
+
+    def by_microbatch(
+        self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> MicrobatchDataset:
+        num_shards = sum(length > 0 for length in self.lengths)
+        if num_shards < self.max_open and not self.has_start:
+            log.warning(
+                "%d shards with rows for %d lanes, the microbatches of a step: several lanes read "
+                "the same shard, each from its begin. Let read(shard, start=0) begin at a row, "
+                "give more and smaller shards, or leave lengths= out, which reads each shard once",
+                num_shards,
+                self.max_open,
+            )
+        return super().by_microbatch(seed, collate_fn)
 
     def __getitem__(self, sample_id: int) -> Any:
         shard = int(torch.searchsorted(self.ends, sample_id, right=True))
@@ -135,6 +153,8 @@ class Shards(OwnOrder):
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """The open iterator of a shard that is closest before a sample, or a new iterator."""
+        if self.has_start:  # another lane's iterator stays where it is
+            return number, iter(self.read(self.shards[shard], start=number))
         starts = [start for opened, start in self.open if opened == shard and start <= number]
         if not starts:
             return 0, iter(self.read(self.shards[shard]))
@@ -152,6 +172,14 @@ class Shards(OwnOrder):
             f"shard {self.shards[shard]!r} has {how} than {self.lengths[shard]} samples: give its "
             "actual length, which must not change during a run"
         )
+
+
+def takes_start(read: Callable[..., Any]) -> bool:
+    """Whether a function has an argument `start`."""
+    try:
+        return "start" in inspect.signature(read).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
 
 
 def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from anyrank.data.fetch import OwnOrder
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import reseed
+from anyrank.streams.shards import takes_start
 from anyrank.streams.transforms import Buckets, resize
 from anyrank.tensors.hashing import derive
 
@@ -83,7 +83,7 @@ class Stream(OwnOrder):
             raise ValueError("shards is empty: there is nothing to train on")
         self.shards, self.function, self.transform = shards, read, transform
         self.window, self.block, self.seed = window, window or 1, 0
-        self.has_start = _takes_start(read)
+        self.has_start = takes_start(read)
         self._digests: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
@@ -145,14 +145,6 @@ class Stream(OwnOrder):
         if self.window is not None:
             random.Random(derive(self.seed, epoch, shard, row, "window")).shuffle(block)  # noqa: S311
         return block
-
-
-def _takes_start(read: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `start`."""
-    try:
-        return "start" in inspect.signature(read).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return False
 
 
 def _describe_transform(transform: Any) -> str:

@@ -1,0 +1,156 @@
+"""Streams under Accelerate and the Trainer: started on 3 ranks, killed on 2, ended on 4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import anyrank.integrations
+from anyrank.testing import run_ranks
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+SIZES = [7, 0, 30, 3, 12, 5, 25, 1, 1, 16]  # 100 rows
+
+
+class Rows(IterableDataset[Any]):
+    """A stream that is cut into shards, as Hugging Face's."""
+
+    num_shards = len(SIZES)
+
+    def __init__(self, shards: tuple[int, ...] = tuple(range(len(SIZES)))) -> None:
+        self.shards = shards
+
+    def shard(self, *, num_shards: int, index: int) -> Rows:
+        assert num_shards == len(SIZES)
+        return Rows((index,))
+
+    def __iter__(self) -> Iterator[Any]:
+        for shard in self.shards:
+            for row in range(SIZES[shard]):
+                x = torch.tensor([shard / 9, row / 30])
+                yield {"x": x, "y": x.sum()[None], "id": torch.tensor(shard * 100 + row)}
+
+
+class Net(nn.Module):
+    """As the Trainer asks for it; keeps the ids of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 1)
+        self.seen: list[list[int]] = []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, id: torch.Tensor) -> dict[str, Any]:
+        self.seen.append(id.tolist())
+        return {"loss": (self.layer(x) - y).square().mean()}
+
+
+class Killed(Exception):
+    """As a kill: nothing is saved after it."""
+
+
+def accelerate_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = anyrank.integrations.accelerate.Accelerator(
+        folder=folder, global_batch=12, every=3, cpu=True, exact=True
+    )
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    data = DataLoader(Rows(), batch_size=2)
+    model, optimizer, data = accelerator.prepare(net, optimizer, data)
+    seen: dict[int, list[list[int]]] = {}
+    step = 0
+    with suppress(Killed):
+        accelerator.load_state()
+        for _ in count():
+            for batch in data:
+                step = data.step.number
+                if not data.step.is_copy:
+                    seen.setdefault(step, []).append(batch["id"].tolist())
+                accelerator.backward(model(**batch)["loss"])
+                if step == kill:
+                    raise Killed
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients and step + 1 == until:
+                    break
+            if step + 1 == until:
+                break
+        accelerator.end_training()
+    receipts = [*data.loader.receipts]
+    weights = [p.detach().tolist() for p in net.parameters()]
+    accelerator.free_memory()
+    return {"seen": seen, "receipts": receipts, "weights": weights}
+
+
+def trainer_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+    class Stop(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == kill:
+                raise Killed
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == until
+
+    args = TrainingArguments(
+        folder + "-out",
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=40,
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=0.05,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        logging_strategy="no",
+        remove_unused_columns=False,
+    )
+    net = Net()
+    trainer = Trainer(net, args, train_dataset=Rows(), callbacks=[Stop()])
+    trainer = anyrank.integrations.transformers.elastic(
+        trainer, folder, global_batch=12, every=3, exact=True
+    )
+    with suppress(Killed):
+        trainer.train(resume_from_checkpoint=True)
+    receipts = [*trainer.elastic.loader.receipts]
+    weights = [p.detach().tolist() for p in net.parameters()]
+    return {
+        "seen": {},
+        "receipts": receipts,
+        "weights": weights,
+        "step": trainer.elastic.state.step,
+    }
+
+
+@pytest.mark.parametrize("job", [accelerate_job, trainer_job])
+def test_a_stream_goes_on_on_other_ranks(job: Any, tmp_path: Path) -> None:
+    expected = run_ranks(1, job, str(tmp_path / "one"), 36, None)[0]
+    folder = str(tmp_path / "run")
+    for size, until, kill in ((3, 7, None), (2, 36, 11), (4, 36, None)):
+        rows = run_ranks(size, job, folder, until, kill)
+        for step in expected["seen"] if kill is None else ():
+            parts = [part for row in rows for part in row["seen"].get(step, ())]
+            assert not parts or sorted(parts) == sorted(expected["seen"][step]), step
+    assert all(row["weights"] == expected["weights"] for row in rows)
+    assert rows[0]["receipts"] == expected["receipts"]
+    assert expected["receipts"][0].verdict.startswith("exactly once, 100 rows in 10 shards")
