@@ -17,7 +17,6 @@ TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTED = {
     "accelerate": "1.15",
     "lightning": "2.6",
-    "megatron-core": "0.16",
     "peft": "0.21",
     "pytorch_lightning": "2.6",
     "torchtitan": "0.3",

@@ -1,13 +1,12 @@
 """Runs that were saved with torch.distributed.checkpoint go on, in every layout in use.
 
 torch itself writes the folders, from FSDP2 models on two ranks. The layouts are those that the
-sources of torchtitan, torch's tutorials, Megatron and Lightning's `ModelParallelStrategy` define;
+sources of torchtitan, torch's tutorials and Lightning's `ModelParallelStrategy` define;
 the folders of Accelerate with FSDP2 are written by what its `save_state` calls.
 """
 
 from __future__ import annotations
 
-import argparse
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,25 +71,8 @@ def layouts(net: Any, optimizer: Any, scheduler: Any) -> dict[str, tuple[Any, An
         "plain": ({"model": model, "optimizer": nested}, None),
         "torchtitan": (titan, None),
         "app": ({"app": App(net, optimizer)}, None),
-        "megatron": (_megatron(net, optimizer), None),
         "lightning": ({"state_dict": model, "optimizer_0": nested}, rest),
     }
-
-
-def _megatron(net: Any, optimizer: Any) -> dict[str, Any]:
-    """Weights in bfloat16, moments and float32 weights by name; those of matrices flat."""
-    found: dict[str, Any] = {}
-    names = {id(p): name for name, p in net.named_parameters()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            name = names[id(p)]
-            found[name] = p.detach().full_tensor().bfloat16()
-            for key, value in {"fp32_param": p.detach(), **optimizer.state[p]}.items():
-                if key != "step":
-                    whole = value.full_tensor()
-                    whole = whole.reshape(1, 1, -1) if whole.ndim > 1 else whole
-                    found[f"optimizer.state.{key}.{name}"] = whole
-    return found
 
 
 def job_save(folder: str) -> list[float]:
@@ -102,19 +84,12 @@ def job_save(folder: str) -> list[float]:
         dcp.save(state, checkpoint_id=f"{folder}/{name}")
         if rest is not None and dist.get_rank() == 0:
             torch.save(rest, f"{folder}/{name}/meta.pt")
-        if name == "megatron" and dist.get_rank() == 0:
-            groups = [{"step": tools.SAVED, "lr": 1.0}]
-            common = {
-                "iteration": tools.SAVED,
-                "optimizer": {"optimizer": {"param_groups": groups}},
-            }
-            torch.save({**common, "args": argparse.Namespace(a=1)}, f"{folder}/{name}/common.pt")
     return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
 
 
 def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.ResumeReport, int]]:
     found: dict[str, Any] = {}
-    for name in ("plain", "torchtitan", "app", "lightning", "megatron"):
+    for name in ("plain", "torchtitan", "app", "lightning"):
         net = tools.wrapped(layout, tools.seeded(1))
         optimizer = tools.optimizer_of(net)
         scheduler = tools.cosine(optimizer)
@@ -122,7 +97,7 @@ def job_adopt(folder: str, layout: str) -> dict[str, tuple[list[float], anyrank.
         world = dist.get_world_size() if dist.is_initialized() else 1
         with anyrank.Checkpoints(f"{folder}/run-{name}-{layout}-{world}", state) as ckpts:
             report = ckpts.resume(f"{folder}/{name}")
-        if name in ("plain", "app", "megatron"):  # they hold no scheduler of torch's
+        if name in ("plain", "app"):  # they hold no scheduler of torch's
             tools.move_to(scheduler, optimizer, tools.SAVED)
         losses = tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
         found[name] = losses, report, state.step
@@ -136,21 +111,15 @@ def test_dcp(tmp_path: Path) -> None:
         for found in run_ranks(world, job_adopt, str(tmp_path), layout):
             for name, (losses, report, step) in found.items():
                 parts = report.components
-                if name == "megatron":  # its weights are in bfloat16, and its moments are not read
-                    assert parts["model"] == "derived"
-                    assert parts["optimizer"] == "fresh"
-                    torch.testing.assert_close(losses[0], expected[0], rtol=1e-2, atol=1e-2)
-                else:
-                    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
-                    assert parts["model"] == parts["optimizer"] == "resharded"
-                assert report.saved_on.ranks == (0 if name == "megatron" else 2)
+                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12, msg=name)
+                assert parts["model"] == parts["optimizer"] == "resharded"
+                assert report.saved_on.ranks == 2
                 known = name in ("torchtitan", "lightning")
-                assert step == (tools.SAVED if known or name == "megatron" else 0), name
+                assert step == (tools.SAVED if known else 0), name
                 assert parts["scheduler"] == ("exact" if known else "fresh")
 
     for name, beside in BESIDE.items():
-        near = 1e-2 if name == "megatron" else 1e-6
-        tools.check_weights(tmp_path / name, tmp_path / f"of-{name}", near, beside)
+        tools.check_weights(tmp_path / name, tmp_path / f"of-{name}", 1e-6, beside)
 
 
 BESIDE = {  # layout -> what is not weights
@@ -158,7 +127,6 @@ BESIDE = {  # layout -> what is not weights
     "torchtitan": "train_state.step",
     "app": "app.optim.state.scale.exp_avg",
     "lightning": "optimizer_0.state.scale.exp_avg",
-    "megatron": "",
 }
 
 

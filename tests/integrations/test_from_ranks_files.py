@@ -1,7 +1,7 @@
-"""Runs whose ranks saved a file each go on: torch_checkpointing's (torchtitan) and verl's.
+"""Runs whose ranks saved a file each go on: torch_checkpointing's (torchtitan).
 
 torch_checkpointing writes its folders itself; its exchange of metadata asks for CUDA, and is done
-on the CPU here. verl's are written in the layout of its `fsdp_checkpoint_manager.py`.
+on the CPU here.
 """
 
 from __future__ import annotations
@@ -62,12 +62,6 @@ def job_save(folder: str) -> list[float]:
     }
     manager.save(f"{folder}/tc", state)
     manager.close()
-    verl = Path(folder, "global_step_3/actor")
-    verl.mkdir(parents=True, exist_ok=True)
-    end = f"world_size_{WORLD}_rank_{dist.get_rank()}.pt"
-    torch.save(get_model_state_dict(net), verl / f"model_{end}")
-    extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
-    torch.save(extra, verl / f"extra_state_{end}")
     return tools.train(net, optimizer, scheduler, tools.SAVED, tools.STEPS)
 
 
@@ -75,7 +69,7 @@ def job_save(folder: str) -> list[float]:
 def test_files_of_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch_checkpointing")
     expected = run_ranks(WORLD, job_save, str(tmp_path))[0]
-    sources = {"tc": str(tmp_path / "tc"), "verl": str(tmp_path / "global_step_3/actor")}
+    sources = {"tc": str(tmp_path / "tc")}
     for world, layout in ((1, "ddp"), (3, "fsdp")):
         folder = str(tmp_path / f"run-{world}")
         for found in run_ranks(world, tools.job_adopt_each, sources, folder, layout):
@@ -89,11 +83,7 @@ def test_files_of_ranks(tmp_path: Path) -> None:
     net = tools.seeded(1)
     for name, source in sources.items():
         tools.check_weights(Path(source), tmp_path / f"of-{name}")
-    for name, match in (
-        ("tc/model_1.pt", "a file is missing, or of another save"),
-        ("global_step_3/actor/model_world_size_2_rank_1.pt", r"rank_1.pt is missing \(1 of 2"),
-    ):
-        (tmp_path / name).unlink()
-        state = anyrank.TrainState(net, tools.optimizer_of(net))
-        with pytest.raises(anyrank.CheckpointError, match=match):
-            anyrank.Checkpoints(tmp_path / "x", state).resume((tmp_path / name).parent)
+    (tmp_path / "tc/model_1.pt").unlink()
+    state = anyrank.TrainState(net, tools.optimizer_of(net))
+    with pytest.raises(anyrank.CheckpointError, match="a file is missing, or of another save"):
+        anyrank.Checkpoints(tmp_path / "x", state).resume(tmp_path / "tc")

@@ -52,18 +52,6 @@ def deepspeed(folder: Path) -> None:
     write_stage_2(folder, net, optimizer, scheduler, 2)
 
 
-def megatron(folder: Path) -> None:
-    net, optimizer, _ = tools.trained()
-    optimizer.state[net.scale]["exp_avg"][0, 0] = MARK
-    names = {p: name for name, p in net.named_parameters()}
-    moments = {
-        f"optimizer.state.exp_avg.{names[p]}": state["exp_avg"]
-        for p, state in optimizer.state.items()
-    }
-    dcp.save({**net.state_dict(), **moments}, checkpoint_id=folder)
-    torch.save({"iteration": 3}, folder / "common.pt")
-
-
 def flip(folder: Path) -> Path:
     """Change a bit of the marked value; the file that it is in."""
     for path in sorted(folder.rglob("*")):
@@ -83,7 +71,6 @@ def flip(folder: Path) -> Path:
         (trainer, "optimizer.0.exp_avg: record data/"),
         (accelerate, "optimizer.0.exp_avg: record data/"),
         (deepspeed, "optimizer.blocks.1.1.weight.exp_avg: record data/"),
-        (megatron, "optimizer.state.exp_avg.scale: record data/"),
     ],
 )
 def test_a_bit_that_flipped_in_an_optimizer_is_found(
@@ -100,7 +87,7 @@ def test_a_bit_that_flipped_in_an_optimizer_is_found(
 
 
 @pytest.mark.filterwarnings("ignore:.*(state_dict|single process).*:UserWarning")
-@pytest.mark.parametrize("write", [trainer, accelerate, deepspeed, megatron])
+@pytest.mark.parametrize("write", [trainer, accelerate, deepspeed])
 def test_folders_whose_optimizers_differ_are_not_equal(
     tmp_path: Path, write: Callable[[Path], None]
 ) -> None:

@@ -231,3 +231,45 @@ def test_every_rank_raises_the_error(tmp_path: Path) -> None:
     touch(tmp_path, "model.safetensors")
     for text in run_ranks(2, _resume, str(tmp_path)):
         assert "what another tool saved" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt"], "verl.model_merger"),
+        ([".metadata", "common.pt"], "Megatron Bridge"),
+    ],
+)
+def test_folders_that_only_their_own_tool_reads_say_which(
+    names: list[str], words: str, tmp_path: Path
+) -> None:
+    touch(tmp_path / "saved", *names)
+    net = torch.nn.Linear(2, 2)
+    calls: list[Any] = [
+        lambda: anyrank.load(net, tmp_path / "saved"),
+        lambda: anyrank.inspect(tmp_path / "saved"),
+        lambda: anyrank.convert(tmp_path / "saved", tmp_path / "out"),
+        lambda: anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(net)).resume(
+            tmp_path / "saved"
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(anyrank.AnyrankError, match=words):
+            call()
+    assert words in str(anyrank.verify(tmp_path / "saved").findings[0])
+
+
+def test_a_folder_of_weights_is_that_whatever_lies_beside_them(tmp_path: Path) -> None:
+    """AReaL's engine writes its optimizer's files beside a Hugging Face folder."""
+    net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    for rank in range(2):
+        torch.save({"state": {}}, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+    report = anyrank.load(other, tmp_path)
+    assert torch.equal(net.weight, other.weight)
+    assert [note.partition(":")[0] for note in report.skipped] == [
+        f"optim_world_size_2_rank_{rank}.pt" for rank in range(2)
+    ]
+    assert anyrank.verify(tmp_path)
+    assert len(anyrank.inspect(tmp_path).tensors) == 2
+    anyrank.convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")

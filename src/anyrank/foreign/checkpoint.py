@@ -54,8 +54,7 @@ class ForeignCheckpoint:
 
     Attributes:
         tool: that wrote it.
-        listing: its files, to which `weights` and the other tables refer; of Megatron's, also all
-            tensors.
+        listing: its files, to which `weights` and the other tables refer.
         weights: name of a model -> its tensors, extra state and metadata, without files.
         optimizers: name -> state.
         states: name -> what `state_dict()` of a scheduler, scaler or other part returned.

@@ -1,4 +1,4 @@
-"""Folders with files of each rank: torch_checkpointing's (torchtitan), and verl's FSDP checkpoints.
+"""Folders with files of each rank: torch_checkpointing's (torchtitan).
 
 Each file is what `torch.save` made of a rank's state dict, with its shares as DTensors. The weights
 and the step are read, and a scheduler's state; an optimizer's moments are not.
@@ -16,8 +16,6 @@ from anyrank.foreign.checkpoint import MOMENTS_STAY, Collector, ForeignCheckpoin
 from anyrank.foreign.shards import whole_tensors
 
 MODEL = re.compile(r"^model_(\d+)\.pt$")
-VERL = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
-STEP = re.compile(r"global_step_?(\d+)")
 
 
 def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint:
@@ -43,34 +41,6 @@ def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint
         {"model": weights},
         states=states,
         step=step,
-        ranks=world,
-        not_read={"optimizer": MOMENTS_STAY},
-    )
-
-
-def read_verl(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What a folder of verl's FSDP workers holds.
-
-    Raises:
-        LoadError, UnsafeFile: as `read_torch_checkpointing`.
-    """
-    files, names = Collector(storage, folder), storage.names(folder)
-    worlds = {int(match[1]) for name in names if (match := VERL.match(name))}
-    if len(worlds) != 1:
-        sizes = ", ".join(map(str, sorted(worlds))) or "no"
-        raise LoadError(f"{folder}: holds a model's files of saves on {sizes} ranks: keep one save")
-    world = worlds.pop()
-    weights = _weights(files, [f"model_world_size_{world}_rank_{n}.pt" for n in range(world)])
-    extra = f"extra_state_world_size_{world}_rank_0.pt"
-    tree: Any = files.tree(files.named(extra)) if extra in names else None
-    scheduler: Any = tree.get("lr_scheduler") if isinstance(tree, dict) else None
-    step = STEP.search(folder)
-    return ForeignCheckpoint(
-        "verl",
-        files.listing("verl"),
-        {"model": weights},
-        states={"scheduler": scheduler} if isinstance(scheduler, dict) else {},
-        step=int(step[1]) if step else None,
         ranks=world,
         not_read={"optimizer": MOMENTS_STAY},
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
-from anyrank.foreign import accelerate, deepspeed, megatron, per_rank, tables
+from anyrank.foreign import accelerate, deepspeed, per_rank, tables
 from anyrank.foreign.checkpoint import ForeignCheckpoint
 from anyrank.formats.sources import format_of_folder, with_fingerprints
 from anyrank.formats.weight_files import FILES, format_of
@@ -19,10 +19,15 @@ RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "trainer": accelerate.read,
     "accelerate": accelerate.read,
     "deepspeed": deepspeed.read,
-    "verl": per_rank.read_verl,
     "torch_checkpointing": per_rank.read_torch_checkpointing,
-    "megatron": megatron.read,
     "dcp": tables.read_dcp,
+}
+# Tools whose folders are known and not read -> what makes one that is.
+BY_THEIR_OWN = {
+    "verl": "saved by verl's FSDP workers, a file for each rank: merge them into a Hugging Face "
+    "folder with verl's own tool (python -m verl.model_merger merge --backend fsdp)",
+    "megatron": "a torch_dist checkpoint of Megatron's: convert it into a Hugging Face folder with "
+    "Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py)",
 }
 LISTED_ALONE = ("trainer", "accelerate", "deepspeed")  # their weights take less than the run
 
@@ -33,6 +38,8 @@ def list_weights(name: str, storage: Storage, folder: str) -> Listing:
     Raises:
         LoadError, UnsafeFile: as its reader.
     """
+    if name in BY_THEIR_OWN:
+        raise LoadError(f"{folder}: is {BY_THEIR_OWN[name]}, and give that")
     if name in LISTED_ALONE:
         return accelerate.list_folder(storage, folder)
     return RUNS[name](storage, folder).model("model")
@@ -65,6 +72,8 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
         name = format_of_folder(names)
         if name in RUNS:
             return RUNS[name]
+        if name in BY_THEIR_OWN:
+            raise CheckpointError(f"{path}: is {BY_THEIR_OWN[name]}, and give that")
         shown = ", ".join(names[:20]) or "nothing"
         raise CheckpointError(
             f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "

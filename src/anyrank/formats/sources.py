@@ -46,7 +46,7 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         (r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt",),
         ("latest", "global_step.*"),
     ),
-    "verl": ((r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt",),),
+    "verl": ((r"model_world_size_\d+_rank_\d+\.pt",),),
     "torch_checkpointing": ((r"model_0\.pt",), (r"metadata\.pkl", r"\w+?_\d+\.pt")),
     "megatron": ((re.escape(dcp.METADATA), r"common\.pt"),),
     DCP: ((re.escape(dcp.METADATA),),),

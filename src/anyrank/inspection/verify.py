@@ -86,7 +86,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     Structure, sizes, offsets, and the index against the files; then every checksum that came with
     them: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and in a run the
     manifest and the xxh3-64 of each block of every committed step.
-    In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, Megatron's, each rank's)
+    In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, each rank's)
     the optimizers and the other ranks' files are looked at too. Memory: a few MiB.
 
     Called by one process.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 FRAMEWORKS = (
     "accelerate",
     "lightning",
-    "megatron",
     "peft",
     "torchtitan",
     "transformers",

@@ -1,4 +1,5 @@
-"""`layout=`: plain tensors that are each rank's part of a whole, as Megatron and vLLM hold them."""
+"""`layout=`: plain tensors that are each rank's part of a whole, as vLLM and hand-written tensor
+parallelism hold them."""
 
 from __future__ import annotations
 
