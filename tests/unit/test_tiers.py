@@ -39,6 +39,10 @@ def test_each_promise_has_its_files_in_both_tiers() -> None:
         ("tests/crash/test_pool.py", {"testing"}),
         ("tests/unit/test_faults.py", {"testing"}),
         ("README.md", {"docs"}),
+        ("src/anyrank/integrations/peft.py", {"integrations", "peft"}),
+        ("tests/integrations/test_object_store.py", set[str]()),
+        ("tests/integrations/test_trainer.py", {"integrations"}),
+        ("tests/ranks/exact_runs.py", {"exact"}),
         ("", set[str]()),
     ],
 )
