@@ -32,7 +32,7 @@ BUDGETS = {
     "model": 3350,
     "peers": 450,
     "random_state": 550,
-    "resume": 2230,
+    "resume": 2290,
     "saving": 1500,
     "state": 2825,
     "steps": 2600,

@@ -290,6 +290,60 @@ def test_rates_that_the_loop_sets_by_hand_are_no_news(tmp_path: Path) -> None:
     assert rates == [0.1, 0.1]
 
 
+def rates_after(
+    folder: Path, schedule: Schedule, by_hand: Callable[[int, Any], None], until: int
+) -> list[float]:
+    """The rates of a run that was resumed; `by_hand` is called before each step."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = schedule(optimizer)
+    state = anyrank.TrainState(model, optimizer, scheduler=made)
+    rates: list[float] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        ckpts.resume()
+        for number in range(until - state.step):
+            by_hand(number, optimizer.param_groups[0])
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            made.step()
+            ckpts.step_done()
+    return rates
+
+
+def once(number: int, group: Any) -> None:
+    group["lr"] = 0.001 if number == 0 else group["lr"]
+
+
+def always(number: int, group: Any) -> None:
+    group["lr"] = 0.001 * (number + 1)
+
+
+def never(number: int, group: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_hand", "warns"),
+    [
+        (lambda o: schedules.LambdaLR(o, decay(12)), once, True),
+        (lambda o: schedules.LambdaLR(o, decay(12)), always, False),
+        (lambda o: schedules.LambdaLR(o, decay(12)), never, False),
+        (lambda o: schedules.OneCycleLR(o, 0.2, total_steps=12, cycle_momentum=False), once, True),
+        (lambda o: schedules.CosineAnnealingLR(o, 12), once, False),  # goes on from it
+    ],
+)
+def test_a_rate_that_a_schedule_takes_back_is_named(
+    schedule: Schedule, by_hand: Any, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rates_after(tmp_path, schedule, never, 4)
+    caplog.clear()
+    rates = rates_after(tmp_path, schedule, by_hand, 8)
+    said = [text for text in caplog.messages if "that was set after the resume is gone" in text]
+    assert len(said) == warns
+    assert (rates[1] > 0.01) is (by_hand is never or warns)
+
+
 class Average:
     """An average whose constructor's arguments are in its state, as diffusers' EMAModel."""
 

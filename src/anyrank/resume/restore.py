@@ -25,6 +25,7 @@ from anyrank.random_state.saved_streams import (
     derive_all,
     restore,
 )
+from anyrank.resume.hand_set import watch_rates
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable_error
 from anyrank.resume.source import ResumeSource, misfit_text
@@ -175,6 +176,7 @@ class _Restorer:
     def _settle(self) -> None:
         """Use the settings of the saved run, which are in place, or those of the script."""
         settings = self.inner.settings
+        watch_rates({name: self.inner.parts[name] for name in self.matched})
         if self.arguments.settings == "saved":
             settings.kept |= self.script_settings
             return
