@@ -3,6 +3,7 @@
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
     python benchmarks/watch.py --parts uneven --minutes 60
     python benchmarks/watch.py --quick            # two hangs and costs, nothing is written
+    python benchmarks/watch.py --parts hangs --device cuda  # over NCCL, on one GPU or on several
 
 Each hang runs twice under torchrun: with `anyrank.watch("5s", exit=True)`, and alone with a
 time-out of 20 s and torch's flight recorder, whose records are written after 12 s and compared by
@@ -42,7 +43,7 @@ import anyrank
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.hangs import HANGS, PRELUDE, Hang  # noqa: E402 - the tests' own scripts
+from tests.hangs import HANGS, ON_DEVICE, PRELUDE, Hang  # noqa: E402 - the tests' own scripts
 
 AFTER_SEC = 5
 ALONE_SEC = 20
@@ -54,7 +55,8 @@ RECORDER = f"""
 def write_records():
     import torch._C._distributed_c10d as c10d
     time.sleep({RECORD_SEC})
-    pathlib.Path(f"record-{{rank}}").write_bytes(c10d._dump_fr_trace_json(True, False))
+    dump = c10d._dump_nccl_trace_json if device == "cuda" else c10d._dump_fr_trace_json
+    pathlib.Path(f"record-{{rank}}").write_bytes(dump(True, False))
 
 threading.Thread(target=write_records, daemon=True).start()
 """
@@ -146,7 +148,7 @@ def watched(hang: Hang) -> Run:
     with launched(hang.script, *arguments) as (folder, said, _):
         screens = [line for line in said.splitlines() if line.startswith("anyrank: ")]
         if not (folder / "out").exists():
-            return {"is_right": False, "said": said[-500:]}
+            return {"is_right": hang.culprit < 0, "said": said[-500:]}
         report = json.loads((folder / "out").read_text())
         late = (folder / "out").stat().st_mtime - last_step(folder) - AFTER_SEC
     line = report["line"]
@@ -282,8 +284,10 @@ def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     found: Run = {}
     if "hangs" in options.parts:
         rows: Run = {}
-        for name, hang in HANGS.items():
-            if name in options.hangs:
+        if options.device == "cuda":  # several ranks may share a GPU
+            os.environ |= {"HANG_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        for name, hang in (ON_DEVICE if options.device == "cuda" else HANGS).items():
+            if name in options.hangs or options.device == "cuda":
                 rows[name] = Case(name, WAYS, lambda way, _, hang=hang: WAYS[way](hang)).once()
         found["hangs"] = {"rows": rows}
     if "uneven" in options.parts:
@@ -313,5 +317,5 @@ def goals_of(result: Run) -> list[Run]:
 if __name__ == "__main__":
     small = {"parts": ["hangs", "cost"], "hangs": [*QUICK], "blocks": 2, "steps": 20}
     parts: Run = {"parts": [*PARTS], "hangs": [*HANGS]}
-    sizes: Run = {"minutes": 4.0, "blocks": 12, "steps": 200}
+    sizes: Run = {"minutes": 4.0, "blocks": 12, "steps": 200, "device": "cpu"}
     bench.main("watch", measure, small, ["hangs"], in_tables=True, **parts, **sizes)

@@ -16,7 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 timeout = datetime.timedelta(seconds=float(os.environ.get("TIMEOUT_SEC", "1800")))
-dist.init_process_group("gloo", timeout=timeout)
+device = os.environ.get("HANG_DEVICE", "cpu")  # or cuda, over NCCL
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+torch.set_default_device(device)
 rank = dist.get_rank()
 if len(sys.argv) > 1:
     import anyrank
@@ -39,6 +43,7 @@ def step(batch):
     model(batch).sum().backward()
     dist.all_reduce(x)
     optimizer.step()
+    float(x[0])  # where all ranks stand under NCCL
 
 """
 
@@ -92,13 +97,15 @@ def step(batch):
         part.backward(model(microbatch).sum())
     dist.all_reduce(x)
     optimizer.step()
+    float(x[0])
 
 """
 
 
 def within_a_run(hang: Hang) -> Hang:
     """The same hang in the body of a step of `Checkpoints.steps`."""
-    return dataclasses.replace(hang, prelude=PRELUDE.replace(STEP, STEP_OF_A_RUN))
+    kinds = (*hang.kinds, "order")  # beside the agreement at the end of a step
+    return dataclasses.replace(hang, kinds=kinds, prelude=PRELUDE.replace(STEP, STEP_OF_A_RUN))
 
 
 HANGS = {
@@ -398,5 +405,22 @@ def train(number):
 for number in range(100):
     train(number)
 """,
+    ),
+}
+
+# What `benchmarks/watch.py --device cuda` runs over NCCL: of both tables, and one that is no hang.
+ON_DEVICE = {
+    **{name: HANGS[name] for name in HANGS if "worker" not in name and "GIL" not in name},
+    **ASYNCHRONOUS,
+    "one long kernel": Hang(
+        -1,  # nobody
+        (),
+        """
+for number in range(3):
+    step(x)
+    if number == 1 and rank == 0:
+        torch.cuda._sleep(60_000_000_000)  # half a minute of an H100
+""",
+        has_line=False,
     ),
 }

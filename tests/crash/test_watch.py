@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hangs import HANGS, PRELUDE, Hang
+from tests.hangs import ASYNCHRONOUS, HANGS, PRELUDE, Hang, within_a_run
 from tests.scripts import TORCHRUN as TORCHELASTIC
 from tests.scripts import exit_code, fork, our_frames
 
@@ -30,7 +30,15 @@ LONGER = "6s"  # than a busy machine takes to start the workers of a DataLoader
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 # Nobody but a launcher ends the rank that holds up these.
 LAUNCHED = ("SIGSTOP", "SIGKILL with sockets kept open by a child", "the GIL held in C")
-TOGETHER = [name for name in HANGS if name not in LAUNCHED]
+IN_RUNS = (
+    *("skips a collective", "a save under if rank == 0", "a loader that stalls"),
+    "a swallowed exception",
+)
+TOGETHER = {
+    **{name: hang for name, hang in HANGS.items() if name not in LAUNCHED},
+    **ASYNCHRONOUS,
+    **{f"{name}, within a run": within_a_run(HANGS[name]) for name in IN_RUNS},
+}
 ANYRANK = ["-c", "import sys; from anyrank.cli import main; main(sys.argv[1:])"]
 
 
@@ -101,7 +109,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list
     """The folder of each hang, and the exit codes of its ranks; together, as each mostly waits."""
     folders = {name: tmp_path_factory.mktemp("hang") for name in TOGETHER}
     for name, folder in folders.items():
-        (folder / "train.py").write_text(HANGS[name].script)
+        (folder / "train.py").write_text(TOGETHER[name].script)
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in folders]
         for probe in probes:
@@ -119,7 +127,7 @@ def test_a_hang_names_its_rank_and_line(name: str, hung: dict[str, tuple[Path, l
     log = (folder / "log").read_text(errors="replace")
     assert 124 in codes, log
     assert len(screens(log)) == 1, log
-    check(read(folder / "out"), HANGS[name], folder / "train.py")
+    check(read(folder / "out"), TOGETHER[name], folder / "train.py")
 
 
 @pytest.mark.slow
