@@ -347,6 +347,10 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             ["rank 0 called all_reduce #7 at /u/train.py:11 main; rank 1 called all_gather #7 at"],
         ),
     ),
+    "two that differ, and one has gone on": (
+        [stands(0, called("all_reduce", 7, 11)), stands(1, called("barrier", 7, 12, is_done=True))],
+        ([], "mismatch", None, ["rank 0 called all_reduce #7 at", "rank 1 called barrier #7 at"]),
+    ),
     # Ranks 0, 1 wait in one group, 2 waits for 3 in another, and 3 for nobody that is missing.
     "several groups": (
         [
@@ -528,6 +532,13 @@ def test_an_entry_of_nccl_is_a_call_until_it_is_completed() -> None:
     assert first.stack == (Frame("/u/train.py", 7, "main"),)
     assert (second.name, second.sizes) == ("all_to_all", [])
     assert calls_of([entry(1, profiling_name="gloo:barrier", retired=True)])[0].is_done
+
+
+def test_a_root_and_the_others_make_one_call() -> None:
+    """A gather has outputs on its root alone, and a scatter inputs."""
+    for name, side in (("gather", "output"), ("scatter", "input")):
+        root, other = entry(1, name), entry(1, name, **{f"{side}_sizes": [], f"{side}_dtypes": []})
+        assert calls_of([root])[0].signature == calls_of([other])[0].signature
 
 
 def test_calls_under_way_and_the_newest_of_each_group_are_kept() -> None:

@@ -33,6 +33,7 @@ VAGUE = (
     "torch.distributed",
     "",
 )  # of a stack's collective: the record has its name
+UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls for which ranks may have other sizes
 AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
 
 
@@ -175,9 +176,11 @@ def _read(entry: dict[str, Any]) -> Call:
         group = f"{description} {group}"
     # A call of NCCL is retired at its time-out too; gloo's recorder knows no other end.
     is_done = entry["state"] == "completed" or (bool(entry["retired"]) and backend != "nccl")
-    side = "output" if "gather" in name or name == "scatter" else "input"
+    side = (
+        "output" if (name.startswith("all") and "gather" in name) or name == "scatter" else "input"
+    )
     sizes, dtypes = entry.get(f"{side}_sizes", []), entry.get(f"{side}_dtypes", [])
-    if "all_to_all" in name or "alltoall" in name or name == "gather":
+    if any(text in name for text in UNEVEN):
         sizes = []  # ranks may have others
     frames = entry.get("frames") or []
     stack = tuple(Frame(f["filename"], int(f["line"]), f["name"]) for f in frames)

@@ -242,7 +242,8 @@ class _Scene:
         """
         calls = {**self.pending, **(calls or {})} if hangs else calls or {}
         rest = [look.rank for look in self.answering if look.rank not in culprits]
-        waiting = [rank for rank in rest if rank in self.pending] or rest
+        waits = self.pending if culprits else calls  # of which some may have ended
+        waiting = [rank for rank in rest if rank in waits] or rest
         line = self.line(culprits[0], calls) if culprits else None
         shown = [calls[rank] for rank in (*culprits[:1], *waiting) if rank in calls]
         words = _Words(self, calls, waiting)
