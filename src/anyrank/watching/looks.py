@@ -164,15 +164,16 @@ class Eyes:
         reads = bytes_moved() - moved > MOVED_BYTES and not waiting_in
         # Without a call under way, a wait that takes a core is for the rank's own device.
         computes = is_busy and waiting_in == "wait" and not is_waiting and not switched_off()
+        at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
         kills = oom_kills() - self.killed_before
         return Look(
             self.rank,
             stack=stack,
-            at_work=reads or computes or after != before or works(stacks, is_busy, is_waiting),
+            at_work=at_work,
             is_busy=is_busy,
             has_finished=not threading.main_thread().is_alive(),
             dead_workers=self.workers.find_dead(),
-            workers=self._workers_at() if not is_waiting and not waiting_in else [],
+            workers=[] if at_work or is_waiting or waiting_in else self._workers_at(),
             calls=calls,
             recorder=switched_off(),
             detail=f"its cgroup killed {kills} for memory" if kills else "",
