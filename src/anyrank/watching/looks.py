@@ -93,7 +93,7 @@ class Look:
         """Back from the store."""
         plain: dict[str, Any] = json.loads(text)
         plain["stack"] = tuple(Frame(*frame) for frame in plain["stack"])
-        plain["calls"] = [Call.from_plain(call) for call in plain["calls"]]
+        plain["calls"] = [Call(**call) for call in plain["calls"]]
         return Look(**plain)
 
 

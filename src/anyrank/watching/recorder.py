@@ -66,6 +66,9 @@ class Call:
     shown: str = ""
     time_ns: int = 0
 
+    def __post_init__(self) -> None:
+        self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, where it was JSON
+
     @property
     def key(self) -> tuple[str, int]:
         """The same on ranks that have to make the same call."""
@@ -95,13 +98,6 @@ class Call:
             + (f" of {tensors}" if with_sizes and tensors else "")
             + group
         )
-
-    @staticmethod
-    def from_plain(plain: dict[str, Any]) -> Call:
-        """Back from JSON."""
-        call = Call(**plain)
-        call.stack = tuple(Frame(*frame) for frame in plain["stack"])
-        return call
 
 
 class _Plain(pickle.Unpickler):

@@ -25,10 +25,10 @@ def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, which would end it else."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            masks = dict(line.split(":\t", 1) for line in file if line.startswith("SigCgt"))
+            masks = [line.split()[1] for line in file if line.startswith("SigCgt")]
     except OSError:
         return False
-    return bool(int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def memory_file(pid: int, name: str) -> str:
