@@ -24,7 +24,7 @@ BUDGETS = {
     "files": 2650,
     "filling": 4450,
     "foreign": 2150,
-    "formats": 2600,
+    "formats": 2765,
     "frozen": 600,
     "inspection": 1450,
     "integrations": 3500,

@@ -14,6 +14,7 @@ from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range, read_whole
 from anyrank.foreign import shards
 from anyrank.formats import pickles, torch_file
+from anyrank.formats.first_bytes import saying_what_it_is
 from anyrank.tensors.spec import StoredTensor
 
 V = TypeVar("V")
@@ -152,7 +153,8 @@ class Collector:
         Raises:
             UnsafeFile: it is damaged, or its pickle names unknown globals.
         """
-        read = torch_file.read_file(self.storage, path)
+        with saying_what_it_is(self.storage, path):
+            read = torch_file.read_file(self.storage, path)
         base = len(self.files)
         self.files.append(read.info)
         self.checksums += (replace(c, file=base) for c in read.checksums)

@@ -24,7 +24,7 @@ from anyrank.foreign.checkpoint import (
     optimizer_of,
 )
 from anyrank.formats import dcp
-from anyrank.formats.pickles import extras_of
+from anyrank.formats.pickled_tables import extras_of
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import StoredTensor
 

@@ -10,10 +10,18 @@ from typing import Any, NamedTuple, cast
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.storage import Storage, inside, join_path, read_whole
-from anyrank.formats.weight_files import FILES, list_file
+from anyrank.formats.weight_files import ENDINGS, FILES, list_file
 from anyrank.wording import count
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
+# Of Meta's own releases: each is what one tensor-parallel rank holds.
+META_PART = re.compile(r"consolidated\.\d+\.pth$")
+OF_META = (
+    "one rank's part of a tensor parallel model, as Meta releases them, and the parts do not say "
+    "how they were cut: give the Hugging Face folder of the model, or convert it by transformers' "
+    "convert_llama_weights_to_hf.py"
+)
+SUBFOLDERS, SHOWN = 50, 3  # that are looked into, and named
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
 MAX_INDEX_BYTES = 1 << 30
 MAX_CONFIG_BYTES = 16 << 20
@@ -48,7 +56,25 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
         skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
         return join(_name(listings), listings, skipped)
     shown = ", ".join(names[:20]) or "nothing"
-    raise LoadError(f"{folder}: no weights here; the folder holds {shown}")
+    parts = [name for name in names if META_PART.match(name)]
+    if parts:
+        raise LoadError(f"{folder}: {parts[0]} is {OF_META}")
+    below = _weights_below(storage, folder)
+    hint = f"; weights are in {', '.join(below)}: give that folder" if below else ""
+    raise LoadError(f"{folder}: no weights here{hint}; the folder holds {shown}")
+
+
+def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
+    """The folders below one that hold files of weights, by names alone; a few of them."""
+    holders: list[str] = []
+    inner = [n for n, is_folder in storage.entries(folder).items() if is_folder and n[0] != "."]
+    for name in sorted(inner)[:SUBFOLDERS]:
+        path = join_path(folder, name)
+        if any(entry.endswith((*ENDINGS, ".distcp")) for entry in storage.names(path)):
+            holders.append(name)
+        elif depth > 1:
+            holders += [f"{name}/{deeper}" for deeper in _weights_below(storage, path, depth - 1)]
+    return holders[:SHOWN]
 
 
 def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:

@@ -7,20 +7,20 @@ refused.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import pickletools
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.listing import EXTRA_STATE, extra_of
-from anyrank.tensors.names import NESTED, is_other_part
+from anyrank.errors import UnsafeFile
+from anyrank.wording import first_few
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,6 @@ STORAGES = {  # torch's classes of storages, of which only the dtype matters
     "ComplexDoubleStorage": torch.complex128,
 }
 
-NOT_WEIGHTS = "not among the weights"
 # Plain data that training scripts store along with weights. Never constructed, so never harmful.
 INERT_MODULES = (
     "argparse.",
@@ -242,6 +241,46 @@ TABLE: dict[str, Any] = {
 }
 
 
+SAVE_STATE = (
+    "where its code is installed, and if you trust the file, save "
+    "torch.load(path, weights_only=False){}.state_dict() with torch.save, and give that"
+)
+
+
+class _UnknownName(UnsafeFile):
+    """A pickle names a global that is not known.
+
+    Attributes:
+        name: of the first.
+    """
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def refusal(names: Sequence[str], path: str, *, is_module: bool = False) -> str:
+    """Why a pickle with globals that are not known is not read, in words.
+
+    Args:
+        names: of the globals.
+        path: of the file.
+        is_module: whether it is of a whole module, whose class is the first name.
+    """
+    shown = ", ".join(first_few(list(names), 10))
+    if is_module:
+        return (
+            f"{path}: holds a module of class {names[0]}, and not a dict of its tensors; its "
+            f"pickle names {shown}, which could run code; nothing was run: "
+            f"{SAVE_STATE.format('')} (or [key].state_dict() of the module in a dict)"
+        )
+    return (
+        f"{path}: its pickle names {shown}, which could run code; nothing was run. "
+        "If you trust the file, re-save its tensors as safetensors, or allow the name with "
+        "torch.serialization.add_safe_globals"
+    )
+
+
 class TensorUnpickler(pickle.Unpickler):
     """Unpickles a tree of containers, numbers, texts and tensor references.
 
@@ -283,11 +322,15 @@ class TensorUnpickler(pickle.Unpickler):
             return type(global_name.rsplit(".", 1)[-1], (Record,), {})
         if name.startswith(INERT_MODULES) or name in _trusted_by_user():
             return type(global_name.rsplit(".", 1)[-1], (Inert,), {})
-        raise UnsafeFile(
-            f"{self.path}: its pickle names {name}, which could run code; nothing was run. "
-            "If you trust the file, re-save its tensors as safetensors, or allow the name with "
-            "torch.serialization.add_safe_globals"
-        )
+        raise _UnknownName(name, refusal([name], self.path))
+
+    def is_known(self, name: str) -> bool:
+        """Whether a global is in the table, or plain data that is kept as an empty object."""
+        try:
+            self.find_class(*name.rsplit(".", 1))
+        except UnsafeFile:
+            return False
+        return True
 
     def persistent_load(self, pid: Any, /) -> StorageRef:
         kind, dtype, key = pid[0], pid[1], pid[2]
@@ -358,105 +401,23 @@ def load(file: Any, path: str) -> Any:
 def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
     """The object that these bytes spell."""
     check_bounds(data, path)
-    return TensorUnpickler(io.BytesIO(data), path, extra).tree()
+    unpickler = TensorUnpickler(io.BytesIO(data), path, extra)
+    try:
+        return unpickler.tree()
+    except _UnknownName as error:
+        names = [name for name in _globals_in(data) if not unpickler.is_known(name)]
+        is_module = bool(names) and b"_modules" in data and b"_parameters" in data
+        raise UnsafeFile(refusal(names or [error.name], path, is_module=is_module)) from error
 
 
-@dataclass(frozen=True)
-class FoundTable:
-    """The weights in a checkpoint.
-
-    Attributes:
-        table: key -> tensor, or a table of them.
-        others: what else there is, with the reason why it is not among the weights.
-        name: of the table; "" where it is the checkpoint itself.
-        tables: names in `table` of tables, none of which is known as that of the weights.
-    """
-
-    table: dict[Any, Any]
-    others: list[str]
-    name: str = ""
-    tables: frozenset[str] = frozenset()
-
-
-def find_table(tree: Any, path: str) -> FoundTable:
-    """The table of weights in a checkpoint, and what else it holds.
-
-    It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
-    do, the one with more of them: a generator's state may lie alongside the weights. Where there is
-    none, tables of other names are left to who asks.
-
-    Raises:
-        LoadError: there is none at all.
-    """
-    if isinstance(tree, TensorRef):
-        return FoundTable({"": tree}, [])
-    if not isinstance(tree, dict):
-        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of weights")
-    entries = cast("dict[Any, Any]", tree)
-    direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
-    for name in NESTED:
-        inner = entries.get(name)
-        if isinstance(inner, dict) and len(refs_of(inner)) > len(direct):
-            table = cast("dict[Any, Any]", inner)
-            others = {key: value for key, value in entries.items() if key != name}
-            others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
-            notes = [_why_not(*entry, chosen=name) for entry in others.items()]
-            return FoundTable(table, notes, name)
-    if direct:
-        known = {*direct, *extras_of(entries)}
-        return FoundTable(entries, [_why_not(k, v) for k, v in entries.items() if k not in known])
-    if tables := tables_of(tree):
-        others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
-        return FoundTable({**tables}, others, tables=frozenset(tables))
-    for key, value in entries.items():
-        if isinstance(value, Bytesless):
-            raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
-    keys = ", ".join(str(key) for key in list(entries)[:20])
-    raise LoadError(
-        f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
-        "give the inner dict, as torch.load(path, weights_only=True)[key]"
-    )
-
-
-def tables_of(tree: Any) -> dict[str, dict[Any, Any]]:
-    """The entries of a checkpoint that are tables of tensors by name, but for optimizers."""
-    entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
-    return {
-        key: cast("dict[Any, Any]", value)
-        for key, value in entries.items()
-        if isinstance(key, str) and isinstance(value, dict) and not is_other_part(key)
-        if "param_groups" not in value and refs_of(cast("dict[Any, Any]", value))
-    }
-
-
-def _why_not(key: Any, value: Any, chosen: str = "") -> str:
-    if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
-        return f"{key}: weights too, and those of {chosen or 'the root'} were read"
-    return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
-
-
-def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
-    """The tensors of a table of weights: its own, or where it has none, those of nested tables."""
-    if any(isinstance(value, TensorRef) for value in table.values()):
-        return {str(key): ref for key, ref in table.items() if isinstance(ref, TensorRef)}
-    return dict(_tensors(table))
-
-
-def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
-    """Extra state of modules that stands among the weights and is not a tensor."""
-    return {
-        str(key): extra_of(value)
-        for key, value in table.items()
-        if str(key).rsplit(".", 1)[-1] == EXTRA_STATE and not isinstance(value, TensorRef)
-    }
-
-
-def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:
-    for key, value in tree.items():
-        if isinstance(value, TensorRef):
-            yield f"{prefix}{key}", value
-        elif isinstance(value, dict):
-            yield from _tensors(value, f"{prefix}{key}.")
+def _globals_in(data: bytes) -> list[str]:
+    """The globals that a pickle names, in order, each once; none are looked up."""
+    names: dict[str, None] = {}
+    with contextlib.suppress(Exception):  # who gave up already says what is wrong with it
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "GLOBAL":
+                names[str(argument).replace(" ", ".")] = None
+    return list(names)
 
 
 def _trusted_by_user() -> set[str]:

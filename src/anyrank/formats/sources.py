@@ -126,7 +126,11 @@ def list_source(source: Source) -> Listing:
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
         return _list_path(os.fspath(source))
-    listings = [_list_path(os.fspath(path)) for path in source]
+    paths = [os.fspath(path) for path in source]
+    parts = [path for path in paths if huggingface.META_PART.match(os.path.basename(path))]
+    if len(parts) > 1:
+        raise LoadError(f"{parts[0]}: is {huggingface.OF_META}")
+    listings = [_list_path(path) for path in paths]
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from anyrank.errors import AnyrankError, LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, read_range
-from anyrank.formats import pickles
+from anyrank.formats import pickled_tables, pickles
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
 
@@ -24,7 +24,7 @@ LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
 
 
-class _RangeIO(io.RawIOBase):
+class RangeIO(io.RawIOBase):
     """Bytes [start, start + size) of an open file as a seekable stream."""
 
     def __init__(self, file: OpenFile, start: int, size: int) -> None:
@@ -64,16 +64,16 @@ def list_file(storage: Storage, path: str) -> Listing:
     name = read.name
     if isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree:
         name = "lightning"
-    content = pickles.find_table(read.tree, path)
+    content = pickled_tables.find_table(read.tree, path)
     table = content.table
-    tensors = {key: read.stored(key, ref) for key, ref in pickles.refs_of(table).items()}
+    tensors = {key: read.stored(key, ref) for key, ref in pickled_tables.refs_of(table).items()}
     return Listing(
         name,
         (read.info,),
         tensors,
         checksums=read.checksums,
         skipped=tuple(content.others),
-        extras=pickles.extras_of(table),
+        extras=pickled_tables.extras_of(table),
         unreadable={
             str(key): f"a {value.kind}"
             for key, value in table.items()
@@ -90,11 +90,11 @@ def _beside(read: TorchFile, chosen: str) -> dict[str, StoredTensor]:
     read: a table that nobody asks for is no reason to refuse the file.
     """
     beside: dict[str, StoredTensor] = {}
-    tables = pickles.tables_of(read.tree) if chosen else {}
+    tables = pickled_tables.tables_of(read.tree) if chosen else {}
     for name, table in tables.items():
         if name != chosen:
             with contextlib.suppress(LoadError):
-                refs = pickles.refs_of({name: table})
+                refs = pickled_tables.refs_of({name: table})
                 beside |= {key: read.stored(key, ref) for key, ref in refs.items()}
     return beside
 
@@ -186,7 +186,7 @@ def read_zip(
     """
     path = file.path
     try:
-        archive = zipfile.ZipFile(io.BufferedReader(_RangeIO(file, start, size), 1 << 16))
+        archive = zipfile.ZipFile(io.BufferedReader(RangeIO(file, start, size), 1 << 16))
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
         raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -223,7 +223,7 @@ def read_zip(
 
 def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
     path = file.path
-    stream = io.BufferedReader(_RangeIO(file, 0, size), 1 << 16)
+    stream = io.BufferedReader(RangeIO(file, 0, size), 1 << 16)
     magic, protocol = pickles.load(stream, path), pickles.load(stream, path)
     system = pickles.load(stream, path)
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL:

@@ -14,6 +14,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
 from anyrank.formats import safetensors, torch_file
+from anyrank.formats.first_bytes import saying_what_it_is
 
 HEAD_BYTES = 9  # by which files of other endings are told
 
@@ -57,8 +58,9 @@ def list_file(storage: Storage, path: str) -> Listing:
         LoadError: it is in none of them.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
-    file_format = FILES.get(os.path.splitext(path)[1].lower()) or _by_head(storage, path)
-    return file_format.list_file(storage, path)
+    with saying_what_it_is(storage, path):
+        file_format = FILES.get(os.path.splitext(path)[1].lower()) or _by_head(storage, path)
+        return file_format.list_file(storage, path)
 
 
 def _by_head(storage: Storage, path: str) -> FileFormat:

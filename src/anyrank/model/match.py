@@ -31,6 +31,7 @@ from anyrank.model.tensors import (
 )
 from anyrank.tensors.names import (
     Near,
+    candidates,
     match_keys,
     renamer,
     wrong_prefix,
@@ -150,6 +151,7 @@ def match_model(
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
     keep = sorted(set(missing).difference(initialise))
     problems = _problems(tensors, filled, absent, unexpected, options)
+    problems += _unread(listing, tensors, absent, renamer(options.rename))
     problems += _untied(inner, tensors, missing)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
@@ -257,6 +259,20 @@ def is_pinned(target: ModelTensor) -> bool:
     if info is None or info.source is None:
         return False
     return info.tensors is not None and not target.is_meta
+
+
+def _unread(
+    listing: Listing, targets: list[ModelTensor], absent: list[int], rename: Callable[[str], str]
+) -> list[str]:
+    """Missing tensors of which the source has something that is not read: first values would stand
+    in for weights that are there.
+    """
+    wanted = {name for index in absent for name in targets[index].flat_names()}
+    return [
+        f"{key}: is {what}, which is not read, and missing= stands for what a source has not"
+        for key, what in listing.unreadable.items()
+        if not wanted.isdisjoint(candidates(rename(key)))
+    ]
 
 
 def _untied(inner: Any, targets: list[ModelTensor], missing: list[int]) -> list[str]:

@@ -1,0 +1,159 @@
+"""The tables in what `torch.save` put into a file: the weights, and what else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import EXTRA_STATE, extra_of
+from anyrank.formats.pickles import SAVE_STATE, Bytesless, DTensorRef, Inert, TensorRef
+from anyrank.tensors.names import NESTED, is_other_part
+from anyrank.wording import first_few
+
+NOT_WEIGHTS = "not among the weights"
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """The weights in a checkpoint.
+
+    Attributes:
+        table: key -> tensor, or a table of them.
+        others: what else there is, with the reason why it is not among the weights.
+        name: of the table; "" where it is the checkpoint itself.
+        tables: names in `table` of tables, none of which is known as that of the weights.
+    """
+
+    table: dict[Any, Any]
+    others: list[str]
+    name: str = ""
+    tables: frozenset[str] = frozenset()
+
+
+def find_table(tree: Any, path: str) -> FoundTable:
+    """The table of weights in a checkpoint, and what else it holds.
+
+    It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
+    do, the one with more of them: a generator's state may lie alongside the weights. Where there is
+    none, tables of other names are left to who asks.
+
+    Raises:
+        LoadError: there is none at all.
+    """
+    if isinstance(tree, TensorRef):
+        return FoundTable({"": tree}, [])
+    if not isinstance(tree, dict):
+        raise LoadError(
+            f"{path}: holds a {type(tree).__name__}, not a dict of weights: {SAVE_STATE.format('')}"
+        )
+    entries = cast("dict[Any, Any]", tree)
+    direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
+    _check_whole(entries, path)
+    for name in NESTED:
+        inner = entries.get(name)
+        if isinstance(inner, dict):
+            _check_whole(cast("dict[Any, Any]", inner), path)
+        if isinstance(inner, dict) and len(refs_of(inner)) > len(direct):
+            table = cast("dict[Any, Any]", inner)
+            others = {key: value for key, value in entries.items() if key != name}
+            others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
+            notes = [_why_not(*entry, chosen=name) for entry in others.items()]
+            return FoundTable(table, notes, name)
+    if direct:
+        known = {*direct, *extras_of(entries)}
+        return FoundTable(entries, [_why_not(k, v) for k, v in entries.items() if k not in known])
+    if tables := tables_of(tree):
+        others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
+        return FoundTable({**tables}, others, tables=frozenset(tables))
+    for key, value in entries.items():
+        if isinstance(value, Bytesless):
+            raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
+    if arrays := _arrays_in(entries):
+        raise LoadError(
+            f"{path}: holds arrays of NumPy ({', '.join(first_few(arrays, 3))}) and no tensors: "
+            "save a dict of torch.from_numpy(...)"
+        )
+    objects = [key for key, value in entries.items() if type(value).__base__ is Inert]
+    if objects:
+        key = objects[0]
+        raise LoadError(
+            f"{path}: no dict of weights; {key} is a {type(entries[key]).__name__}: "
+            f"{SAVE_STATE.format(f'[{key!r}]')}"
+        )
+    keys = ", ".join(str(key) for key in list(entries)[:20])
+    raise LoadError(
+        f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
+        "give the inner dict, as torch.load(path, weights_only=True)[key]"
+    )
+
+
+def tables_of(tree: Any) -> dict[str, dict[Any, Any]]:
+    """The entries of a checkpoint that are tables of tensors by name, but for optimizers."""
+    entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
+    return {
+        key: cast("dict[Any, Any]", value)
+        for key, value in entries.items()
+        if isinstance(key, str) and isinstance(value, dict) and not is_other_part(key)
+        if "param_groups" not in value and refs_of(cast("dict[Any, Any]", value))
+    }
+
+
+def _arrays_in(table: Mapping[Any, Any]) -> list[str]:
+    """The names of NumPy's arrays in a table, and in the tables in it."""
+    names: list[str] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = _arrays_in(cast("dict[Any, Any]", value))
+            names += [f"{key}.{name}" for name in inner]
+        elif type(value).__name__ == "_reconstruct":
+            names.append(str(key))
+    return names
+
+
+def _check_whole(table: Mapping[Any, Any], path: str) -> None:
+    """Refuse a table with shares of one rank, of which the tensors beside them are only the rest.
+
+    Raises:
+        LoadError: names some.
+    """
+    shares = [str(key) for key, value in table.items() if isinstance(value, DTensorRef)]
+    if shares:
+        raise LoadError(
+            f"{path}: holds DTensors ({', '.join(first_few(shares, 3))}), of which one rank's file "
+            "has that rank's part alone, as torch.save of a sharded model's state_dict() leaves "
+            "them: on as many ranks as saved them give each rank its own, anyrank.load(model, "
+            "torch.load(its file, weights_only=False)[...]); or save with "
+            "torch.distributed.checkpoint or anyrank.Checkpoints, which any number of ranks reads"
+        )
+
+
+def _why_not(key: Any, value: Any, chosen: str = "") -> str:
+    if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
+        return f"{key}: weights too, and those of {chosen or 'the root'} were read"
+    return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
+
+
+def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
+    """The tensors of a table of weights: its own, or where it has none, those of nested tables."""
+    if any(isinstance(value, TensorRef) for value in table.values()):
+        return {str(key): ref for key, ref in table.items() if isinstance(ref, TensorRef)}
+    return dict(_tensors(table))
+
+
+def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
+    """Extra state of modules that stands among the weights and is not a tensor."""
+    return {
+        str(key): extra_of(value)
+        for key, value in table.items()
+        if str(key).rsplit(".", 1)[-1] == EXTRA_STATE and not isinstance(value, TensorRef)
+    }
+
+
+def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:
+    for key, value in tree.items():
+        if isinstance(value, TensorRef):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _tensors(value, f"{prefix}{key}.")
