@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
+from anyrank.filling import lane as lanes
 from anyrank.filling import move
 from anyrank.testing import run_ranks
 
@@ -195,6 +197,51 @@ def window(path: str, device: torch.device) -> Any:
     return pinned, right or not device.index, report.bytes_sent
 
 
+def lane(path: str, device: torch.device, kind: str) -> Any:
+    """From device to device by rounds on a group of simccl's own, behind what is under way."""
+    from tests.device.sim import _C
+
+    if kind == "misplaced":
+        torch.accelerator.set_device_index(0)  # as where the script forgets it
+        torch.get_device_module("sim").used_devices(clear=True)
+    rounds: list[int] = []
+
+    class Counted:
+        def __init__(self, store: Any, *shape: int) -> None:
+            gloo = dist.ProcessGroupGloo(store, *shape, timedelta(seconds=60))
+            self.group = _C.make_backend(gloo, *shape)
+
+        def alltoall_base(self, target: torch.Tensor, source: torch.Tensor, *splits: Any) -> Any:
+            assert target.device == source.device == device
+            rounds.append(len(rounds))
+            return self.group.alltoall_base(target, source, *splits)
+
+        def abort(self) -> None:
+            self.group.abort()
+
+    wanted = [torch.randn(96, 64, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    names = [f"t{n}" for n in range(3)]
+    src: Any = None
+    dst: Any = None
+    if device.index == 0:
+        src = {name: w.to(device).t() for name, w in zip(names, wanted, strict=True)}
+        for tensor in src.values():
+            tensor.mul_(2)  # still under way when the call begins
+    else:
+        dst = {name: torch.ones(64, 96, device=device).bfloat16() for name in names}
+        dst["t0"].mul_(7)
+    calls = lanes.LaneKind("simccl", Counted, 0, 4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "choose_lane", lambda devices: calls)
+        weights = anyrank.Sync(dst, src, verify=kind == "verify", atomic=kind == "atomic")
+        reports = [weights() for _ in range(2)]
+    right = all(
+        torch.equal(tensor.cpu(), (w.t() * 2).bfloat16())
+        for tensor, w in zip((dst or {}).values(), wanted, strict=dst is not None)
+    )
+    return right, len(rounds), reports[1].lane, reports[1].lane_bytes, reports[1].bytes_sent
+
+
 class Reads(TorchDispatchMode):
     """Counts the host's waits for a value on the device."""
 
@@ -246,6 +293,7 @@ def exact(path: str, device: torch.device) -> dict[str, str]:
 
 
 JOBS: dict[str, Any] = {
+    "lane": lane,
     "load": load,
     "misplaced": misplaced,
     "resume": resume,
@@ -285,6 +333,13 @@ def test_a_unit_that_computes_on_another_ranks_device_is_refused(tmp_path: Path)
 @pytest.mark.parametrize("wrap", ["fsdp", "offloaded"])
 def test_live_weights_go_between_devices(tmp_path: Path, wrap: str, meta: bool) -> None:
     assert on_two_ranks(tmp_path, "sync", wrap, meta) == [(True, 0, True)] * 2
+
+
+@pytest.mark.parametrize("kind", ["", "verify", "atomic", "misplaced"])
+def test_the_lane_from_device_to_device(tmp_path: Path, kind: str) -> None:
+    """3 x 12 KiB in rounds of 21 rows: twelve in each call, and one that connects."""
+    wanted = (True, 25, "simccl", [8064, 8064], [36864, 0])
+    assert on_two_ranks(tmp_path, "lane", kind) == [wanted, wanted]
 
 
 def test_a_window_of_page_locked_memory_goes_round(

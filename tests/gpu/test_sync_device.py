@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.filling.move import LocalMemory
+from anyrank.filling.places import LocalMemory
 
 pytestmark = pytest.mark.gpu
 

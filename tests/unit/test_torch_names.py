@@ -80,6 +80,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(torch._utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
     have(torch.utils, "_pytree")
     have(torch, "_subclasses", "_foreach_copy_")
+    have(dist.ProcessGroupGloo.Options, "_timeout")
     have(nn.modules.module, "_has_any_global_hook")
     have(torch._C, "_are_functorch_transforms_active", "_clear_DTensor_sharding_propagator_cache")
     have(torch.autograd.forward_ad, "_current_level")

@@ -7,7 +7,7 @@ coordinates only, which are a few numbers each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import is_trained_copy
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
+from anyrank.world.device import name_device
 from anyrank.world.ranks import Ranks
 
 Module = nn.Module | Mapping[str, Any] | None
@@ -232,6 +233,16 @@ def check_values(end: End) -> None:
             f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
             "load or materialize it first"
         )
+
+
+def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
+    """On which device of its own a rank has all tensors that may move; "" for the CPU's, and
+    "several" where they are not in one place, or on meta.
+    """
+    devices = {tensor.tensor.device for tensor in tensors if tensor.kind != "derived"}
+    if len(devices) > 1:
+        return "several"
+    return name_device(devices.pop()) if devices else ""
 
 
 def _as_module(model: Module) -> nn.Module:

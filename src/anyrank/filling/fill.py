@@ -30,12 +30,15 @@ PLACED = (
 
 
 class Moved(NamedTuple):
-    """Bytes that one rank has moved."""
+    """Bytes that one rank has moved; those of buffers and a group on its device; by what lane."""
 
     read: int = 0
     sent: int = 0
     received: int = 0
     copied: int = 0
+    buffers: int = 0
+    group: int = 0
+    lane: str = ""
 
 
 class Measured(NamedTuple):

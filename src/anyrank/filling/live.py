@@ -13,8 +13,9 @@ from anyrank.filling.fill import Moved, Side, fill
 from anyrank.filling.flows import Flow
 from anyrank.filling.live_flows import in_rounds
 from anyrank.filling.merge import Adapters
-from anyrank.filling.messages import Route
-from anyrank.filling.move import WHAT, LocalMemory, Mover, window_for
+from anyrank.filling.messages import WHAT, Route
+from anyrank.filling.move import Mover, window_for
+from anyrank.filling.places import LocalMemory
 from anyrank.filling.planning import Agreement, SyncCall
 from anyrank.filling.report import SyncReport
 from anyrank.filling.verify import check_before, check_equal
@@ -47,6 +48,9 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
         **filled.fields(),
         bytes_received=[moved.received for moved in filled.moved],
         bytes_copied=[moved.copied for moved in filled.moved],
+        lane=filled.moved[0].lane,
+        lane_bytes=[moved.buffers for moved in filled.moved],
+        group_bytes=[moved.group for moved in filled.moved],
         is_planned=agreed.is_planned,
         verified=side.verified,
     )
@@ -150,7 +154,14 @@ class LiveSide(Side):
             sum(mover.sent for mover in movers),
             sum(mover.received for mover in movers),
         )
-        return Moved(sent=sent, received=received, copied=self.mover.copied)
+        return Moved(
+            sent=sent,
+            received=received,
+            copied=self.mover.copied,
+            buffers=self.mover.buffer_bytes,
+            group=self.mover.group_bytes,
+            lane=self.mover.lane,
+        )
 
     def left(self) -> str:
         """What an error says of `dst`."""
@@ -164,8 +175,16 @@ class LiveSide(Side):
         transfers = (transfer for flow in moved for transfer in flow.transfers)
         is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
         window = 0 if is_alone else window_for(BUFFER_BYTES.get())
-        rounds = in_rounds(moved, self.plan.receivers)
-        return Mover(rounds, places, self.ranks, window, self.meter.sample, route)
+        rounds = [*in_rounds(moved, self.plan.receivers)]
+        return Mover(
+            rounds,
+            places,
+            self.ranks,
+            window,
+            self.meter.sample,
+            route,
+            self.plan.accelerators,
+        )
 
     @cached_property
     def _memory(self) -> dict[int, torch.Tensor]:

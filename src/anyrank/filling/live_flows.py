@@ -54,6 +54,7 @@ class SyncPlan:
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
         renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
+        accelerators: of all ranks, in the group's order; see `choose_lane`.
         route: the messages of `flows`, once they are made.
     """
 
@@ -66,6 +67,7 @@ class SyncPlan:
     rebuild: bool
     receivers: int
     renamed: dict[str, str]
+    accelerators: tuple[str, ...]
     route: Route = field(default_factory=Route, compare=False)
 
 
@@ -76,12 +78,14 @@ class EndsSummary:
     Attributes:
         src, dst: digests of their rows; empty for None.
         src_at, dst_at: this rank's coordinates, by the rows of each.
+        accelerator: on which all its tensors are; see `accelerator_of`.
     """
 
     src: str
     src_at: Coordinates
     dst: str
     dst_at: Coordinates
+    accelerator: str
 
 
 def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
@@ -170,6 +174,7 @@ class Planner:
             rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
             receivers=sum(map(len, to_ranks)),
             renamed=renamed,
+            accelerators=tuple(summary.accelerator for summary in self.summaries.values()),
         )
 
     def _matched(

@@ -17,6 +17,8 @@ from anyrank.filling.flows import Flow
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.transfers import Transfer
 
+MESSAGE_BYTES = 1 << 20  # at most, over gloo; the same on all ranks
+WHAT = "passing on the weights"
 ALIGN = 16  # of messages in memory, and of blocks in a message
 
 Geometry = Sequence[tuple[Any, ...]]
@@ -110,14 +112,14 @@ class Message:
 
 
 def messages_of(
-    flows: Iterable[Flow], most_bytes: int, is_one_copy: Callable[[Flow, Transfer], bool]
+    flows: Iterable[Flow], most_bytes: int, piece_bytes: Callable[[Flow, Transfer, int], int]
 ) -> list[Message]:
     """A rank's messages in their order, of at most so many bytes each; the same at both ends.
 
     Args:
         flows: with this rank's transfers.
         most_bytes: of a message between two ranks.
-        is_one_copy: whether a rank's own transfer is not cut.
+        piece_bytes: of a transfer's blocks, at most; with the most of a message.
     """
     messages: list[Message] = []
     opened: dict[tuple[int, int], Message] = {}
@@ -125,8 +127,7 @@ def messages_of(
         itemsize = flow.wire_dtype.itemsize
         for transfer in flow.transfers:
             pair = (transfer.sender, transfer.receiver)
-            is_whole = pair[0] == pair[1] and is_one_copy(flow, transfer)
-            for box in [transfer.box] if is_whole else transfer.box.cut(most_bytes // itemsize):
+            for box in transfer.box.cut(piece_bytes(flow, transfer, most_bytes) // itemsize):
                 nbytes = box.numel * itemsize
                 message = opened.get(pair)
                 offset = 0 if message is None else aligned(message.nbytes)
@@ -157,6 +158,7 @@ class Route:
         self.checked: Geometry = ()
         self._targets: Geometry = ()
         self._kept: dict[int, list[Message]] = {}
+        self.lane: Any = None  # see `lane.py`; False where it was asked for, and there is none
 
     def begin(self, checked: Geometry, targets: Geometry) -> None:
         """Forget the messages if strides or devices of either end have changed.

@@ -10,9 +10,8 @@ has keeps to the order, with memory of no meaning.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -20,126 +19,21 @@ import torch
 from anyrank import faults
 from anyrank.files.reader import synchronize
 from anyrank.filling.flows import Flow
-from anyrank.filling.merge import Adapters
+from anyrank.filling.lane import Lane, LaneRun, find_lane
 from anyrank.filling.messages import (
     ALIGN,
-    Block,
+    MESSAGE_BYTES,
+    WHAT,
     Message,
     Route,
-    StridedView,
     aligned,
-    copy_all,
     messages_of,
 )
-from anyrank.tensors.box import Box
-from anyrank.tensors.transfers import Strip, Transfer
+from anyrank.filling.places import LocalMemory
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Interrupted, Ranks
 
-MESSAGE_BYTES = 1 << 20  # at most; the same on all ranks
-DIMS = tuple(range(64))  # as many as a tensor may have
-WHAT = "passing on the weights"
-
 T = TypeVar("T")
-
-
-class LocalMemory:
-    """This rank's memory of a source and of the model that is filled.
-
-    Attributes:
-        sources: number of a source tensor -> what this rank holds of it.
-        targets: position in `dst` -> what this rank has to fill of it.
-        adapters: what is added to sources while they are read.
-    """
-
-    def __init__(
-        self,
-        sources: Mapping[int, torch.Tensor],
-        targets: Mapping[int, torch.Tensor],
-        adapters: Adapters | None = None,
-    ) -> None:
-        self.sources = sources
-        self.targets = targets
-        self.adapters = adapters or Adapters({}, {})
-
-    def begin(self, flows: Sequence[Flow]) -> None:
-        """Make ready what this rank gives in a round."""
-
-    @cached_property
-    def devices(self) -> set[torch.device]:
-        """The devices of both, without the CPU."""
-        tensors = (*self.sources.values(), *self.targets.values())
-        return {tensor.device for tensor in tensors if not tensor.is_cpu}
-
-    def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """The elements of a box as this rank's source holds them, in the order of `dst`."""
-        strip = flow.strips[transfer.strip]
-        memory = self.sources[strip.source]
-        is_plain = strip.source not in self.adapters.added
-        if is_plain and memory.shape == box.sizes and strip.dims == DIMS[: memory.dim()]:
-            return memory  # all of it
-        inside = strip.to_source(box)
-        moved = inside.relative_to(strip.to_source(transfer.box).offsets)
-        view = memory[moved.shifted(transfer.source).slices()]
-        if not is_plain:
-            view = self.adapters.add_to(view, strip.source, inside)
-        return _turned(view, strip, box.sizes)
-
-    def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `source_view` makes the values, so that nothing holds them."""
-        return flow.strips[transfer.strip].source in self.adapters.added
-
-    def is_one_copy(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether what this rank gives itself needs no memory beside the two ends, however large.
-
-        What is computed would be as large as the transfer, and so would be the temporary that a
-        cast or a strided side takes between two devices.
-        """
-        source = self.sources.get(flow.strips[transfer.strip].source)
-        if source is None or self.is_computed(flow, transfer):
-            return False
-        return source.device == self._target(flow).device
-
-    def settle(self) -> None:
-        """Wait until the devices have come to the copies under way."""
-        for device in self.devices:
-            torch.accelerator.current_stream(device).synchronize()
-
-    def target_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """Where this rank's `dst` has the elements of a box."""
-        into = self._target(flow)
-        if into.shape == box.sizes:
-            return into  # all of it
-        return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]
-
-    def source_of(self, block: Block) -> torch.Tensor:
-        """`source_view` of a block, whose place is kept."""
-        memory = self.sources[block.number]
-        if block.source is not None:
-            return block.source.view(memory)
-        view = self.source_view(block.flow, block.transfer, block.box)
-        block.source = StridedView.find(view, memory)
-        return view
-
-    def target_of(self, block: Block) -> torch.Tensor:
-        """`target_view` of a block, whose place is kept."""
-        memory = self._target(block.flow)
-        if block.target is not None:
-            return block.target.view(memory)
-        view = self.target_view(block.flow, block.transfer, block.box)
-        block.target = StridedView.find(view, memory)
-        return view
-
-    def _target(self, flow: Flow) -> torch.Tensor:
-        return self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
-
-
-def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
-    if strip.dims == DIMS[: view.dim()]:
-        return view
-    order = [dim for dim in strip.dims if dim >= 0]
-    rest = [dim for dim in range(view.dim()) if dim not in order]  # of size 1 in the box
-    return view.permute(order + rest).reshape(tuple(sizes))
 
 
 @dataclass(slots=True)
@@ -172,10 +66,13 @@ class Mover:
         window_bytes: of messages that are under way; 0 where this rank sends and receives nothing.
         sample: called now and then, to measure memory.
         route: keeps the messages for a later call with the same rounds. Default: they are made
-            anew.
+            anew, and go over gloo.
+        accelerators: of all ranks, as `choose_lane` takes them.
 
     Attributes:
         sent, received, copied: bytes of this rank.
+        lane: the name of the library by which bytes went from device to device; else "".
+        buffer_bytes, group_bytes: of the device's memory that this took.
     """
 
     def __init__(
@@ -186,20 +83,23 @@ class Mover:
         window_bytes: int,
         sample: Callable[[], None],
         route: Route | None = None,
+        accelerators: Sequence[str] = (),
     ) -> None:
         self.rounds = rounds
         self.places = places
         self.ranks = ranks
         self.sample = sample
         self.route = route
+        self.accelerators = accelerators
         self.window = window_bytes // ALIGN * ALIGN
         self.message_bytes = min(MESSAGE_BYTES, window_bytes // 4 or MESSAGE_BYTES)
         self.devices = places.devices
-        self.memory = self._allocate()
+        self.memory = self._allocate(0 if route is not None and route.lane else self.window)
         self.pending: deque[_UnderWay] = deque()
         self.under_way = 0
         self.problem: Exception | None = None
-        self.sent = self.received = self.copied = 0
+        self.lane = ""
+        self.sent = self.received = self.copied = self.buffer_bytes = self.group_bytes = 0
 
     def run(self) -> None:
         """Move everything. What fails in the last round is agreed on by the caller.
@@ -210,6 +110,12 @@ class Mover:
         """
         for device in self.devices:  # the caller's streams may still use what is moved
             synchronize(device)
+        if self.route is not None:
+            flows = [flow for flows in self.rounds for flow in flows]
+            lane = find_lane(self.accelerators, flows, self.places, self.ranks, self.route)
+            if lane is not None:
+                self._take_lane(lane, flows, self.route)
+                return
         for number, flows in enumerate(self.rounds):
             if number and self.ranks.any(self.problem is not None, WHAT):
                 raise self.problem or Interrupted
@@ -220,9 +126,24 @@ class Mover:
         if self.problem is not None:
             raise self.problem
 
+    def _take_lane(self, lane: Lane, flows: Sequence[Flow], route: Route) -> None:
+        """From device to device. Raises as `run`."""
+        messages = lane.messages(flows, self.places, route)
+        run = LaneRun(
+            lane, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
+        )
+        self.lane = lane.kind.name
+        try:
+            run.run(self.sample)
+        finally:
+            self.sent, self.received, self.copied = run.sent, run.received, run.copied
+            self.buffer_bytes, self.group_bytes = run.buffer_bytes, run.group_bytes
+            if self.problem is not None:
+                raise self.problem
+
     def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
         def make() -> list[Message]:
-            return messages_of(flows, self.message_bytes, self.places.is_one_copy)
+            return messages_of(flows, self.message_bytes, self.places.piece_bytes)
 
         return make() if self.route is None else self.route.messages(number, make)
 
@@ -249,8 +170,7 @@ class Mover:
         return None
 
     def _copy(self, message: Message) -> None:
-        sources = [self.places.source_of(block) for block in message.blocks]
-        copy_all([self.places.target_of(block) for block in message.blocks], sources)
+        self.places.copy(message)
         self.copied += message.target_bytes
 
     def _send(self, message: Message) -> None:
@@ -284,12 +204,12 @@ class Mover:
 
     def _fill(self, message: Message, memory: torch.Tensor) -> None:
         """Read what is sent into the window."""
-        copy_all(message.parts(memory), [self.places.source_of(block) for block in message.blocks])
+        self.places.pack(message, memory)
         self.places.settle()
 
     def _empty(self, message: Message, memory: torch.Tensor) -> None:
         """Put what was received in place."""
-        copy_all([self.places.target_of(block) for block in message.blocks], message.parts(memory))
+        self.places.unpack(message, memory)
         self.places.settle()
 
     # -- the window ---------------------------------------------------------------------------
@@ -331,8 +251,8 @@ class Mover:
             return 0 if need <= oldest.start else -1
         return newest.stop if newest.stop + need <= oldest.start else -1
 
-    def _allocate(self) -> torch.Tensor:
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         """Memory of the window; untouched pages cost nothing."""
         if self.devices:
-            return page_locked(self.window, next(iter(self.devices)))
-        return torch.empty(self.window, dtype=torch.uint8, device="cpu")
+            return page_locked(nbytes, next(iter(self.devices)))
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

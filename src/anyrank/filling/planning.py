@@ -18,7 +18,7 @@ from torch import nn
 
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
-from anyrank.filling.ends import Described, End, check_values, look
+from anyrank.filling.ends import Described, End, accelerator_of, check_values, look
 from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.model.given_layouts import GivenLayout, check_layout, warn_of_unused
 from anyrank.model.options import LoadOptions
@@ -71,12 +71,14 @@ class KeptPlan:
         where: the ranks, and the machine of each.
         plan: this rank's part.
         described: dst and src, for other ranks.
+        accelerator: of this rank.
     """
 
     key: str
     where: tuple[tuple[int, ...], tuple[int, ...]]
     plan: SyncPlan
     described: tuple[Described, Described]
+    accelerator: str
 
 
 @dataclass(frozen=True)
@@ -131,17 +133,22 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     """
     where = ranks.ranks, ranks.nodes
     own_ends: list[End] = []  # dst and src
+    accelerators: list[str] = []
 
     def tell() -> _CallMessage:
         own_ends.extend(_look(call, ranks, kept))
         dst, src = own_ends
         check_values(src)
-        key = kept.key if kept and _serves(kept, where, (dst, src), call.options) else ""
+        accelerators.append(accelerator_of([*dst.tensors, *src.tensors]))
+        key = ""
+        if kept is not None and kept.accelerator == accelerators[0]:
+            key = kept.key if _serves(kept, where, (dst, src), call.options) else ""
         summary = EndsSummary(
             src=src.digest,
             src_at=src.described.coordinates,
             dst=dst.digest,
             dst_at=dst.described.coordinates,
+            accelerator=accelerators[0],
         )
         return _CallMessage(key, torch.initial_seed(), summary)
 
@@ -161,7 +168,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     else:
         warn_of_unused(call.layout, dst.tensors, src.tensors)
     key = hashlib.blake2b(repr((where, ends)).encode(), digest_size=16).hexdigest()
-    new_plan = KeptPlan(key, where, plan, (dst.described, src.described))
+    new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
     return Agreement(new_plan, dst, src, True, first.seed)
 
 
@@ -182,6 +189,7 @@ def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadO
     """Whether a kept plan is for the ends as they are on this rank now."""
     return (
         kept.where == where
+        and kept.plan.route.lane is not None  # its first call came to move something
         and kept.described == tuple(end.described for end in ends)
         and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
     )

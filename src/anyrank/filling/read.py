@@ -19,7 +19,8 @@ from anyrank.files.reader import Job, Reader
 from anyrank.filling.fill import Filled, Moved, Side, fill
 from anyrank.filling.flows import Flow
 from anyrank.filling.messages import Block
-from anyrank.filling.move import LocalMemory, Mover
+from anyrank.filling.move import Mover
+from anyrank.filling.places import LocalMemory
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.fits import SourceMemory, check_memory

@@ -9,7 +9,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, hash_of
 from anyrank.filling.flows import Flow
-from anyrank.filling.move import LocalMemory
+from anyrank.filling.places import LocalMemory
 from anyrank.tensors.transfers import Transfer
 from anyrank.world.ranks import Ranks
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 import weakref
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,11 @@ from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.helper_thread import HelperThread
 from anyrank.world.waits import GroupState, Wait
 
+T = TypeVar("T")
+
 GLOO_SEC = 60  # gloo's timeout is longer than ours by this, so that our error names the missing
+ASK_SEC = 50e-6  # between two questions whether a device has come to the end of a round
+DEATH_SEC = 1.0  # until the system has told all of a process's connections of its end
 DIRECT_BYTES = 4096  # up to this size an all-to-all, with fewer hops than gloo's ring all-gather
 MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # nothing is ever sent with the last two
 
@@ -40,6 +45,7 @@ class Connections:
         self.calls = self.waits = 0
         self.what = ""  # what the messages are for, in errors
         self.helper_thread: HelperThread | None = None  # waits for messages
+        self.device_groups: dict[str, Any] = {}  # see `device_group`
         self._group = group
         # Also at exit, where a group would wait for its works under way.
         self._close = weakref.finalize(self, _close, group, self.index, self.size)
@@ -67,9 +73,12 @@ class Connections:
 
     def fail(self, error: RankError) -> RankError:
         """Close the connections; returns the error."""
+        for group in self.device_groups.values():
+            group.abort()
         if self._group is not None:
             self._close()
-            to_free, self._group = [self._group], None
+            to_free, self._group = [self._group, *self.device_groups.values()], None
+            self.device_groups.clear()
             # Freeing a group waits for messages under way, also for those of dead ranks.
             HelperThread().leave(to_free.clear)
         return error
@@ -83,7 +92,7 @@ class Connections:
             work = self.group.alltoall_base(gathered, copies, [], [])
         else:
             work = self.group.allgather([*gathered.split(length)], as_tensor(padded))
-        wait = self._collective(work, what)
+        wait = self.collective(work, what)
 
         def received() -> list[bytes]:
             wait()
@@ -104,7 +113,7 @@ class Connections:
         payload = as_tensor(data if index == self.index else bytes(length))
         options = dist.BroadcastOptions()
         options.rootRank = index
-        self._collective(self.group.broadcast([payload], options), what)()
+        self.collective(self.group.broadcast([payload], options), what)()
         return data if index == self.index else _as_bytes(payload)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
@@ -138,7 +147,15 @@ class Connections:
                 closed.append(rank)
         return closed
 
-    def _collective(self, work: Any, what: str) -> Callable[[], None]:
+    def _find_dead(self) -> list[int]:
+        """As `find_closed`, after an error of another group, which may hear of a death first."""
+        end_sec = time.monotonic() + (DEATH_SEC if self.device_groups else 0)
+        while not (closed := self.find_closed()) and time.monotonic() < end_sec:
+            time.sleep(DEATH_SEC / 10)
+        return closed
+
+    def collective(self, work: Any, what: str) -> Callable[[], None]:
+        """The wait for a collective of gloo's that all ranks have started."""
         self.waits += 1
         number = self.waits
 
@@ -149,6 +166,47 @@ class Connections:
                     waiting.poll()
 
         return wait
+
+    def polled(self, is_over: Callable[[], bool], what: str) -> Callable[[], None]:
+        """The wait for what all ranks have started, and which only says whether it is over."""
+        self.waits += 1
+        number = self.waits
+
+        def wait() -> None:
+            with self._fail_on_error(Wait(self.state, what, self.find_closed, number)) as waiting:
+                next_sec = time.monotonic() + waiting.poll_sec
+                while not self._ask(is_over, what):
+                    time.sleep(ASK_SEC)
+                    if time.monotonic() > next_sec:
+                        waiting.poll()
+                        next_sec = time.monotonic() + waiting.poll_sec
+
+        return wait
+
+    def _ask(self, is_over: Callable[[], bool], what: str) -> bool:
+        try:
+            return is_over()
+        except RuntimeError as error:  # of a device, which a rank dies of as a rule
+            rank = self.state.rank
+            raise self.state.end(f"{what}: rank {rank}'s device: {error}", [rank]) from error
+
+    def connect(self, work: Callable[[], T], what: str) -> T:
+        """Run in a thread what connects all ranks, and may wait for them for ever. All ranks.
+
+        Raises:
+            RankError: it failed on a rank, or a rank has died.
+        """
+        self.waits += 1
+        with (
+            self._fail_on_error(Wait(self.state, what, self.find_closed, self.waits)) as waiting,
+            HelperThread() as helper,
+        ):
+            try:
+                return helper.call(work, waiting.poll, waiting.poll_sec)
+            except RuntimeError as error:
+                rank = self.state.rank
+                text = f"{what}: rank {rank} could not connect its device: {error}"
+                raise self.state.end(text, [rank], str(error)) from error
 
     def _message(self, start_message: Callable[[int], Any], rank: int) -> Callable[[], None]:
         def wait_for_rank() -> contextlib.AbstractContextManager[Wait]:
@@ -174,7 +232,7 @@ class Connections:
             self.fail(error)
             raise
         except RuntimeError as error:  # of gloo; its text differs between ranks
-            raise self.fail(self.state.end_for_death(self.find_closed())) from error
+            raise self.fail(self.state.end_for_death(self._find_dead())) from error
         finally:
             wait.finish()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 import torch
 
@@ -61,3 +62,17 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+@lru_cache(maxsize=64)
+def name_device(device: torch.device) -> str:
+    """A device's type and uuid, which no other has on any machine; "" for the CPU.
+
+    Where its module knows no uuid, as of meta, the type alone.
+    """
+    if device.type == "cpu":
+        return ""
+    module = None if device.type == "meta" else torch.get_device_module(device)
+    properties = getattr(module, "get_device_properties", lambda _: None)(device)
+    uuid = getattr(properties, "uuid", None)
+    return device.type if uuid is None else f"{device.type}:{uuid}"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from anyrank.world.connections import Connections
+from anyrank.world.device_group import DeviceGroup, open_group
 from anyrank.world.failures import (
     Failure,
     Interrupted,
@@ -234,6 +235,19 @@ class Ranks:
             RankError: as `gather`.
         """
         return any(self.gather(flag, what))
+
+    def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
+        """As `any`, in two halves: sends the flag, and returns a function that waits. All ranks."""
+        if self.connections is None:
+            return lambda: flag
+        wait = self._gather(self._ready(), pickle.dumps(flag), what)
+        return lambda: any(wait())
+
+    def device_group(
+        self, name: str, open_raw: Callable[[Any, int, int], Any], device: torch.device, what: str
+    ) -> DeviceGroup:
+        """The ranks' group for their devices; see `open_group`. All ranks."""
+        return open_group(self._ready(), name, open_raw, device, what)
 
     def _ready(self) -> Connections:
         """The connections; new ones if the ranks have failed on them and all of them live."""
