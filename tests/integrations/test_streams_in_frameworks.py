@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-import anyrank.integrations
 from anyrank.testing import run_ranks
 
 pytest.importorskip("accelerate")
@@ -62,11 +61,11 @@ class Killed(Exception):
 def accelerate_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
 
+    from anyrank.integrations.accelerate import Accelerator
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    accelerator = anyrank.integrations.accelerate.Accelerator(
-        folder=folder, global_batch=12, every=3, cpu=True, exact=True
-    )
+    accelerator = Accelerator(folder=folder, global_batch=12, every=3, cpu=True, exact=True)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     data = DataLoader(Rows(), batch_size=2)
@@ -100,6 +99,8 @@ def trainer_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    from anyrank.integrations.transformers import elastic
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -127,9 +128,7 @@ def trainer_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
     )
     net = Net()
     trainer = Trainer(net, args, train_dataset=Rows(), callbacks=[Stop()])
-    trainer = anyrank.integrations.transformers.elastic(
-        trainer, folder, global_batch=12, every=3, exact=True
-    )
+    trainer = elastic(trainer, folder, global_batch=12, every=3, exact=True)
     with suppress(Killed):
         trainer.train(resume_from_checkpoint=True)
     receipts = [*trainer.elastic.loader.receipts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -297,3 +298,51 @@ def test_a_transform_has_to_be_pushed_to() -> None:
 def test_no_row_is_dropped() -> None:
     with pytest.raises(ValueError, match="tail='drop': every row of a stream is in a step"):
         make(tail="drop")
+
+
+def test_a_shard_with_other_rows_in_another_epoch_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader = make()
+    run(loader)
+    monkeypatch.setitem(SIZES, "c", 29)
+    run(loader)
+    assert loader.notes == [
+        "shard 'c' (number 2) has 29 rows in epoch 1, and had 30 in one before: a resume finds "
+        "other rows in it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "text"),
+    [
+        ("feed", None, "raised by Own.feed, epoch 0, lane "),
+        ("end", None, "raised by Own.end, epoch 0, lane "),
+        ("held", [99], r"Own.held\(\) gives \[99\]: give numbers of rows that were fed"),
+        ("state_dict", {"x": torch.ones(1)}, r"Own.state_dict\(\): not values of JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_transform_names_it(name: str, answer: Any, text: str) -> None:
+    class Own:
+        def feed(self, row: Any) -> Any:
+            return [row]
+
+        def end(self) -> Any:
+            return []
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(Own, name, lambda *_: answer, raising=False)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        run(make(transform=Own()))
+    notes = getattr(caught.value, "__notes__", [])
+    assert re.search(text, " ".join([str(caught.value), *notes]))
+
+
+def test_a_bucket_may_be_a_tensor_of_one_value() -> None:
+    def rows(shard: str) -> Iterator[Any]:
+        yield from torch.arange(SIZES[shard])
+
+    loader = make(function=rows, transform=anyrank.Buckets(lambda row: row > 3), collate_fn=None)
+    sizes = [len(batch) for _, batch, _ in run(loader)]
+    assert sum(sizes) == len(ALL)
+    assert len(sizes) < 60

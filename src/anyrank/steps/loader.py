@@ -209,7 +209,8 @@ class ElasticLoader:
         """
         from anyrank.streams.entry import open_shards
 
-        return cls(open_shards(shards, read, lengths, transform, window), **options)
+        dataset = open_shards(shards, read, lengths, transform, window, options)
+        return cls(dataset, **options)
 
     @classmethod
     def from_iterable(
@@ -251,8 +252,7 @@ class ElasticLoader:
         """
         from anyrank.streams.entry import open_iterable
 
-        num_workers = options.get("num_workers", 0)
-        return cls(open_iterable(dataset, transform, window, num_workers), **options)
+        return cls(open_iterable(dataset, transform, window, options), **options)
 
     @property
     def position(self) -> LoaderPosition:

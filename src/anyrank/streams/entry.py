@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from anyrank.data.fetch import OwnOrder
@@ -28,9 +28,11 @@ def open_shards(
     lengths: Sequence[int] | None,
     transform: Any,
     window: int | None,
+    options: Mapping[str, Any],
 ) -> OwnOrder:
-    """The dataset of `ElasticLoader.from_shards`; raises as that."""
+    """The dataset of `ElasticLoader.from_shards`, which has these other options; raises as that."""
     if lengths is None:
+        _check_tail(options)
         return OpenStream(shards, read, transform, window)
     for name, value in (("transform", transform), ("window", window)):
         if value is not None:
@@ -41,7 +43,19 @@ def open_shards(
     return Shards(shards, read, lengths)
 
 
-def open_iterable(dataset: Any, transform: Any, window: int | None, num_workers: Any) -> OwnOrder:
-    """The dataset of `ElasticLoader.from_iterable`; raises as that."""
-    names, read = parts_of(dataset, num_workers)
+def open_iterable(
+    dataset: Any, transform: Any, window: int | None, options: Mapping[str, Any]
+) -> OwnOrder:
+    """The dataset of `ElasticLoader.from_iterable`, which has these other options."""
+    _check_tail(options)
+    names, read = parts_of(dataset, options.get("num_workers", 0))
     return OpenStream(names, read, transform, window)
+
+
+def _check_tail(options: Mapping[str, Any]) -> None:
+    """Refuse to drop what does not fill a step: there is no such rest in lanes."""
+    if options.get("tail") == "drop":
+        raise ValueError(
+            "tail='drop': every row of a stream is in a step, and an epoch's last ones are "
+            "shorter: remove it, or give the lengths of the shards"
+        )

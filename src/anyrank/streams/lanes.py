@@ -269,7 +269,7 @@ class Lane:
         self._is_at_state, self._num_earlier = False, len(self._outputs)
         if block is None:
             self._is_over = True
-            outputs = [] if self.transform is None else list(self._call("end"))
+            outputs = [] if self.transform is None else self._call("end")
         else:
             self._state = self._state._replace(length=len(block[2]))
             outputs = self._feed(*block, is_read_again)
@@ -283,8 +283,6 @@ class Lane:
         """The outputs of a block."""
         if not is_read_again:
             self._new_rows.append((self.shards[passed - self.first], row, row + len(rows)))
-            if self._has_units:
-                self._units += sum(map(self.transform._units_of_row, rows))
         if self.transform is None:
             return rows
         outputs: list[Any] = []
@@ -292,6 +290,8 @@ class Lane:
             self._fed.append((self._num_fed, passed, row + index))
             self._num_fed += 1
             outputs += self._call("feed", value)
+        if self._has_units and not is_read_again:
+            self._units += sum(map(self.transform._units_of_row, rows))
         return outputs
 
     def _feed_again(self) -> None:
@@ -312,7 +312,7 @@ class Lane:
             for index, value in enumerate(rows):
                 if number >= 0 and needed >> number & 1:
                     self._fed.append((number, passed, row + index))
-                    if list(self._call("feed", value)):
+                    if self._call("feed", value):
                         raise self._changed(passed)
                 number += 1
         if (self._passed, self._row) != stop:
@@ -360,10 +360,10 @@ class Lane:
             "same each time; put back what they were, or start a new run from the weights"
         )
 
-    def _call(self, name: str, *row: Any) -> Iterable[Any]:
+    def _call(self, name: str, *row: Any) -> list[Any]:
         """The outputs of the transform's `feed` or `end`."""
         try:
-            return getattr(self.transform, name)(*row)
+            return list(getattr(self.transform, name)(*row))
         except Exception as error:
             error.add_note(
                 f"raised by {type(self.transform).__name__}.{name}, epoch {self.epoch}, lane "
@@ -380,6 +380,12 @@ class Lane:
             return
         get_held = getattr(self.transform, "held", None)
         numbers = sorted(n - self._num_forgotten for n in get_held()) if get_held else []
+        if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
+            raise ValueError(
+                f"{type(self.transform).__name__}.held() gives {get_held and sorted(get_held())}: "
+                f"give numbers of rows that were fed, from 0 to "
+                f"{self._num_forgotten + len(self._fed) - 1}, that it has held since"
+            )
         needless = numbers[0] if numbers else len(self._fed)
         for _ in range(needless):
             self._fed.popleft()

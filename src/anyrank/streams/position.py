@@ -104,6 +104,7 @@ class StreamPosition(LoaderPosition):
         whole: receipt of all rows of the shards that were read to their ends.
         num_shards: of these.
         units: of the transform, read and given.
+        lengths: of the shards that were read to their ends in this process.
         thin, steps: of the epoch, the steps that were less than half full, and all.
         verdicts: of finished epochs, what is known of them.
     """
@@ -113,12 +114,8 @@ class StreamPosition(LoaderPosition):
         self.reader = cast("StreamReader", cast("Any", self.dataset))
         self.stream: Stream = self.reader.dataset
         self.stream.begin(self.schedule.order.seed, self.schedule.microbatch)
-        if self.schedule.tail != "short":
-            raise ValueError(
-                f"tail={self.schedule.tail!r}: every row of a stream is in a step, and the last "
-                "ones of an epoch are shorter: remove it, or give the lengths of the shards"
-            )
         self.verdicts: dict[int, str] = {}
+        self.lengths: dict[int, int] = {}  # of the shards that this process has seen the end of
         self.plan: LanePlan | None = None  # the newest one
         self.spare: Any = None  # a batch of this rank, for copies
         self._begin_epoch(len(self.stream))
@@ -356,6 +353,15 @@ class StreamPosition(LoaderPosition):
         ends = [end for report in reports for end in report.ends]
         self.whole += _receipt_of_rows(self.epoch, [(shard, 0, rows) for shard, rows in ends])
         self.num_shards += len(ends)
+        for shard, rows in ends:
+            if self.lengths.setdefault(shard, rows) != rows:
+                text = (
+                    f"shard {self.stream.name(shard)} has {rows} rows in epoch {self.epoch}, and "
+                    f"had {self.lengths[shard]} in one before: a resume finds other rows in it"
+                )
+                self.notes.append(text)
+                log.warning(text)
+                self.lengths[shard] = rows
         fed, packed = zip(*(report.units for report in reports), strict=True)
         self.units = self.units[0] + sum(fed), self.units[1] + sum(packed)
 

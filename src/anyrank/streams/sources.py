@@ -67,7 +67,9 @@ class Stream(OwnOrder):
         transform: Any,
         window: int | None,
     ) -> None:
-        check_type("shards", None if isinstance(shards, str) else shards, Sequence, "a list")
+        check_type(
+            "shards", None if isinstance(shards, str) else shards, Sequence, "a list of shards"
+        )
         check_function("read", read)
         if transform is not None and not all(
             callable(getattr(transform, name, None)) for name in ("feed", "end")

@@ -261,7 +261,9 @@ class Buckets:
 
     def feed(self, row: Any) -> list[Any]:
         """The rows of a bucket that is full with this one, and of those that waited too long."""
-        bucket = row[self.key] if isinstance(self.key, str) else self.key(row)
+        bucket: Any = row[self.key] if isinstance(self.key, str) else self.key(row)
+        if isinstance(bucket, torch.Tensor):
+            bucket = bucket.item()  # tensors of one value are different keys
         number, self._num_fed = self._num_fed, self._num_fed + 1
         if bucket not in self._waiting:
             self._waiting[bucket] = []
