@@ -265,7 +265,6 @@ def cost(launcher: Launcher, blocks: int, steps: int) -> Run:
 
     The flight recorder keeps collectives in both, if it is not switched off.
     """
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "200"  # before the server of ranks starts
     runs = launcher.values(2, train, blocks, steps)[0]
     return {
         "step_ms": {way: round(1000 * median(of, "sec"), 3) for way, of in runs.items()},

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import anyrank
-from anyrank.watching import system
+from anyrank.watching import mismatch, system
 from anyrank.watching.looks import Look, works
+from anyrank.watching.mismatch import CallDigests
 from anyrank.watching.options import read_options
 from anyrank.watching.recorder import Call, calls_of, read_entries
 from anyrank.watching.stacks import (
@@ -31,6 +32,7 @@ from anyrank.watching.stacks import (
 )
 from anyrank.watching.system import Workers, ended, oom_kills, state_of
 from anyrank.watching.verdict import ADVICE, conclude, conclude_mismatch
+from anyrank.world.store import Store
 
 TORCH = "/v/lib/python3.11/site-packages/torch"
 DUMP = f"""Current thread 0x00007f9ad21116c0 (most recent call first):
@@ -575,6 +577,32 @@ def test_of_calls_that_go_on_the_first_that_differs_is_told_with_both_lines() ->
         "all_reduce #2 at /u/train.py:26 main: what came of it is wrong"
     )
     assert conclude_mismatch([Look(0, calls=[first]), Look(1, calls=[first, usual])]) is None
+
+
+def test_blocks_of_calls_are_compared_and_those_that_were_lost_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks look at unlike moments; block 1 differs, in a call that both recorders have."""
+    store: Any = Store(torch.distributed.HashStore(), "test")  # pyright: ignore
+    first, second = (CallDigests(store, rank, 2) for rank in (0, 1))
+    monkeypatch.setattr(mismatch, "SHARE", 0)
+
+    def look(of: CallDigests, numbers: range, odd: int = 0) -> tuple[str, int] | None:
+        calls = [called("barrier" if n == odd else "all_reduce", n, is_done=True) for n in numbers]
+        monkeypatch.setattr(mismatch, "read_calls", lambda with_stacks: calls)
+        return of.tick()
+
+    assert look(second, range(1, 18)) is None
+    assert look(first, range(1, 40)) is None  # block 0 is alike
+    assert look(second, range(10, 35), odd=20) is None
+    assert look(first, range(30, 60)) is None  # which the recorder has no more of
+    assert look(first, range(10, 60)) == ("0", 1)
+    assert caplog.text == ""
+    look(CallDigests(store, 1, 2), range(5, 20))
+    third = CallDigests(store, 0, 2)
+    look(third, range(1, 10))
+    look(third, range(20, 30))
+    assert "calls 10 to 19 of group 0 are not compared" in caplog.text
 
 
 class Evil:

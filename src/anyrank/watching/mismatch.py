@@ -61,7 +61,7 @@ class CallDigests:
         for group, calls in groups.items():
             oldest, newest = min(calls), max(calls)
             known, before = self._digests.get(group, {}), self._newest.get(group, oldest)
-            if oldest > before + 1 and not self._has_wrapped:
+            if self._rank == 0 and oldest > before + 1 and not self._has_wrapped:
                 self._has_wrapped = True
                 log.warning(
                     "calls %d to %d of group %s are not compared between ranks, as torch's flight "
