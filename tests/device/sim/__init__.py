@@ -3,6 +3,7 @@
 | | |
 | --- | --- |
 | memory | host access to a device tensor's bytes faults |
+| freed | what a stream was recorded for counts until the host has waited for that stream |
 | streams | lazy: a non-blocking copy of pinned memory runs when something forces it |
 | races | `torch.sim.races()`: accesses of the same bytes by two streams that nothing orders |
 | devices | `SIM_DEVICES` (2); every thread starts on device 0; `used_devices()` have a context |

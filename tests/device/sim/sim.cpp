@@ -6,6 +6,8 @@
 //   forces it (a kernel behind it in its stream, an event, a sync). Whoever does not wait sees old
 //   bytes, every time.
 // * Kernels (all other ops) run at once on the host, by the CPU's kernels, after their stream.
+// * Freed memory of which a stream was recorded counts until the host has waited for that stream:
+//   so late may a device be.
 // * Vector clocks per stream and one for the host report accesses of the same bytes by two streams
 //   that nothing orders, also through the caching allocator's reuse of freed blocks.
 #include <ATen/ATen.h>
@@ -159,6 +161,7 @@ struct Block {
   int dev;
   StreamState* owner;  // dev -1: pinned host
   std::set<StreamState*> users;
+  // Of the device's memory, what the host has to have waited for; of the host's, tasks by number.
   std::vector<std::pair<StreamState*, uint64_t>> until;
   std::vector<Access> accesses;
 };
@@ -204,20 +207,18 @@ Block* block_of(const void* p) {
 size_t rounded(size_t n) { return std::max<size_t>(512, (n + 511) / 512 * 512); }
 bool finished(Block* b) {
   for (auto& [s, q] : b->until)
-    if (s->done < q) return false;
+    if ((b->dev < 0 ? s->done : at(host, s->index)) < q) return false;
   return true;
 }
-Block* alloc_device(size_t n, int dev) {
-  init_arenas();
-  touch(dev);
-  Lock lock(everything);
-  size_t size = rounded(n);
-  StreamState* s = current(dev);
+// Freed memory of which other streams were recorded counts, and is not used again, until they have
+// passed. A device may be as late as the host lets it: they have where the host has waited for them.
+void reclaim() {
   for (size_t i = 0; i < limbo.size(); i++)
-    if (limbo[i]->dev >= 0 && finished(limbo[i])) {
+    if (finished(limbo[i])) {
       Block* b = limbo[i];
       limbo.erase(limbo.begin() + i--);
       b->until.clear();
+      arenas[b->dev].allocated -= b->size;
       // the allocator has queried the events: ordered
       for (auto& x : b->accesses) {
         Clock v(x.stream + 1);
@@ -226,6 +227,14 @@ Block* alloc_device(size_t n, int dev) {
       }
       idle[{b->dev, b->owner, b->size}].push_back(b);
     }
+}
+Block* alloc_device(size_t n, int dev) {
+  init_arenas();
+  touch(dev);
+  Lock lock(everything);
+  size_t size = rounded(n);
+  StreamState* s = current(dev);
+  reclaim();
   auto& free = idle[{dev, s, size}];
   Block* b;
   auto& a = arenas[dev];
@@ -234,6 +243,10 @@ Block* alloc_device(size_t n, int dev) {
     free.pop_back();
   } else {
     size_t room = (size + 4095) / 4096 * 4096;
+    if (a.used + room > ARENA && !limbo.empty()) {  // as CUDA, before it gives up
+      sync_device(dev);
+      reclaim();
+    }
     TORCH_CHECK(a.used + room <= ARENA, "sim: out of device memory");
     b = new Block{(uintptr_t)a.dev + a.used, size, n, dev, s, {}, {}, {}};
     a.used += room;
@@ -250,12 +263,12 @@ Block* alloc_device(size_t n, int dev) {
 void free_device(void* ctx) {
   Lock lock(everything);
   Block* b = (Block*)ctx;
-  arenas[b->dev].allocated -= b->size;
   if (b->users.empty()) {
+    arenas[b->dev].allocated -= b->size;
     idle[{b->dev, b->owner, b->size}].push_back(b);
     return;
   }
-  for (auto* s : b->users) b->until.emplace_back(s, s->asked);
+  for (auto* s : b->users) b->until.emplace_back(s, at(s->clock, s->index));
   b->users.clear();
   limbo.push_back(b);
 }
@@ -493,6 +506,7 @@ struct DevAlloc final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex d) override {
     Lock lock(everything);
     init_arenas();
+    reclaim();
     c10::CachingDeviceAllocator::DeviceStats st;
     auto& a = arenas[d];
     for (auto* x : {&st.allocated_bytes, &st.active_bytes, &st.requested_bytes}) {
@@ -507,6 +521,7 @@ struct DevAlloc final : c10::DeviceAllocator {
   void resetPeakStats(DeviceIndex d) override {
     Lock lock(everything);
     init_arenas();
+    reclaim();
     arenas[d].peak = arenas[d].allocated;
     arenas[d].peak_reserved = arenas[d].reserved;
   }
@@ -691,7 +706,7 @@ at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dt,
                  std::optional<at::MemoryFormat> mf) {
   c10::OptionalDeviceGuard g(d.value_or(Device(TYPE, cur_dev)));
   if (d && d->index() < 0) g.reset_device(Device(TYPE, cur_dev));
-  init_arenas();
+  at::globalContext().lazyInitDevice(TYPE);  // before that, no memory counts as pinned
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &dev_alloc,
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dt), mf);
