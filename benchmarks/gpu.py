@@ -101,6 +101,11 @@ def loads(machine: Machine) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         given = (folder, width, layers, machine.pick([4, 8, 16], [2]), machine.pick(3, 1))
         yield from rates(machine.launcher.values(1, gpu_jobs.load_ways, *given)[0])
+        small = f"{folder}/small.pt"
+        torch.save(torch.nn.Linear(64, 64).state_dict(), small)
+        done = run_script(machine, [sys.executable, "-c", gpu_jobs.FIRST, small], folder)
+        for way, seconds in zip(("first", "second"), done.split(), strict=True):
+            yield {"way": f"small, the {way} of a process", "seconds": round(float(seconds), 3)}
 
 
 def loads_of_ranks(machine: Machine) -> Rows:
@@ -216,20 +221,30 @@ def restarts(machine: Machine) -> Rows:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(gpu_jobs.RESTART, encoding="utf-8")
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, **ENVIRON, **machine.environ()},
-            capture_output=True,
-            text=True,
-            timeout=machine.left(),
-            check=False,
-        )
-        if done.returncode:
-            yield {"way": "anyrank run", **refused(RuntimeError(done.stderr))}
-        else:
-            lost = round(gpu_jobs.seconds_lost(folder), 2)
-            yield {"way": "anyrank run, 2 ranks to 2", "seconds to the next step": lost}
+        run_script(machine, command, name)
+        lost = round(gpu_jobs.seconds_lost(folder), 2)
+        yield {"way": "anyrank run, 2 ranks to 2", "seconds to the next step": lost}
+
+
+def run_script(machine: Machine, command: list[str], folder: str) -> str:
+    """What a command prints.
+
+    Raises:
+        RuntimeError: it fails; its last words.
+        subprocess.TimeoutExpired: it does not end within the limit of the case.
+    """
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **ENVIRON, **machine.environ()},
+        capture_output=True,
+        text=True,
+        timeout=machine.left(),
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
 
 
 # Case -> what measures it, and its limit in seconds.

@@ -110,7 +110,7 @@ def wide(width: int, layers: int) -> nn.Sequential:
 
 
 def load_ways(folder: str, width: int, layers: int, threads: Sequence[int], repeats: int) -> Runs:
-    """GB/s of one rank's loads of a file in the page cache, and the seconds of its first one."""
+    """GB/s of one rank's loads of a file in the page cache."""
     names = {kind: f"{folder}/weights.{kind}" for kind in ("safetensors", "pt")}
     with torch.device(device()):
         values = {name: value.cpu() for name, value in wide(width, layers).state_dict().items()}
@@ -145,7 +145,6 @@ def load_ways(folder: str, width: int, layers: int, threads: Sequence[int], repe
         "load_file, load_state_dict": by_dict,
         "torch.load(mmap=True), to device": by_torch,
     }
-    first = timed(ways["anyrank.load"])["seconds"]
 
     def once(way: str, number: int) -> Run:
         try:
@@ -153,8 +152,7 @@ def load_ways(folder: str, width: int, layers: int, threads: Sequence[int], repe
         except Exception as error:  # a library that does not know the device
             return {"refused": f"{type(error).__name__}: {error}"}
 
-    runs = Case("load", ways, once).run(repeats, warm=1, is_told=False)
-    return {"anyrank.load, the first of the process": [{"seconds": first}], **runs}
+    return Case("load", ways, once).run(repeats, warm=1, is_told=False)
 
 
 # -- one rank: peaks of a Llama -------------------------------------------------------------------
@@ -292,6 +290,22 @@ for number in range(10_000):
         while way == "loops" and rank == 2:
             time.sleep(0.1)  # HERE loops
     small[0].item()
+"""
+FIRST = """
+import os, sys, time
+import torch
+if os.environ["ANYRANK_BENCH_DEVICE"] == "sim":
+    import tests.device.sim
+torch.ones(1, device=torch.accelerator.current_accelerator())
+torch.accelerator.synchronize()
+for number in range(2):
+    start = time.perf_counter()
+    import anyrank
+    with anyrank.meta():
+        model = torch.nn.Linear(64, 64)
+    anyrank.load(model, sys.argv[1])
+    torch.accelerator.synchronize()
+    print(time.perf_counter() - start)
 """
 RESTART = """
 import os, signal, time
