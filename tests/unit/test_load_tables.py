@@ -180,3 +180,14 @@ def test_a_table_that_is_not_read_here_is_no_reason_to_refuse_the_others(tmp_pat
     model = net()
     anyrank.load(model, tmp_path / "w.pt")
     assert first_value(model) == RAW
+
+
+def test_a_head_of_another_size_has_a_way_out_that_works() -> None:
+    source = table(EMA)
+    wider = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
+    with pytest.raises(anyrank.LoadError, match="model of the source's sizes; or") as error:
+        anyrank.load(wider, source)
+    assert "rename={'1.weight': '', '1.bias': ''} with missing='init'" in str(error.value)
+    anyrank.load(wider, source, rename={"1.weight": "", "1.bias": ""}, missing="init")
+    assert wider[0].weight.eq(EMA).all()  # type: ignore[operator]
+    assert wider[1].weight.shape == (5, 3)

@@ -18,7 +18,7 @@ from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.given_layouts import cut_as_source
-from anyrank.model.options import LoadOptions
+from anyrank.model.options import WAYS, LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
 from anyrank.model.tensors import (
@@ -41,6 +41,7 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
 SHOWN = 10
+RESIZED = 4  # tensors: an embedding and a head, with their biases
 AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 
@@ -344,6 +345,14 @@ def _problems(
     lines += misfits[:SHOWN]
     if len(misfits) > SHOWN:
         lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
+    resized = [t.name for i, t in stored if t.shape != targets[i].shape]
+    # More are another model's; a resume has ways of its own.
+    if resized and len(resized) <= RESIZED and options.ways is WAYS:
+        left_out = dict.fromkeys(resized, "")
+        lines.append(
+            "  to go on: a model of the source's sizes; or, for a vocabulary or a head of another "
+            f"size, rename={left_out!r} with missing='init'"
+        )
     return lines
 
 
