@@ -21,7 +21,7 @@ INTERFACE = {
     "verify": {"PATH", "--finite", "--json", "-h", "--help"},
     "diff": {"A", "B", "--ignore", "--json", "-h", "--help"},
     "convert": {"SOURCES", "DESTINATION", "--to", "--dtype", "--rename", "--shard-bytes"}
-    | {"--merge", "--overwrite", "--json", "-h", "--help"},
+    | {"--overwrite", "--json", "-h", "--help"},
     "plan": {
         *("PATH", "--ranks", "--mesh", "--dtype", "--json"),
         *("-h", "--help"),

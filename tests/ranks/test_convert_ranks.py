@@ -86,7 +86,7 @@ def job_refuse(folder: str) -> list[str]:
     wrong = "int8" if rank else None
     attempt(lambda: anyrank.convert(model, f"{folder}/a", dtype=wrong))
     attempt(lambda: anyrank.convert(model, 3 if rank else f"{folder}/a"))  # type: ignore[arg-type]
-    attempt(lambda: anyrank.convert(model, f"{folder}/a", merge=bool(rank)))
+    attempt(lambda: anyrank.convert(model, f"{folder}/a", model=model if rank else None))
     group: Any = dist.group.WORLD
     src = folder if rank else model
     attempt(lambda: anyrank.convert(src, f"{folder}/a", process_group=group))
@@ -137,7 +137,7 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
         assert "dtype='int8'" in said[3]
         assert said[4].startswith("WrongType: ")
         assert said[5].startswith("WrongValue: ")
-        assert "merge=" in said[5]
+        assert "model= is for sources on disk" in said[5]
         assert said[6].startswith("WrongValue: ")
         assert "process_group= is for a model" in said[6]
         assert said[7].startswith("WrongType: ")

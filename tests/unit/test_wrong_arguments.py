@@ -140,7 +140,6 @@ CALLS: dict[str, Case] = {
             "rename": FILLS["rename"],
             "shard_bytes": [0, -1, "1", True],
             "model": [3, {}],
-            "merge": [1, None],
             "overwrite": ["yes", None],
             "layout": [3],
         },

@@ -49,7 +49,6 @@ def parse_bytes(text: str | None) -> int | None:
     help="A name or a prefix of names; may be given several times.",
 )
 @click.option("--shard-bytes", metavar="SIZE", help="Most bytes of a file.  [default: 5GB]")
-@click.option("--merge", is_flag=True, help="Add the adapter to the base: BASE ADAPTER.")
 @click.option("--overwrite", is_flag=True, help="Rename what is there; nothing is deleted.")
 @click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
 def command(
@@ -59,7 +58,6 @@ def command(
     dtype: str | None,
     rename: tuple[str, ...],
     shard_bytes: str | None,
-    merge: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -84,7 +82,6 @@ def command(
             dtype=dtype,
             rename=dict(pair.split("=", 1) for pair in rename) or None,
             shard_bytes=size,
-            merge=merge,
             overwrite=overwrite,
         )
     except ValueError as error:

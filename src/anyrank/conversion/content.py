@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -15,18 +14,6 @@ from anyrank.files.segments import Job, jobs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
 
 BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
-
-
-class Content(Protocol):
-    """Fills spans of the output. Called from several threads, each with memory of its own."""
-
-    def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
-        """Write each span's elements into its tensor, which is on the CPU and has the box's sizes.
-
-        Raises:
-            LoadError: the source cannot be read, or a value does not exist in the output's dtype.
-        """
-        ...
 
 
 class StoredContent:
@@ -51,6 +38,13 @@ class StoredContent:
         self.reader.open(range(len(self.reader.listing.files)))
 
     def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
+        """Write each span's elements into its tensor, which is on the CPU and has the box's sizes.
+
+        Called from several threads, each with memory of its own.
+
+        Raises:
+            LoadError: the source cannot be read, or a value does not exist in the output's dtype.
+        """
         jobs: list[Job] = []
         casts: list[tuple[FileSpan, torch.Tensor, torch.Tensor]] = []
         for span, memory in pieces:

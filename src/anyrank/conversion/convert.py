@@ -28,7 +28,6 @@ def convert(
     rename: Rename = None,
     shard_bytes: int | None = None,
     model: nn.Module | None = None,
-    merge: bool = False,
     overwrite: bool = False,
     layout: GivenLayout = None,
     process_group: Group = None,
@@ -66,7 +65,6 @@ def convert(
         model: of a source with a model's own names (a run, DCP, `.pt`): that model, real or on
             meta. Its tensors have to be there, ties are those of the model, and what transformers
             renames, fuses or stacks while it loads is undone.
-        merge: of [base, adapter], a LoRA adapter that PEFT saved is added to the base's weights.
         overwrite: what is there is renamed to `dst.replaced-...`, which the report names; nothing
             is deleted. Of a link, what it points to is renamed.
         layout: of a model whose plain tensors are each rank's part of a whole: a dict of name or
@@ -89,7 +87,7 @@ def convert(
     """
 
     def checked() -> ConvertOptions:
-        options = ConvertOptions(to, dtype, rename, shard_bytes, merge, overwrite, layout)
+        options = ConvertOptions(to, dtype, rename, shard_bytes, overwrite, layout)
         path = check_path("dst", dst)
         options.check_name(path)
         if model is not None:
@@ -106,8 +104,8 @@ def convert(
                 raise ValueError(
                     "process_group= is for a model: a source on disk is read by one process"
                 )
-        elif model is not None or merge:
-            raise ValueError("model= and merge= are for sources on disk: src is a model already")
+        elif model is not None:
+            raise ValueError("model= is for sources on disk: src is a model already")
         return options
 
     # With a process group every rank is there, also one that gives no model by mistake.

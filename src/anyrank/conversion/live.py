@@ -229,7 +229,7 @@ def _look(
     if adapters:
         raise LoadError(
             f"{adapters[0]}: belongs to an adapter: merge it into the model first "
-            "(merge_and_unload), or save the adapter with PEFT and convert [base, adapter]"
+            "(merge_and_unload, anyrank.integrations.peft.merge), or save the adapter with PEFT"
         )
     if on_meta:
         raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")

@@ -30,7 +30,6 @@ class ConvertOptions:
     dtype: object  # a torch.dtype, its name or None
     rename: Rename
     shard_bytes: int | None
-    merge: bool
     overwrite: bool
     layout: GivenLayout
 
@@ -40,7 +39,7 @@ class ConvertOptions:
             if self.to != "safetensors":
                 raise ValueError(f"shard_bytes= is for to='safetensors', not {self.to!r}")
             check_int("shard_bytes", self.shard_bytes, 1)
-        check_bool(merge=self.merge, overwrite=self.overwrite)
+        check_bool(overwrite=self.overwrite)
         renamer(self.rename)
         check_layout(self.layout)
         _ = self.cast_dtype

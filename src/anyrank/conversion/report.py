@@ -25,7 +25,6 @@ class ConvertReport:
         tied: name -> the name whose bytes it shares; it is not written a second time.
         cast: name -> "float32 -> bfloat16".
         renamed: key of the source -> name, where they differ.
-        merged: names of weights that an adapter was added to.
         copied: files that were copied from the source's folder.
         skipped: what of the source was not written, and what of `rename=` matches no key, with the
             reason.
@@ -43,7 +42,6 @@ class ConvertReport:
     tied: dict[str, str]
     cast: dict[str, str]
     renamed: dict[str, str]
-    merged: list[str]
     copied: list[str]
     skipped: list[str]
     verified: str
@@ -62,7 +60,6 @@ class ConvertReport:
             ("tied", [f"{name} = {kept}" for name, kept in self.tied.items()]),
             ("cast", [f"{name}: {change}" for name, change in self.cast.items()]),
             ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),
-            ("merged", self.merged),
             ("copied", self.copied),
             ("skipped", group_by_part(self.skipped)),
             ("verified", [self.verified] if self.verified else []),

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from anyrank.conversion.content import Content, StoredContent
+from anyrank.conversion.content import StoredContent
 from anyrank.conversion.copies import companions
 from anyrank.conversion.destination import STORE, Destination, destination
 from anyrank.conversion.file_names import as_files, configuration
-from anyrank.conversion.merge import LowRank, MergedContent, merged
 from anyrank.conversion.options import SHARD_BYTES, ConvertOptions
 from anyrank.conversion.report import ConvertReport
 from anyrank.conversion.selection import Selection, outputs_of, select
@@ -47,12 +46,12 @@ def convert_stored(
     if options.cast_dtype is not None:
         check_method(listing)
         listing = dequantised(listing, {})
-    selection, added = _selected(src, listing, options, model)
+    selection = _selected(listing, options, model)
     small: dict[str, bytes] = {}
     if options.to == "safetensors" and not target.is_file:
         small = {} if model is None else configuration(model, options.cast_dtype)
         small |= companions(_base_of(src), listing, options.cast_dtype)
-    report = convert_listing(listing, selection, target, options, added=added, small=small)
+    report = convert_listing(listing, selection, target, options, small=small)
     return replace(
         report,
         source=_name_of(src, listing),
@@ -67,7 +66,6 @@ def convert_listing(
     target: Destination,
     options: ConvertOptions,
     *,
-    added: Mapping[str, LowRank] | None = None,
     small: Mapping[str, bytes] | None = None,
 ) -> ConvertReport:
     """Write what was selected of a listing.
@@ -77,7 +75,6 @@ def convert_listing(
         selection: what is written of it, by its names in the output.
         target: where to.
         options: of the conversion.
-        added: name -> what an adapter adds to it.
         small: name -> bytes of files that go beside the weights.
 
     Returns:
@@ -94,8 +91,7 @@ def convert_listing(
     content = StoredContent(listing, selection.tensors)
     try:
         content.open()
-        merged_content = MergedContent(content, added) if added else content
-        replaced = _write(target, output, merged_content, content.reader.check_unchanged)
+        replaced = _write(target, output, content, content.reader.check_unchanged)
     finally:
         content.reader.close()
     return ConvertReport(
@@ -113,7 +109,6 @@ def convert_listing(
             if (kind := listing.kind_of(selection.tensors[tensor.name])) != dtype_name(tensor.dtype)
         },
         renamed=selection.renamed,
-        merged=list(added or ()),
         copied=[],
         skipped=list(selection.skipped),
         verified=_verified(listing),
@@ -129,25 +124,23 @@ def _verified(listing: Listing) -> str:
     return "" if in_memory else "not the bytes of the source: anyrank.verify does"
 
 
-def _selected(
-    src: Source, listing: Listing, options: ConvertOptions, model: nn.Module | None
-) -> tuple[Selection, dict[str, LowRank]]:
-    """What is written, by its names in the output, and what an adapter adds to some of it."""
+def _selected(listing: Listing, options: ConvertOptions, model: nn.Module | None) -> Selection:
+    """What is written, by its names in the output."""
     selection = select(listing, options.rename)
-    added: dict[str, LowRank] = {}
     unmerged = [name for name in selection.tensors if is_own_factor(name)]
-    if options.merge:
-        selection, added = merged(selection, _paths(src))
-    elif len({is_of_adapter(name) for name in selection.tensors}) > 1:
-        raise LoadError("the source is a base with an adapter: give merge=True, or one of them")
-    elif unmerged and options.to == "safetensors":
+    if len({is_of_adapter(name) for name in selection.tensors}) > 1:
+        raise LoadError(
+            "the source is a base with an adapter: give one of them, or merge in a model "
+            "(anyrank.integrations.peft.merge, or PEFT's merge_and_unload) and convert that"
+        )
+    if unmerged and options.to == "safetensors":
         raise LoadError(
             f"{unmerged[0]}: belongs to an adapter that is still in its model, and who opens a "
-            "folder with it would get the base alone: save the adapter "
-            "(anyrank.integrations.peft.save), and convert [base, adapter] with merge=True; "
-            "to='torch' or 'dcp' keeps all as it is"
+            "folder with it would get the base alone: merge it in the model "
+            "(anyrank.integrations.peft.merge), or save the adapter by itself "
+            "(anyrank.integrations.peft.save); to='torch' or 'dcp' keeps all as it is"
         )
-    return selection if model is None else as_files(selection, listing, model), added
+    return selection if model is None else as_files(selection, listing, model)
 
 
 def _paths(src: Source) -> list[str]:
@@ -177,7 +170,7 @@ def _stem(listing: Listing, selection: Selection) -> str:
 
 
 def _write(
-    target: Destination, output: Output, content: Content, check_source: Callable[[], None]
+    target: Destination, output: Output, content: StoredContent, check_source: Callable[[], None]
 ) -> str:
     """Write and commit; nothing is left where that fails, or the source changed meanwhile.
 

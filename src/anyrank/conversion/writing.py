@@ -11,7 +11,7 @@ from operator import itemgetter
 
 import torch
 
-from anyrank.conversion.content import Content
+from anyrank.conversion.content import StoredContent
 from anyrank.files.block_sums import BlockDigester
 from anyrank.files.output import FileSpan, OutputFile
 from anyrank.files.progress import Progress
@@ -42,7 +42,7 @@ class _Window:
 def write(
     folder: str,
     file: OutputFile,
-    content: Content,
+    content: StoredContent,
     progress: Progress,
     digester: BlockDigester | None = None,
 ) -> None:
@@ -76,7 +76,7 @@ def write(
         sink.finish()
 
 
-def _filled(file: OutputFile, content: Content) -> Iterator[memoryview]:
+def _filled(file: OutputFile, content: StoredContent) -> Iterator[memoryview]:
     """The bytes of a file from start to end, filled by a few threads ahead of who takes them."""
     size = WINDOW_BYTES + ALIGNMENT
     free = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(THREADS + 1)]
@@ -92,7 +92,7 @@ def _filled(file: OutputFile, content: Content) -> Iterator[memoryview]:
             yield filled.result()
 
 
-def _fill(window: _Window, memory: torch.Tensor, content: Content) -> memoryview:
+def _fill(window: _Window, memory: torch.Tensor, content: StoredContent) -> memoryview:
     """The window's bytes, in memory that outlives them."""
     base = window.start - window.start % ALIGNMENT  # elements are aligned in it as in the file
     data = memory_of(memory)
