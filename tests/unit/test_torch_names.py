@@ -79,6 +79,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(dist.checkpoint.filesystem, "_StorageInfo")
     have(torch._utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
     have(torch.utils, "_pytree")
+    have(torch.utils.data._utils.worker, "_worker_loop")
     have(torch, "_subclasses", "_foreach_copy_")
     have(dist.ProcessGroupGloo.Options, "_timeout")
     have(nn.modules.module, "_has_any_global_hook")
