@@ -659,7 +659,16 @@ def test_every_page_is_on_the_front_page() -> None:
 # os._exit is public; the others are parts of names of dtypes, keys and files
 NOT_PRIVATE = {"_exit", "_x2", "_rank_", "_world_size_", "_random"}
 NOT_PRIVATE |= {"_replace"}  # of named tuples, whose documentation has it
-NOT_PRIVATE |= {"_scale", "_scale_inv", "_scales", "_blocks", "_weights", "_sizes", "_dtypes", "_oop"}  # ends of names
+NOT_PRIVATE |= {
+    "_scale",
+    "_scale_inv",
+    "_scales",
+    "_blocks",
+    "_weights",
+    "_sizes",
+    "_dtypes",
+    "_oop",
+}  # ends of names
 
 HOOKS = {
     f"_{way}_{when}hooks" for way in ("forward", "backward") for when in ("", "pre_")
