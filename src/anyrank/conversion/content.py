@@ -56,17 +56,17 @@ class StoredContent:
             jobs += jobs_of(stored, span.box, stored_values)
         self.reader.run(jobs)
         for span, stored_values, memory in casts:
-            cast_into(memory, stored_values, span.tensor.name)
+            _cast_into(memory, stored_values, span.tensor.name)
 
 
-def cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
+def _cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
     """Copy with a cast between floating dtypes.
 
     Raises:
         LoadError: a finite value became infinite.
     """
     copy_into(memory, values)
-    if torch.finfo(memory.dtype).max >= torch.finfo(values.dtype).max or all_finite(memory):
+    if torch.finfo(memory.dtype).max >= torch.finfo(values.dtype).max or _all_finite(memory):
         return
     lost = ~memory.isfinite() & values.isfinite()
     if lost.any():
@@ -77,7 +77,7 @@ def cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
         )
 
 
-def all_finite(values: torch.Tensor) -> bool:
+def _all_finite(values: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite: by the extremes, at a thirtieth of isfinite()'s time."""
     return not values.numel() or all(bool(end.isfinite()) for end in values.aminmax())
 
