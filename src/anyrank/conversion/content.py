@@ -66,7 +66,7 @@ def _cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
         LoadError: a finite value became infinite.
     """
     copy_into(memory, values)
-    if torch.finfo(memory.dtype).max >= torch.finfo(values.dtype).max or _all_finite(memory):
+    if torch.finfo(memory.dtype).max >= torch.finfo(values.dtype).max or all_finite(memory):
         return
     lost = ~memory.isfinite() & values.isfinite()
     if lost.any():
@@ -77,7 +77,7 @@ def _cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
         )
 
 
-def _all_finite(values: torch.Tensor) -> bool:
+def all_finite(values: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite: by the extremes, at a thirtieth of isfinite()'s time."""
     return not values.numel() or all(bool(end.isfinite()) for end in values.aminmax())
 
