@@ -115,12 +115,14 @@ def head(result: dict[str, Any]) -> str:
     peak = {name: f"{row['peak_x']['most']:.2f}" for name, row in rows.items() if "peak_x" in row}
     slower = 1 / rows["anyrank"]["time_x_rank0"]["median"]
     machine = result["machine"].split(",")[0]
+    size = f"{result['model']['bf16_bytes'] / GIB:.1f}"
+    ways = [peak[way] for way in ("anyrank", "load_file", "accelerate", "rank0")]
     return (
-        f"A {result['model']['bf16_bytes'] / GIB:.1f} GiB Llama goes into FSDP2 on 4 ranks in "
-        f"{peak['anyrank']} times its own bytes of host memory. `load_file` on every rank\n"
-        f"takes {peak['load_file']} times, accelerate {peak['accelerate']}, "
-        f"rank 0 with a broadcast {peak['rank0']} and {slower:.0f} times as long\n"
-        f"(`{result['command']}`, {machine}, no GPU)."
+        f"| a Llama of {size} GiB into FSDP2 on 4 ranks | anyrank | `load_file` on each rank | "
+        f"accelerate | rank 0 and a broadcast ({slower:.0f} times as long) |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        f"| host memory of all ranks / the weights | {' | '.join(ways)} |\n\n"
+        f"(`{result['command']}`, {machine}, no GPU)"
     )
 
 
@@ -378,7 +380,7 @@ MEMORY_ROW = (r"(\n\| memory of 4 ranks [^|]*\| )[^\n]*( \|\n)", "load", memory_
 Section = tuple[str, str, Callable[[dict[str, Any]], str]]  # where, from which result, and how
 PAGES: dict[str, list[Section]] = {
     "README.md": [
-        (r"(\n\n)A [^\n]* GiB Llama goes into .*?no GPU\)\.(\n\n)", "load", head),
+        (r"(\n\n)\| a Llama of [^\n]* GiB into .*?no GPU\)(\n\n)", "load", head),
         MEMORY_ROW,
     ],
     "docs/memory.md": [
