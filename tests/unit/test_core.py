@@ -34,7 +34,7 @@ BUDGETS = {
     "random_state": 550,
     "resume": 2290,
     "saving": 1500,
-    "state": 2825,
+    "state": 2870,
     "steps": 2600,
     "streams": 2350,
     "tensors": 2450,

@@ -217,6 +217,54 @@ def test_what_a_function_is_made_with_is_named(make: Any, tmp_path: Path) -> Non
         assert notes_of(report) == []
 
 
+class Falling:
+    """A function that is an object, whose numbers are among the schedule's settings."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __call__(self, count: int) -> float:
+        return 1 - count / self.total
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda total: lambda o: schedules.LambdaLR(o, decay(total)),
+        partial_decay,
+        lambda total: lambda o: schedules.LambdaLR(o, Falling(total)),
+        lambda total: lambda o: schedules.MultiplicativeLR(o, decay(total)),
+        lambda total: (
+            lambda o: schedules.SequentialLR(
+                o,
+                [schedules.LinearLR(o, 0.1, total_iters=2), schedules.LambdaLR(o, decay(total))],
+                milestones=[2],
+            )
+        ),
+        lambda total: (
+            lambda o: schedules.ChainedScheduler(
+                [schedules.ConstantLR(o, 0.5, 2), schedules.MultiplicativeLR(o, decay(total))]
+            )
+        ),
+    ],
+)
+def test_with_settings_script_functions_are_as_if_they_had_been_the_runs_from_its_start(
+    make: Any, tmp_path: Path
+) -> None:
+    _, as_before = train(tmp_path / "as_before", 6, make(12))
+    _, whole = train(tmp_path / "whole", 9, make(30))
+    train(tmp_path / "run", 4, make(12))
+    report, rates = train(tmp_path / "run", 6, make(12), settings="script")  # unchanged
+    assert rates == as_before[4:]
+    assert report is not None
+    assert report.components["scheduler"] == "exact"
+    assert report.notes == []
+    report, rates = train(tmp_path / "run", 9, make(30), settings="script")
+    assert rates == pytest.approx(whole[6:], rel=1e-12)
+    assert report is not None
+    assert report.components["scheduler"] == "derived"
+
+
 def test_a_plateau_takes_its_settings_and_keeps_its_counts(tmp_path: Path) -> None:
     def make(patience: int) -> Schedule:
         return lambda o: schedules.ReduceLROnPlateau(o, patience=patience, factor=0.5)

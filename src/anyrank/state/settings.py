@@ -166,8 +166,13 @@ class ScriptSettings:
                     _take_values(part, thing, {key: initial[key] for key in changed})
             changed_parts += [part] if changed else []
         for optimizer, of_optimizer in schedules.items():
-            if id(optimizer) in moved:
+            # No checkpoint holds functions, so the rates alone show whether they have changed.
+            has_functions = any(_has_functions(thing) for thing in of_optimizer.values())
+            if has_functions or id(optimizer) in moved:
+                before = copy.deepcopy([group["lr"] for group in optimizer.param_groups])
                 self._replay(optimizer, of_optimizer)
+                if before != [group["lr"] for group in optimizer.param_groups]:
+                    changed_parts += [part for part in of_optimizer if part not in changed_parts]
         self.kept = {part: _as_json(initial) for part, initial in self.initial.items()}
         return changed_parts
 
@@ -288,6 +293,12 @@ def _functions_of(schedule: Any) -> Iterator[Callable[..., Any]]:
     """The functions of a LambdaLR or MultiplicativeLR, in their order."""
     functions = getattr(schedule, "lr_lambdas", None)
     yield from (f for f in functions if callable(f)) if isinstance(functions, list) else ()
+
+
+def _has_functions(schedule: Any) -> bool:
+    """Whether rates are a function's, also in a schedule of schedules."""
+    inner = cast("Sequence[Any]", getattr(schedule, "_schedulers", ()))
+    return any(_functions_of(schedule)) or any(_has_functions(part) for part in inner)
 
 
 def _constants(function: Any) -> dict[str, Any]:
