@@ -81,6 +81,55 @@ def in_a_loop(wrapper: str) -> tuple[float, bool]:
     raise AssertionError("no step")
 
 
+def within_the_microbatches(wrapper: str, evaluates: bool) -> list[float]:
+    """The gradients of a step that was evaluated after its first backward, and their norm."""
+    model = net()
+    if wrapper == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    if wrapper == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    data, evaluate = points(), recipe()
+    for step in anyrank.ElasticLoader(data, global_batch=32, microbatch=4):
+        for number, batch in enumerate(step.microbatches(model)):
+            total, count = loss_sum(model, batch)
+            step.backward(total / count)
+            if evaluates and number in (0, 3):
+                evaluate(model, data, loss_sum, microbatch=4)
+        if evaluates:
+            with torch.no_grad():  # the step's own batches, once more
+                for batch in step.microbatches(model):
+                    loss_sum(model, batch)
+        norm = float(step.clip_grad_norm_(0.1))
+        parts: list[Any] = [parameter.grad for parameter in model.parameters()]
+        wholes = [getattr(part, "full_tensor", lambda part=part: part)() for part in parts]
+        return [norm, *(float(whole.double().sum()) for whole in wholes)]
+    raise AssertionError("no step")
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+def test_gradients_under_way_stay_while_a_model_is_evaluated(wrapper: str) -> None:
+    expected = run_ranks(2, within_the_microbatches, wrapper, False)
+    assert run_ranks(2, within_the_microbatches, wrapper, True) == expected
+    assert expected[0][0] > 0.1
+
+
+def train_without_gradients() -> None:
+    model = net()
+    with torch.no_grad():
+        for step in anyrank.ElasticLoader(points(), global_batch=4, microbatch=4):
+            for batch in step.microbatches(model):
+                with torch.enable_grad():
+                    total, count = loss_sum(model, batch)
+                    step.backward(total / count)
+
+
+def test_a_backward_within_an_evaluation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"under torch\.no_grad\(\)"):
+        train_without_gradients()
+
+
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_the_number_has_the_same_bits_on_any_number_of_ranks(wrapper: str) -> None:
     results = [r for n in (1, 2, 3) for r in run_ranks(n, in_a_loop, wrapper)]

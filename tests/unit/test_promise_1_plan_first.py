@@ -69,7 +69,9 @@ def test_all_problems_are_told_at_once() -> None:
         "unexpected in the source (1):\n"
         "  1.wieght (near: 1.weight)\n"
         "  to go on: rename=..., or unexpected='ignore'\n"
-        "0.weight: the model has shape [4, 4], the source [3, 3] (0.weight)"
+        "0.weight: the model has shape [4, 4], the source [3, 3] (0.weight)\n"
+        "  to go on: a model of the source's sizes; or, for a vocabulary or a head of another "
+        "size, rename={'0.weight': ''} with missing='init'"
     )
 
 

@@ -92,7 +92,8 @@ def test_a_report_says_how_many_steps_are_done_again(tmp_path: Path) -> None:
     train(tmp_path, until=22, every=15)
     kill(tmp_path, until=22)  # the log's last line is of step 20
     state = anyrank.TrainState(nn.Linear(4, 1))
-    report = anyrank.Checkpoints(tmp_path, state).resume(skip=["optimizer", "data"])
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        report = ckpts.resume(skip=["optimizer", "data"])
     assert report is not None
     assert (report.step, report.redone_steps) == (15, 5)
     assert "  done again   5 steps since that save" in str(report).splitlines()

@@ -6,7 +6,7 @@ microbatch only. Parameters without a wrapper are averaged once, after the last 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ class GradientSync:
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in kinds if is_fsdp2(module)]
         check_names(self.fsdp, is_exact=False)
-        self.reshard()
+        reshard(self.fsdp)
         self.named = _parameters_of(self.modules)
         self.parameters = [param for param in self.named.values() if param.requires_grad]
         # By its own names: a container may hold what a wrapper wraps under another name, too.
@@ -99,14 +99,6 @@ class GradientSync:
                     f"ranks {self.ranks.ranks} get different data: give the loader the model's "
                     "data-parallel process_group"
                 )
-
-    def reshard(self) -> None:
-        """Make the parameters the sharded ones, which have the gradients.
-
-        FSDP2's root keeps its parameters whole after a forward that had no backward.
-        """
-        for module in self.fsdp:
-            module.reshard()
 
     @contextmanager
     def active(self) -> Generator[None, None, None]:
@@ -226,3 +218,12 @@ def squares(parameter: nn.Parameter) -> float:
         return 0.0
     grad = local(parameter.grad)
     return float((grad.coalesce() if grad.is_sparse else grad).float().square().sum())
+
+
+def reshard(units: Iterable[Any]) -> None:
+    """Make the parameters of FSDP2's units the sharded ones, which have the gradients.
+
+    Its root keeps its parameters whole after a forward that had no backward.
+    """
+    for unit in units:
+        unit.reshard()

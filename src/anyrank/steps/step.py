@@ -56,12 +56,13 @@ from anyrank.data.schedule import MicrobatchSlot
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.steps.agreed_batches import one_ahead
-from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.gradient_sync import GradientSync, reshard
 from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
 from anyrank.steps.step_record import StepRecord, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
+from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -144,6 +145,9 @@ class Step:
         the last microbatch only. Ranks with fewer microbatches run one again with weight 0. All
         data-parallel ranks call, and run to the end.
 
+        Under `torch.no_grad()` it is an evaluation: gradients, and what a training step of the same
+        model has summed so far, stay as they are.
+
         A batch is returned when all ranks have theirs: an error of the dataset on one rank is
         raised on all.
 
@@ -173,20 +177,27 @@ class Step:
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
         position, is_first = self._position, not run.num_passes
-        is_new = id(model) not in position.checked
-        sync = self._sync(model, own_backward, is_new)
+        # Without gradients nothing is exchanged, and what a training step of the same model has
+        # summed so far must stay: the pass has no parameters.
+        evaluates = not torch.is_grad_enabled()
+        is_new = not evaluates and id(model) not in position.checked
+        if evaluates:
+            sync = GradientSync(nn.Identity(), self._ranks, position.group)
+        else:
+            sync = self._sync(model, own_backward, is_new)
         # Those of the training's step may still be there while it is evaluated.
         had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
         if is_first:
             position.drop_begun()
-        devices = accelerators_of(sync.named.values())
+        devices = accelerators_of(model.parameters())
         slots = position.slots(run.plan)
         pass_seed = () if is_first else (run.num_passes,)
         fetcher = position.fetcher(run.plan, is_first)
         first = position.take_ahead() if is_first else None
         # A generator: a fetch seeds the streams, so it has to come where they are kept.
         batches = one_ahead(self._ranks, fetcher, slots, first)
-        run.begin_pass(sync)
+        # Clipping after an evaluation is of the gradients that were there before.
+        run.begin_pass(run.sync if evaluates and run.sync is not None else sync)
         position.begun.append(sync)
         watching = run.watching(sync.parameters if is_new and not own_backward else ())
         seed = position.schedule.order.seed
@@ -210,6 +221,9 @@ class Step:
                         run.end_microbatch(slot)
             if is_first:
                 position.fetch_ahead(run.plan)
+            if evaluates:
+                self._check_evaluated()
+                reshard(filter(is_fsdp2, model.modules()))
             is_untold = run.is_weighted is None and not had_gradients and sync.has_gradients()
             is_other = not own_backward and (run.saw_other_backward or is_untold)
             self._exchange(model, sync, own_backward, is_new, is_other)
@@ -298,7 +312,7 @@ class Step:
         compare_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
         sync = run.sync
         assert sync is not None
-        sync.reshard()
+        reshard(sync.fsdp)
         parameters = [*sync.named.values()]
         if exact is not None:  # now, as clipping hides what was changed before
             exact.compare(parameters, self._position.notes)
@@ -359,6 +373,15 @@ class Step:
             run.divisor = math.ldexp(run.plan.num_microbatches, position.exponent or 0)
         return run.divisor
 
+    def _check_evaluated(self) -> None:
+        """Refuse a backward in a pass that began without gradients."""
+        if self._run.losses:
+            raise ValueError(
+                f"step {self.number}: step.backward was called in a pass that began under "
+                "torch.no_grad(), which exchanges no gradients: begin the loop over microbatches() "
+                "outside of it"
+            )
+
     def _sync(self, model: nn.Module, own_backward: bool, is_new: bool) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
         ranks, position = self._ranks, self._position
@@ -415,7 +438,6 @@ class Step:
         # No rank has run a backward, as in an evaluation; a rank with copies alone has losses.
         if not (weights or run.losses or own_backward):
             sync.drop_unfinished()
-            sync.reshard()  # so that model.parameters() are those that have the gradients
             return
         if is_checked:
             self._position.checked[id(model)] = model
