@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import anyrank
 from anyrank.integrations.transformers import enable_recompute, tile_mlps, tiled_loss
@@ -329,3 +330,77 @@ def test_a_head_that_is_more_than_its_product_is_refused(change: Any) -> None:
     if change is hooked_head:  # after the call
         with pytest.raises(ValueError, match=r"not a plain nn\.Linear without hooks"):
             change(model)(input_ids=TOKENS, labels=TOKENS)
+
+
+T5: dict[str, Any] = {
+    "d_model": 16,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "d_kv": 8,
+    "vocab_size": 96,
+}
+SPEECH: dict[str, Any] = {"d_model": 16, "vocab_size": 96, "pad_token_id": 0}
+SPEECH |= {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+OWN_LOSS: dict[str, Callable[[], Any]] = {
+    "T5ForConditionalGeneration": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**T5)
+    ),
+    "TrOCRForCausalLM": lambda: transformers.TrOCRForCausalLM(transformers.TrOCRConfig(**SPEECH)),
+    "GPT2DoubleHeadsModel": lambda: transformers.GPT2DoubleHeadsModel(
+        transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=96)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSS)
+def test_models_that_compute_their_loss_themselves_are_refused(name: str) -> None:
+    model = OWN_LOSS[name]()
+    with pytest.raises(ValueError, match=f"forward of {name} computes its loss itself"):
+        tiled_loss(model)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    """Its hidden states are as many as its words, so that nothing else fails."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, use_cache=False).last_hidden_state)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def own_function(model: Any) -> None:
+    model.loss_function = lambda logits, labels, **more: logits.float().square().mean()
+
+
+@pytest.mark.parametrize("change", [OwnLoss, own_function])
+def test_no_loss_of_hidden_states_leaves_a_forward(change: Any) -> None:
+    sizes: dict[str, Any] = {**SMALL, "hidden_size": 96}
+    config = transformers.LlamaConfig(**sizes)
+    kind = OwnLoss if change is OwnLoss else transformers.LlamaForCausalLM
+    plain, model = kind(config), kind(config)
+    plain.load_state_dict(model.state_dict())
+    handle = tiled_loss(model, 5)
+    if change is own_function:
+        own_function(plain)
+        own_function(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"forward of {kind.__name__} has used its head"):
+            model(input_ids=TOKENS, labels=TOKENS)
+    handle.remove()
+    assert torch.equal(*(m(input_ids=TOKENS, labels=TOKENS).loss for m in (plain, model)))
+
+
+class TwoHeads(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+        hidden = self.model(input_ids, use_cache=False).last_hidden_state
+        first, logits = self.lm_head(hidden / 2), self.lm_head(hidden)
+        return self.loss_function(logits, labels, 96) + first.mean()
+
+
+def test_a_head_that_is_used_twice_is_refused() -> None:
+    model = TwoHeads(transformers.LlamaConfig(**SMALL))
+    tiled_loss(model, 5)
+    with pytest.raises(ValueError, match="uses its head twice before its loss"):
+        model(input_ids=TOKENS, labels=TOKENS)

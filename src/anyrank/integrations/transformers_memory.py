@@ -161,8 +161,9 @@ def tiled_loss(
 
     Raises:
         ValueError: a head that is no nn.Linear with a forward of its own (with adapters, or a unit
-            of FSDP2), another loss; when it runs: a model that scales or caps its logits, or whose
-            head was replaced or wrapped since.
+            of FSDP2), another loss, a model that computes its loss in its forward (T5, Whisper);
+            when it runs: a model that scales or caps its logits, or whose head or loss function
+            was replaced or wrapped since.
 
     Example::
 
@@ -181,6 +182,11 @@ def tiled_loss(
         raise ValueError("the head has a forward of its own already: call tiled_loss() once")
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(f"the loss of {type(inner).__name__} is not ForCausalLMLoss: {BY_HAND}")
+    if not _asks_for_its_loss(type(inner)):
+        raise ValueError(
+            f"the forward of {type(inner).__name__} computes its loss itself, and not by "
+            f"self.loss_function, which is what tiled_loss() replaces: {BY_HAND}"
+        )
     _check_head(head)
     patch = _HeadAndLoss(head, plain, {"chunk_size": chunk_size, "grad_dtype": grad_dtype})
     head.forward, inner.loss_function = patch.forward, patch.loss
@@ -193,9 +199,21 @@ def tiled_loss(
         for hook in hooks:
             hook.remove()
         vars(head).pop("forward", None)
-        inner.loss_function = plain
+        if inner.loss_function == patch.loss:  # else the user has set another one since
+            inner.loss_function = plain
 
     return MemoryHandle([name for name, part in inner.named_modules() if part is head], [undo])
+
+
+def _asks_for_its_loss(kind: type) -> bool:
+    """Whether a class of models, or one that it derives from, uses `loss_function` in its forward.
+    A use in one of several branches counts: what runs is looked at again, in each forward.
+    """
+    forwards = (
+        inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)
+    )
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    return any(code is not None and "loss_function" in code.co_names for code in codes)
 
 
 def _check_head(head: Any) -> None:
@@ -229,13 +247,23 @@ class _HeadAndLoss:
                 "the model's head was replaced after tiled_loss(), as by get_peft_model() with it "
                 "among the targets: leave it out of them"
             )
+        self.handed = None
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self.has_labels = {**bound, **bound.get("kwargs", {})}.get("labels") is not None
 
     def end(self, model: Any, args: tuple[Any, ...], result: Any) -> Any:
         """After it, also where it raised: the result, with logits that are computed when used."""
         self.has_labels = False
+        handed, self.handed = self.handed, None
         exchanged, self.exchanged = self.exchanged, None
+        # Where forward raised there is no result, and its own error is the one to see.
+        if handed is not None and result is not None:
+            raise ValueError(
+                f"the forward of {type(model).__name__} has used its head and not the loss "
+                "function of tiled_loss(), so its loss is one of hidden states (it computes the "
+                "loss itself, or model.loss_function was set since): remove() the handle of "
+                f"tiled_loss(), and {BY_HAND}"
+            )
         if exchanged is None:
             return None
         tensors, late = exchanged
@@ -253,6 +281,11 @@ class _HeadAndLoss:
         if not self.has_labels or not torch.is_grad_enabled():
             return type(self.head).forward(self.head, hidden)
         _check_head(self.head)  # it may have been wrapped since
+        if self.handed is not None:
+            raise ValueError(
+                "the model uses its head twice before its loss, and tiled_loss() can stand for one "
+                f"of them only: {BY_HAND}"
+            )
         self.handed = hidden
         return hidden
 
