@@ -428,6 +428,86 @@ def test_other_parts_settings_are_arguments_of_their_class(tmp_path: Path) -> No
     assert run(0.75)[0].notes == []
 
 
+class Unsaved(Average):
+    """An average whose state has no constructor's argument."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+
+
+def test_arguments_that_no_state_holds_are_the_scripts_without_a_word(tmp_path: Path) -> None:
+    def run(decay: float, settings: Any = "saved") -> anyrank.ResumeReport | None:
+        average = Unsaved(decay)
+        state = anyrank.TrainState(nn.Linear(2, 1), ema=average)
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+            report = ckpts.resume(settings=settings)
+            ckpts.step_done()
+        assert average.decay == decay
+        return report
+
+    run(0.5)
+    for decay in (0.5, 0.75):
+        report = run(decay, "script")
+        assert notes_of(report) == []
+        assert report is not None
+        assert report.components["ema"] == "exact"
+
+
+def unfrozen(
+    folder: Path, make: Schedule, until: int, *, settings: Any = "saved", joins: bool = True
+) -> tuple[anyrank.ResumeReport | None, list[list[float]]]:
+    """A run whose second layer joins as a group of its own, and the rates of its groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    groups = [{"params": [*layer.parameters()]} for layer in model]
+    groups[1]["lr"] = 0.01  # pyright: ignore[reportArgumentType]
+    optimizer = torch.optim.SGD(groups[: 1 + joins], lr=0.1)
+    schedule = make(optimizer)
+    state = anyrank.TrainState(model, optimizer, scheduler=schedule)
+    rates: list[list[float]] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        report = ckpts.resume(settings=settings, fresh=["1.*"] if joins else [])
+        while state.step < until:
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            schedule.step()
+            ckpts.step_done()
+    return report, rates
+
+
+@pytest.mark.parametrize("settings", ["saved", "script"])
+def test_a_new_groups_function_is_no_difference(settings: Any, tmp_path: Path) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return schedules.LambdaLR(optimizer, decay(12))
+
+    unfrozen(tmp_path, make, 4, joins=False)
+    report, _ = unfrozen(tmp_path, make, 6, settings=settings)
+    assert [note for note in notes_of(report) if "lr_lambdas" in note] == []
+
+
+@pytest.mark.parametrize("settings", ["saved", "script"])
+@pytest.mark.parametrize("kind", ["sequence", "chain"])
+def test_another_class_within_a_schedule_of_schedules_is_an_error(
+    kind: str, settings: Any, tmp_path: Path
+) -> None:
+    def make(second: Any) -> Schedule:
+        def schedule(optimizer: torch.optim.Optimizer) -> Any:
+            inner: list[Any] = [schedules.ConstantLR(optimizer, 0.1, 2), second(optimizer)]
+            if kind == "chain":
+                return schedules.ChainedScheduler(inner)
+            return schedules.SequentialLR(optimizer, inner, milestones=[2])
+
+        return schedule
+
+    train(tmp_path, 4, make(lambda o: schedules.CosineAnnealingLR(o, 16)))
+    words = r"\(ConstantLR, LinearLR\).*\(ConstantLR, CosineAnnealingLR\)"
+    with pytest.raises(anyrank.CheckpointError, match=words):
+        train(tmp_path, 6, make(lambda o: schedules.LinearLR(o)), settings=settings)
+
+
 def test_a_schedule_that_is_too_short_for_the_run_is_an_error(tmp_path: Path) -> None:
     train(tmp_path, 4, CASES["cycle"][3](12))
     with pytest.raises(anyrank.CheckpointError, match="cannot be stepped 4 times"):

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.state.stateful import BY_GROUP
 from anyrank.state.wrappers import innermost
 
 ABSENT = object()  # of a value that is not plain
@@ -87,12 +88,10 @@ class ScriptSettings:
         kept: dict[str, Any] = {}
         for name, initial in self.kept.items():
             tree = records.get(name, {}).get("tree")
-            if _is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer):
-                kept[name] = initial
-            elif isinstance(tree, dict) and (
-                restored := {k: initial[k] for k in initial if k in tree}
-            ):
-                kept[name] = restored
+            is_whole = _is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer)
+            restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
+            # An empty table says that the part brings no setting back: then none is to be taken.
+            kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
         return kept
 
     def compare(
@@ -359,7 +358,7 @@ def _differences(
     private: list[tuple[str, str, str]] = []
     for key in now.keys() & before.keys():
         value, saved = now[key], before[key]
-        if key in DERIVED or value == saved:
+        if key in DERIVED or _is_same(key, value, saved):
             continue
         name = where + key.lstrip("_")
         if key in ("_schedulers", FUNCTIONS) and isinstance(saved, list):
@@ -400,7 +399,16 @@ def _changed_keys(now: Any, before: Any) -> set[str]:
     if not isinstance(now, dict) or not isinstance(before, dict):
         return set()
     value, saved = cast("dict[str, Any]", now), cast("dict[str, Any]", before)
-    return {key for key in value.keys() & saved.keys() if value[key] != saved[key]}
+    keys = value.keys() & saved.keys()
+    return {key for key in keys if not _is_same(key, value[key], saved[key])}
+
+
+def _is_same(key: str, value: Any, saved: Any) -> bool:
+    """Whether a setting is the saved one; of a list by group, in the groups that both have."""
+    if key in BY_GROUP and isinstance(value, list) and isinstance(saved, list):
+        pairs = zip(cast("list[Any]", value), cast("list[Any]", saved), strict=False)
+        return all(item == before for item, before in pairs)
+    return value == saved
 
 
 def _raw_changes(now: Any, before: Any) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.content_hash import content_hash
@@ -82,7 +82,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     tree = to_json(thing.state_dict(), part, put)
     saved.record = {
         "kind": "stateful",
-        "class": type(thing).__name__,
+        "class": _class_name(thing),
         "layout": layout_digest(saved.tensors),
         "tree": tree,
     }
@@ -115,7 +115,7 @@ def match_stateful(
         CorruptCheckpoint: the record is not what a save writes of such an object.
     """
     matched = Matched(Outcome("exact"))
-    name, is_position = type(thing).__name__, isinstance(thing, ElasticLoader)
+    name, is_position = _class_name(thing), isinstance(thing, ElasticLoader)
     if record["class"] != name:
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
@@ -214,6 +214,15 @@ def _give(part: str, thing: Stateful, tree: Any) -> None:
             f"{part}: load_state_dict() of {type(thing).__name__} raised {type(error).__name__}: "
             f"{error}"
         ) from error
+
+
+def _class_name(thing: Any) -> str:
+    """The name of an object's class; of a schedule of schedules with those of its own: each takes
+    the settings of any other without a word.
+    """
+    name = type(thing).__name__
+    inner: Any = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
+    return f"{name}({', '.join(_class_name(part) for part in inner)})" if inner else name
 
 
 def _in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
