@@ -24,7 +24,7 @@ BUDGETS = {
     "files": 2650,
     "filling": 4760,
     "foreign": 2150,
-    "formats": 2765,
+    "formats": 2820,
     "frozen": 600,
     "inspection": 1450,
     "integrations": 3500,

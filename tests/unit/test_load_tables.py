@@ -191,3 +191,39 @@ def test_a_head_of_another_size_has_a_way_out_that_works() -> None:
     anyrank.load(wider, source, rename={"1.weight": "", "1.bias": ""}, missing="init")
     assert wider[0].weight.eq(EMA).all()  # type: ignore[operator]
     assert wider[1].weight.shape == (5, 3)
+
+
+@pytest.mark.parametrize("call", [anyrank.load, anyrank.plan])
+@pytest.mark.parametrize(
+    ("state", "old", "near"),
+    [
+        ({"model": table(RAW), "model_ema": table(EMA)}, "model_emma", "near: model_ema"),
+        ({"state_dict": table(RAW), "state_dict_ema": table(EMA)}, "ema", "state_dict_ema"),
+        ({"app": {"model": table(RAW), "ema": table(EMA)}}, "ema", "app.ema, app.model"),
+    ],
+)
+def test_a_table_that_is_not_there_is_an_error_where_one_would_be_guessed(
+    call: Any, state: dict[str, Any], old: str, near: str, tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(anyrank.LoadError, match=f"rename= names '{old}'.*{near}"):
+        call(net(), tmp_path / "w.pt", rename={old: ""})
+    call(net(), tmp_path / "w.pt", rename=[(f"^{old}[.]", "")])
+
+
+def test_an_entry_of_rename_that_matches_nothing_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({"model": table(RAW), "optimizer": table(EMA)}, tmp_path / "w.pt")
+    note = "1.weigth: rename= has it, and no key matches (near: 1.weight)"
+    rename = {"1.weigth": "x", "0.bias": "0.bias", "optimizer": ""}
+    assert note in anyrank.load(net(), tmp_path / "w.pt", rename=rename).skipped
+    anyrank.plan(net(), tmp_path / "w.pt", rename=rename)
+    anyrank.sync(net(), net(), rename={"1.weigth": "x", "0.bias": "0.bias"})
+    assert [record.message for record in caplog.records].count(note) == 3
+
+
+def test_each_regex_of_rename_is_asked_for_what_those_before_it_made() -> None:
+    weights = {f"net.{key}": value for key, value in table(RAW).items()}
+    report = anyrank.load(net(), weights, rename=[("^net[.]", "a."), ("^a[.]", "")])
+    assert report.skipped == []

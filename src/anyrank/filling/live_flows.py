@@ -22,7 +22,7 @@ from anyrank.filling.match import (
 from anyrank.filling.messages import Route
 from anyrank.filling.report import SyncReport
 from anyrank.model.given_layouts import check_parts
-from anyrank.model.match import ModelMatch
+from anyrank.model.match import ModelMatch, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer
@@ -195,6 +195,8 @@ class Planner:
             return (match, matched, renamed), matched.digest if dst.digest else ""
 
         own_match, digests = self.ranks.run_and_gather("matching dst with src", match_here)
+        if self.ranks.index == 0:
+            warn_of_idle(own_match[0])
         by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
         for group in to_ranks:
             if len({by_rank[rank] for rank in group}) > 1:

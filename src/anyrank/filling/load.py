@@ -194,7 +194,11 @@ def _report(
         reason=plan.decision.reason,
         nonfinite=nonfinite,
         verified=verified,
-        skipped=[*match.listing.skipped, *(f"{key}: of no use" for key in match.ignored)],
+        skipped=[
+            *match.listing.skipped,
+            *(f"{key}: of no use" for key in match.ignored),
+            *match.idle,
+        ],
         duplicates=match.stored_twice,
         tensors=len({*match.stored, *match.compared}),
         bytes_read=[moved.read for moved in filled.moved],

@@ -20,7 +20,7 @@ from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
 from anyrank.model.given_layouts import apply_layout, check_parts, warn_of_unused
-from anyrank.model.match import ModelMatch, match_model
+from anyrank.model.match import ModelMatch, match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor, find_tensors
@@ -198,6 +198,8 @@ def plan_load(
     match, summaries = ranks.run_and_gather("planning the load", match_here)
     if len({summary.digest for summary in summaries}) > 1:
         _explain_difference(match, ranks)
+    if ranks.index == 0:
+        warn_of_idle(match)
     _compare_frozen([summary.frozen for summary in summaries], ranks)
     places = (summary.coordinates for summary in summaries)
     coordinates = dict(zip(ranks.ranks, places, strict=True))

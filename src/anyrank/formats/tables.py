@@ -6,13 +6,14 @@ caller's `rename=` gives decide. Only where none of them fits is a table guessed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from anyrank.errors import AnyrankError
+from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
-from anyrank.tensors.names import candidates, inner_prefix, is_other_part
+from anyrank.tensors.names import Near, Rename, candidates, inner_prefix, is_other_part, unused
 from anyrank.tensors.spec import StoredTensor
 
 Renamer = Callable[[str], str]
@@ -46,6 +47,56 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
         else:
             inner.setdefault(key, stored)
     return _chosen(listing, inner, others)
+
+
+def idle_renames(
+    rename: Rename, source: Listing, chosen: Listing, keys: Collection[str]
+) -> list[str]:
+    """Entries of `rename=` that match no key of a source, in words.
+
+    Args:
+        rename: of the caller.
+        source: all that there is.
+        chosen: what `weights_for` made of it.
+        keys: that were renamed.
+
+    Raises:
+        LoadError: such an entry of a dict, where a guess has chosen one of several tables.
+    """
+    used = {id(stored) for stored in chosen.tensors.values()}
+    left = [key for key, stored in _by_whole_keys(source).items() if id(stored) not in used]
+    # What is left out needs no renaming, and whoever names it is not told that it is not there.
+    others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
+    idle = unused(rename, {*chosen.tensors, *keys, *others})
+    if not idle:
+        return []
+    tables = _alternatives(source, chosen) if isinstance(rename, Mapping) else []
+    near = Near({*chosen.tensors, *others, *tables})
+    if tables:
+        raise LoadError(
+            f"rename= names {idle[0]!r}{near.hint(idle[0])}, and no key of the source begins with "
+            f"it, which has the tables {', '.join(tables)}: name the one that is meant"
+        )
+    return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
+
+
+def _alternatives(source: Listing, chosen: Listing) -> list[str]:
+    """The tables of a source that hold most of the chosen names, where one of them was guessed."""
+    whole = _by_whole_keys(source)
+    if whole.keys() >= chosen.tensors.keys():  # by whole keys: nothing was guessed
+        return []
+    names = {id(stored): key for key, stored in chosen.tensors.items()}
+    counts: Counter[str] = Counter()
+    for key, stored in whole.items():
+        if _is_other_part(key, source):
+            continue
+        parts = key.split(".")
+        ends = (".".join(parts[n:]) for n in range(1, len(parts)))
+        end = names.get(id(stored)) or next((end for end in ends if end in chosen.tensors), None)
+        if end is not None:
+            counts[key.removesuffix(end).rstrip(".")] += 1
+    tables = [name for name, count in counts.items() if name and 2 * count >= len(names)]
+    return sorted(tables) if len(tables) > 1 else []
 
 
 def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:

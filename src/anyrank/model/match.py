@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.manifest import FORMAT
 from anyrank.files.quantised import dequantised, unknown_method, without_scales
-from anyrank.formats.tables import weights_for
+from anyrank.formats.tables import idle_renames, weights_for
 from anyrank.frozen.freeze import FrozenSource, frozen_info
 from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
@@ -40,6 +41,8 @@ from anyrank.tensors.quantised import is_wide
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
+log = logging.getLogger("anyrank.load")
+
 SHOWN = 10
 RESIZED = 4  # tensors: an embedding and a head, with their biases
 AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
@@ -63,6 +66,7 @@ class ModelMatch:
         ignored: unexpected keys that need no tensor; `_ignorable` says which.
         frozen: frozen parts -> the source of their own that fills them.
         own_code: code of modules that load_state_dict would have run.
+        idle: entries of `rename=` that match no key, in words.
     """
 
     tensors: list[ModelTensor]
@@ -77,6 +81,7 @@ class ModelMatch:
     ignored: list[str] = field(default_factory=list[str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
     own_code: OwnCode = field(default_factory=OwnCode)
+    idle: list[str] = field(default_factory=list[str])
 
     def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
         """The same match of a model with the same tensors, or of none."""
@@ -126,10 +131,12 @@ def match_model(
     is_live = listing.format == LIVE
     # A run holds tensors as they were in the model, which no code has changed on the way.
     is_raw = is_live or listing.format == FORMAT
+    source = chosen = listing
     if not is_live:
         dtypes = _dtypes_by_name(tensors)
-        listing = weights_for(dtypes, listing, renamer(options.rename) if options.rename else None)
-        listing = dequantised(listing, dtypes, renamer(options.rename))
+        chosen = weights_for(dtypes, listing, renamer(options.rename) if options.rename else None)
+        listing = dequantised(chosen, dtypes, renamer(options.rename))
+    idle = idle_renames(options.rename, source, chosen, listing.tensors)
     inner = pretrained(model)
     listing, rename = converted(inner, tensors, listing, renamer(options.rename))
     matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
@@ -177,7 +184,14 @@ def match_model(
         ignored=ignored,
         frozen=frozen,
         own_code=own_code,
+        idle=idle,
     )
+
+
+def warn_of_idle(match: ModelMatch) -> None:
+    """Warn of entries of `rename=` that match no key."""
+    if match.idle:
+        log.warning("%s", "; ".join(first_few(match.idle, SHOWN)))
 
 
 def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:

@@ -83,10 +83,13 @@ def unused(rename: Rename, keys: Collection[str]) -> list[str]:
     if isinstance(rename, Mapping):
         names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
         return [old for old in rename if old not in names and f"{old}." not in names]
-    left = {pattern: re.compile(pattern) for pattern, _ in rename}
-    for key in keys:
-        left = {pattern: regex for pattern, regex in left.items() if not regex.search(key)}
-    return list(left)
+    left: list[str] = []
+    for pattern, replacement in rename:  # each is given what those before it made of a key
+        regex = re.compile(pattern)
+        if not any(map(regex.search, keys)):
+            left.append(pattern)
+        keys = [regex.sub(replacement, key) for key in keys]
+    return left
 
 
 def _are_texts(*values: object) -> bool:
