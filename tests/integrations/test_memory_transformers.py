@@ -90,6 +90,52 @@ def test_a_cache_is_in_both_runs_as_it_was() -> None:
         assert model(input_ids=TOKENS).past_key_values.get_seq_length() == 12
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_recomputed_layers_in_training_mode_have_their_cache_without_gradients(family: str) -> None:
+    model = make(family)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(TOKENS[:, :5] + 1, **options)
+    handle = enable_recompute(model)
+    assert torch.equal(model.generate(TOKENS[:, :5] + 1, **options), plain)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=TOKENS[:, :5], past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 5
+    with pytest.raises(anyrank.RecomputeError, match="a cache that holds tokens already"):
+        model(input_ids=TOKENS[:, 5:], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="has a recompute_ patch already"):
+        enable_recompute(model)
+    handle.remove()
+    assert not model.is_gradient_checkpointing
+
+
+class OwnLayer(torch.nn.Linear):
+    gradient_checkpointing = False
+
+
+class OwnCode(transformers.PreTrainedModel):
+    config_class = transformers.LlamaConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = OwnLayer(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        layer: Any = self.layer
+        assert layer.gradient_checkpointing
+        return layer._gradient_checkpointing_func(layer, x)
+
+
+def test_a_model_that_calls_its_checkpointing_function_itself() -> None:
+    model = OwnCode(transformers.LlamaConfig(**SMALL))
+    handle = enable_recompute(model)
+    assert handle.names == ["layer"]
+    model(torch.randn(2, 4)).sum().backward()
+    handle.remove()
+    assert not model.is_gradient_checkpointing
+
+
 # -- anyrank.integrations.transformers ------------------------------------------------------------
 
 
@@ -340,8 +386,14 @@ T5: dict[str, Any] = {
     "d_kv": 8,
     "vocab_size": 96,
 }
-SPEECH: dict[str, Any] = {"d_model": 16, "vocab_size": 96, "pad_token_id": 0}
-SPEECH |= {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+SPEECH: dict[str, Any] = {
+    "d_model": 16,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 16,
+}
 OWN_LOSS: dict[str, Callable[[], Any]] = {
     "T5ForConditionalGeneration": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(**T5)
@@ -361,7 +413,10 @@ def test_models_that_compute_their_loss_themselves_are_refused(name: str) -> Non
     assert "forward" not in vars(model.get_output_embeddings())
 
 
-class OwnLoss(transformers.LlamaForCausalLM):
+LLAMA: Any = transformers.LlamaForCausalLM
+
+
+class OwnLoss(LLAMA):
     """Its hidden states are as many as its words, so that nothing else fails."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
@@ -392,11 +447,12 @@ def test_no_loss_of_hidden_states_leaves_a_forward(change: Any) -> None:
     assert torch.equal(*(m(input_ids=TOKENS, labels=TOKENS).loss for m in (plain, model)))
 
 
-class TwoHeads(transformers.LlamaForCausalLM):
+class TwoHeads(LLAMA):
     def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
         hidden = self.model(input_ids, use_cache=False).last_hidden_state
         first, logits = self.lm_head(hidden / 2), self.lm_head(hidden)
-        return self.loss_function(logits, labels, 96) + first.mean()
+        loss_function: Any = self.loss_function
+        return loss_function(logits, labels, 96) + first.mean()
 
 
 def test_a_head_that_is_used_twice_is_refused() -> None:

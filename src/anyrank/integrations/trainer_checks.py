@@ -135,11 +135,15 @@ def check_recompute(model: Any, args: Any) -> None:
     if not any(getattr(args, name, False) for name in names):
         return
     for module in model.modules():
-        # transformers keeps the function that it was given in an attribute of each layer.
-        if any(getattr(kept, "func", None) is anyrank.recompute for kept in vars(module).values()):
+        # A patch of a layer that transformers would recompute; transformers keeps the function
+        # that it was given in an attribute.
+        forward = vars(module).get("forward") if hasattr(module, "gradient_checkpointing") else None
+        if getattr(forward, "kind", "") == "recompute_" or any(
+            getattr(kept, "func", None) is anyrank.recompute for kept in vars(module).values()
+        ):
             raise ValueError(
-                "gradient_checkpointing of TrainingArguments would replace enable_recompute(): "
-                "remove it"
+                "gradient_checkpointing of TrainingArguments would recompute a second time what "
+                "enable_recompute() recomputes: remove it"
             )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import anyrank
 from anyrank.integrations.late_logits import LateLogits
@@ -44,9 +45,9 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
     """Recompute the layers of a transformers model in backward, as `anyrank.recompute` does.
 
     In place of the model's own activation checkpointing: the model itself says which modules are
-    its layers, and switches its cache off. Each rank by itself, before or after wrapping. Leave
-    `gradient_checkpointing` of TrainingArguments off, which would put torch's function back.
-    Layers are recomputed in training mode only: call `model.train()`.
+    its layers. With gradients these get no cache, as `anyrank.recompute_` says; without, they do.
+    Each rank by itself, before or after wrapping. Leave `gradient_checkpointing` of
+    TrainingArguments off, which would recompute a second time.
 
     Args:
         model: a model, wrapped or not; PEFT's too.
@@ -56,7 +57,8 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
         A handle whose `remove()` restores the model, and whose `names` lists the layers.
 
     Raises:
-        ValueError: no transformers model is in it, or it supports no activation checkpointing.
+        ValueError: no transformers model is in it, it supports no activation checkpointing, or its
+            layers are recomputed already.
 
     Example::
 
@@ -74,20 +76,30 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
             f"{type(inner).__name__} supports no activation checkpointing of its own: patch its "
             "layers with anyrank.recompute_(model, pattern)"
         )
-    run = functools.partial(anyrank.recompute, offload=offload)
-    inner._set_gradient_checkpointing(True, run)
     undo: list[Callable[[], object]] = [lambda: inner._set_gradient_checkpointing(False)]
+    inner._set_gradient_checkpointing(True, functools.partial(anyrank.recompute, offload=offload))
+    marked = {id(part) for part in inner.modules() if getattr(part, "gradient_checkpointing", 0)}
+    layers = {
+        name: part
+        for name, part in inner.named_modules()
+        if id(part) in marked and not any(id(p) in marked for p in part.modules() if p is not part)
+    }
+    if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers.values()):
+        # These drop their cache in training mode, without gradients as well, where generate() needs
+        # it. Only a model with code of its own calls the function that it is given itself.
+        undo.pop()()
+        try:
+            for name in layers:
+                undo.append(anyrank.recompute_(inner, name, offload=offload).remove)
+        except BaseException:
+            for restore in undo:
+                restore()
+            raise
     if any(not parameter.requires_grad for parameter in inner.parameters()):
         # A layer of frozen weights and trained adapters needs an input to give a gradient to.
         inner.enable_input_require_grads()
         undo.append(inner.disable_input_require_grads)
-    marked = {id(part) for part in inner.modules() if getattr(part, "gradient_checkpointing", 0)}
-    layers = [
-        name
-        for name, part in inner.named_modules()
-        if id(part) in marked and not any(id(p) in marked for p in part.modules() if p is not part)
-    ]
-    return MemoryHandle(layers, undo)
+    return MemoryHandle(list(layers), undo)
 
 
 def tile_mlps(
