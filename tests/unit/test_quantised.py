@@ -317,6 +317,9 @@ def test_8_bit_weights_are_refused_where_nobody_uses_their_scales(
         anyrank.sync(two_layers(), file, unexpected="ignore")
     with pytest.raises(anyrank.LoadError, match=r"0\.weight: is torch\.float8_e4m3fn"):
         anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
+    save_file(numbers, tmp_path / "int8.safetensors")
+    with pytest.raises(anyrank.LoadError, match=r"0\.weight: is torch\.int8"):
+        anyrank.convert(tmp_path / "int8.safetensors", tmp_path / "out", dtype="float16")
     anyrank.convert(path, tmp_path / "out")  # as it is
     wrapped = {f"net.{key}": t for key, t in file.items()}
     with pytest.raises(anyrank.LoadError, match=r"1\.weight: is torch\.float8_e4m3fn"):
@@ -339,6 +342,11 @@ def test_8_bit_weights_without_any_scale_are_numbers() -> None:
     assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
     anyrank.load(model, {key: 3 * t.to(torch.int8) for key, t in file.items()}, cast="any")
     assert torch.equal(model.get_parameter("0.weight"), torch.full((4, 4), 3.0))
+
+
+def test_a_mask_beside_a_scale_is_no_obstacle_to_a_cast(tmp_path: Path) -> None:
+    file = {"a.mask": torch.ones(4, dtype=torch.uint8), "a.scale": torch.ones(4)}
+    anyrank.convert(file, tmp_path / "out", dtype="float16")
 
 
 def test_a_scale_that_the_model_has_or_that_rename_leaves_out_is_no_obstacle() -> None:

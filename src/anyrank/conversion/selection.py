@@ -12,6 +12,7 @@ from anyrank.files.output import OutputTensor
 from anyrank.files.quantised import without_scales
 from anyrank.formats.tables import tables_named
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
+from anyrank.tensors.quantised import scales_of
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 
@@ -108,10 +109,16 @@ def outputs_of(
     """The tensors to write: floating ones in `dtype`, if it is given; others keep theirs.
 
     Raises:
-        LoadError: a cast would take 8-bit values for weights, without their scales.
+        LoadError: a cast would take 8-bit values for weights, without their scales, or would round
+            the scales of integers, which go to nothing in float16.
     """
-    floating = [t for t in selection.tensors.values() if t.dtype.is_floating_point]
-    problems = without_scales(listing, floating, lambda key: True) if dtype is not None else []
+    cast = [] if dtype is None else [*selection.tensors.values()]
+    floating = [stored for stored in cast if stored.dtype.is_floating_point]
+    # A mask of uint8 is none, though its module may have a parameter of such a name.
+    scaled = {*scales_of(listing.tensors.values()).values()}
+    scaled = {name for name in scaled if name.endswith("weight")}
+    integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
+    problems = without_scales(listing, [*floating, *integers], lambda key: True)
     if problems:
         raise LoadError(
             f"{problems[0]}; or convert without dtype= ({count(len(problems), 'tensor')})"
