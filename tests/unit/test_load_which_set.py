@@ -102,3 +102,11 @@ def test_files_of_other_names_and_endings_are_skipped_by_name(tmp_path: Path) ->
     report = anyrank.load(model, tmp_path)
     assert torch.equal(model.get_parameter("0.weight"), torch.ones(2, 2))
     assert len(report.skipped) == 3
+
+
+def test_a_consolidated_file_is_taken_where_nothing_else_is_there(tmp_path: Path) -> None:
+    save_file(weights(1.0), tmp_path / "consolidated.safetensors")
+    (tmp_path / "params.json").write_text("{}")
+    model = net()
+    anyrank.load(model, tmp_path)
+    assert torch.equal(model.get_parameter("0.weight"), torch.ones(2, 2))

@@ -40,10 +40,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 
 def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
-    for ending in FILES:
-        chosen = _choose(storage, folder, names, ending)
-        if chosen is None:
-            continue
+    # Mistral's own releases have a whole model in this file, often beside the same as shards.
+    whole = next((name for name in names if name == "consolidated.safetensors"), None)
+    choices = (_choose(storage, folder, names, ending) for ending in FILES)
+    chosen = next(filter(None, choices), whole)
+    if chosen is not None:
         others = tuple(
             f"{name}: {chosen} was chosen"
             for name in names
