@@ -376,3 +376,10 @@ def test_values_that_are_not_finite_are_found() -> None:
         for wrong in (float("nan"), float("inf"), float("-inf")):
             values[37] = wrong
             assert not all_finite(values)
+
+
+def test_a_key_that_rename_turns_into_nothing_is_left_out(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(2), "b": torch.zeros(2)}
+    report = anyrank.convert(weights, tmp_path / "out", rename={"b": ""})
+    assert read_folder(tmp_path / "out").keys() == {"a"}
+    assert report.skipped == ["b: rename= leaves it out"]

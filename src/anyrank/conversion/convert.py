@@ -60,7 +60,7 @@ def convert(
             fp16 or bf16. Others keep theirs.
         rename: from the source's keys to names: a dict of keys or prefixes, a list of (regex,
             replacement), or a callable. Names that wrappers put in (`module.`, `_orig_mod.`) are
-            left out in any case.
+            left out in any case, and so is a key that becomes "".
         shard_bytes: most bytes of tensors in one file of safetensors. Default: 5 GB.
         model: of a source with a model's own names (a run, DCP, `.pt`): that model, real or on
             meta. Its tensors have to be there, ties are those of the model, and what transformers

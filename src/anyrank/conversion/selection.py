@@ -51,7 +51,9 @@ def select(listing: Listing, rename: Rename) -> Selection:
     else:
         listing, skipped = named, []
         keys = {key: key for key in listing.tensors}
-    names = {key: _plain(new_name(name)) for key, name in keys.items()}
+    left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
+    skipped += [f"{key}: rename= leaves it out" for key in left_out]
+    names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
     if names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}
     tensors: dict[str, StoredTensor] = {}
@@ -60,7 +62,7 @@ def select(listing: Listing, rename: Rename) -> Selection:
         if name in owner:
             raise LoadError(f"both {owner[name]} and {key} of the source become {name}: rename one")
         if not name:
-            raise LoadError(f"{key}: rename= gives it an empty name")
+            raise LoadError(f"{key}: has only names of wrappers in it: rename it")
         owner[name] = key
         tensors[name] = listing.tensors[key]
     for key, what in listing.unreadable.items():
