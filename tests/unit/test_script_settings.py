@@ -488,6 +488,46 @@ def test_a_new_groups_function_is_no_difference(settings: Any, tmp_path: Path) -
     assert [note for note in notes_of(report) if "lr_lambdas" in note] == []
 
 
+@pytest.mark.parametrize("name", ["cosine", "gamma", "cycle", "sequence"])
+def test_a_new_group_is_where_its_schedule_is_or_is_named(name: str, tmp_path: Path) -> None:
+    make = CASES[name][3](CASES[name][2])
+    _, whole = unfrozen(tmp_path / "whole", make, 8)
+    unfrozen(tmp_path / "run", make, 4, joins=False)
+    unfrozen(tmp_path / "other", make, 4, joins=False)
+    report, _ = unfrozen(tmp_path / "other", make, 5)
+    said = "optimizer group 1: new, so its rate begins as at the first step of scheduler"
+    assert any(said in note for note in notes_of(report))
+    report, rates = unfrozen(tmp_path / "run", make, 8, settings="script")
+    assert rates == [pytest.approx(row, rel=1e-12) for row in whole[4:]]
+    assert not any("group 1" in note for note in notes_of(report))
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"centered": True}),
+    ],
+)
+def test_an_option_whose_state_the_run_has_not_is_an_error(
+    make: Any, option: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(**options: Any) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = make(model.parameters(), **options)
+        with anyrank.Checkpoints(tmp_path, anyrank.TrainState(model, optimizer)) as ckpts:
+            ckpts.resume(settings="script")
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpts.step_done()
+
+    run()
+    with pytest.raises(anyrank.CheckpointError, match=f"optimizer {next(iter(option))}: "):
+        run(**option)
+    run()
+
+
 @pytest.mark.parametrize("settings", ["saved", "script"])
 @pytest.mark.parametrize("kind", ["sequence", "chain"])
 def test_another_class_within_a_schedule_of_schedules_is_an_error(

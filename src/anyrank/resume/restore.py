@@ -90,6 +90,9 @@ class _Restorer:
             self.changes, self.script_settings = self.inner.settings.compare(
                 self.source.settings, groups, self.matched
             )
+            is_script = self.arguments.settings == "script"
+            if is_script and (problems := self.inner.settings.problems(self.changes)):
+                raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
             return any(part.has_meta_buffers for part in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
@@ -234,9 +237,12 @@ class _Restorer:
     def _warnings(self) -> list[str]:
         """Those of the notes that people have to know."""
         warnings = [text for part in self.matched.values() for text in part.warnings]
+        settings = self.inner.settings
+        is_saved = self.arguments.settings == "saved"
         return [
             *self.source.warnings(),
             *warnings,
+            *(settings.notes_on_new_groups(self.matched) if is_saved else ()),
             *notes_on(self.changes, self.arguments.settings),
         ]
 

@@ -12,7 +12,6 @@ import functools
 import inspect
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -23,15 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.state.plain_values import ABSENT, as_json, plain
 from anyrank.state.stateful import BY_GROUP
 from anyrank.state.wrappers import innermost
-
-ABSENT = object()  # of a value that is not plain
 
 Settings = Literal["saved", "script"]
 
 NOT_SETTINGS = ("params", "param_names", *IMPLEMENTATION)
-MOST = 256  # values of one setting; a longer list is a table of the run, not a setting
 FUNCTIONS = "functions"  # what the functions of a schedule are made with: no checkpoint has it
 # What a schedule derives from its other settings and from its optimizer's, or counts.
 DERIVED = {
@@ -81,7 +78,8 @@ class ScriptSettings:
             for name, part in parts.items()
             if name != "data" and (initial := _initial(part)) is not None
         }
-        self.kept = {name: _as_json(initial) for name, initial in self.initial.items()}
+        self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
+        self.new_groups = dict[str, list[int]]()  # of optimizers: those that the saved run lacks
 
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
         """What a save keeps. `records` are the parts', to leave out what they do not bring back."""
@@ -114,13 +112,15 @@ class ScriptSettings:
         changes: list[Change] = []
         kept: dict[str, Any] = {}
         for part, initial in self.initial.items():
-            now, before = _as_json(initial), saved.get(part) if part in filled else None
+            now, before = as_json(initial), saved.get(part) if part in filled else None
             if isinstance(now, dict) and isinstance(before, dict):
                 table = cast("dict[str, Any]", before)
                 changes += [Change(part, *row) for row in _differences(now, table)]
                 kept[part] = {**table, FUNCTIONS: now[FUNCTIONS]} if FUNCTIONS in now else table
             elif isinstance(now, list) and isinstance(before, list):
                 kept[part] = now
+                added = [n for n, source in enumerate(groups.get(part, ())) if source is None]
+                self.new_groups[part] = added
                 for number, (group, source) in enumerate(
                     zip(now, groups.get(part, range(len(now))), strict=False)
                 ):
@@ -155,9 +155,10 @@ class ScriptSettings:
             before = kept.get(part) if part in saved else None
             if isinstance(thing, Optimizer):
                 changed, has_rates = _take_groups(thing, initial, before)
-                moved |= {id(innermost(thing))} if has_rates else set()
+                is_moved = has_rates or bool(self.new_groups.get(part))
+                moved |= {id(innermost(thing))} if is_moved else set()
             else:
-                changed = _raw_changes(_as_json(initial), before)
+                changed = _raw_changes(as_json(initial), before)
                 if _is_replayed(thing):
                     schedules.setdefault(_optimizer_of(thing), {})[part] = thing
                     moved |= {id(_optimizer_of(thing))} if changed else set()
@@ -172,8 +173,34 @@ class ScriptSettings:
                 self._replay(optimizer, of_optimizer)
                 if before != [group["lr"] for group in optimizer.param_groups]:
                     changed_parts += [part for part in of_optimizer if part not in changed_parts]
-        self.kept = {part: _as_json(initial) for part, initial in self.initial.items()}
+        self.kept = {part: as_json(initial) for part, initial in self.initial.items()}
         return changed_parts
+
+    def problems(self, changes: Sequence[Change]) -> list[str]:
+        """What `take` cannot take: options whose state an optimizer makes in its first step."""
+        return [
+            f"{change.part} {change.key}: {change.value} here, {change.saved} in the saved run, "
+            f"whose state has nothing for it: leave it as it was, or skip=[{change.part!r}]"
+            for change in changes
+            if (change.key in ("amsgrad", "centered") and change.value == "True")
+            or (
+                (change.key, change.saved) == ("momentum", "0")
+                and isinstance(innermost(self.parts[change.part]), torch.optim.RMSprop)
+            )
+        ]
+
+    def notes_on_new_groups(self, filled: Collection[str]) -> list[str]:
+        """A sentence for each optimizer whose new groups begin at a schedule's first rate."""
+        schedules = [(p, self.parts[p]) for p in filled if _is_replayed(self.parts.get(p))]
+        return [
+            f"{owner} group {', '.join(map(str, numbers))}: new, so its rate begins as at the "
+            f"first step of {part}, which is at step {count}; "
+            'settings="script" gives it the rate that the schedule has there'
+            for owner, numbers in self.new_groups.items()
+            for part, thing in schedules
+            if numbers and _optimizer_of(thing) is innermost(self.parts[owner])
+            if (count := _count_of(thing.state_dict()))
+        ]
 
     def _replay(self, optimizer: Optimizer, schedules: Mapping[str, Any]) -> None:
         """Bring schedules, as the script makes them, to the count that they have, from their start:
@@ -250,7 +277,7 @@ def _initial(part: Any) -> Any:
     names = inspect.signature(type(part)).parameters if _has_signature(type(part)) else ()
     values = vars(part) if hasattr(part, "__dict__") else {}
     plain_values = {name: values[name] for name in names if name in values}
-    return {k: v for k, v in plain_values.items() if _plain(v) is not ABSENT} or None
+    return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} or None
 
 
 def _is_schedule(part: Any) -> bool:
@@ -316,33 +343,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, int | float)}
 
 
-# -- as JSON, and compared ------------------------------------------------------------------------
-
-
-def _as_json(initial: Any) -> Any:
-    """Settings as a manifest gives them back: what is not plain is left out."""
-    plain = _plain(initial)
-    return plain if plain is not ABSENT else {}
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON; ABSENT for one that has none, and for long lists."""
-    if isinstance(value, torch.Tensor):
-        is_number = value.numel() == 1 and not value.is_meta
-        return _plain(value.item()) if is_number else ABSENT
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else repr(value)
-    if isinstance(value, Counter):  # milestones
-        return _plain(sorted(cast("Counter[Any]", value).elements()))
-    if isinstance(value, Mapping):
-        rows = [(str(k), _plain(v)) for k, v in cast("Mapping[Any, Any]", value).items()]
-        return {key: item for key, item in rows if item is not ABSENT}
-    if isinstance(value, list | tuple):
-        items = [_plain(item) for item in cast("Sequence[Any]", value)]
-        return ABSENT if len(items) > MOST else [i for i in items if i is not ABSENT]
-    return ABSENT
+# -- compared -----------------------------------------------------------------------------------
 
 
 def _differences(
@@ -434,7 +435,7 @@ def _take_groups(
     """Give an optimizer's groups what the script gives otherwise: which, and whether a rate is."""
     changed = set[str]()
     for number, (group, options) in enumerate(zip(optimizer.param_groups, initial, strict=False)):
-        now = _as_json(options)
+        now = as_json(options)
         keys = {*options} if before is None else _changed_keys(now, before[number])
         for key in keys & group.keys():
             if isinstance(group[key], torch.Tensor):
@@ -490,5 +491,5 @@ def _changed_options(
         key
         for group, options in zip(groups, initial, strict=False)
         for key in options.keys() & group.keys()
-        if _plain(group[key]) != _plain(options[key])
+        if plain(group[key]) != plain(options[key])
     }
