@@ -285,8 +285,9 @@ class _HeadAndLoss:
 
         if isinstance(result, tuple):
             return tuple(map(exchange, result))
-        for key in result if isinstance(result, dict) else ():
-            result[key] = exchange(result[key])
+        if isinstance(result, dict):
+            for key, value in result.items():
+                result[key] = exchange(value)
         return result
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
