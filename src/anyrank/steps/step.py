@@ -189,7 +189,8 @@ class Step:
         had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
         if is_first:
             position.drop_begun()
-        devices = accelerators_of(model.parameters())
+        computing = model.parameters() if evaluates else sync.named.values()
+        devices = accelerators_of(computing)
         slots = position.slots(run.plan)
         pass_seed = () if is_first else (run.num_passes,)
         fetcher = position.fetcher(run.plan, is_first)
