@@ -33,7 +33,7 @@ demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of th
 test: $(READY)  ## promises, the core, and what differs from main: 8 minutes on two cores
 	@$(MAKE) --no-print-directory sessions TIER=--tier=fast
 
-test-all: $(READY)  ## every test: 20 minutes on two cores; no GPU, no network
+test-all: $(READY)  ## every test: 10 minutes on two quiet cores; no GPU, no network
 	@$(MAKE) --no-print-directory sessions
 
 # Three sessions at a time, as each often waits: for a process to start, or to end, or for a disk.
