@@ -30,7 +30,7 @@ help:  ## show this list
 demo: $(VENV)/.installed  ## the tour: loads real weights on several ranks of this machine
 	$(VENV)/bin/anyrank demo
 
-test: $(READY)  ## promises, the core, and what differs from main: 8 minutes on two cores
+test: $(READY)  ## promises, the core, and what differs from main: 5 minutes on two quiet cores
 	@$(MAKE) --no-print-directory sessions TIER=--tier=fast
 
 test-all: $(READY)  ## every test: 10 minutes on two quiet cores; no GPU, no network
