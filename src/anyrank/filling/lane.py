@@ -108,7 +108,8 @@ def find_lane(
     """
     if route.lane is None:
         kind = choose_lane(devices) if ranks.size > 1 else None
-        route.lane = (kind and _agree(kind, devices, flows, places, ranks, route)) or False
+        lane = None if kind is None else _agree(kind, devices, flows, places, ranks, route)
+        route.lane = lane or False
     return route.lane or None
 
 

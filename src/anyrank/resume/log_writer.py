@@ -56,14 +56,18 @@ class LogWriter:
         self._writes = self._is_first and self._folder.store.renames
 
     def note_resume(self) -> int:
-        """Record the end of a resume; the steps that the log has after it. The first rank."""
+        """Record the end of a resume; the most steps that were done after it. The first rank."""
         self._restart_sec, self._last = self._since_last(), time.monotonic()
         lines = read_log(self._folder.absolute_path) if self._writes else ()
+        most = 0
         for last_line in collections.deque(lines, maxlen=1):
             self._lost = max(0, last_line.step - self._state.step)
+            # A process that was killed has done steps since its last line, short of the next one.
+            unknown = 0 if last_line.event in (END, ERROR) else LINE_STEPS - 1
+            most = max(0, last_line.step + unknown - self._state.step)
             if last_line.event != END:
                 self._restart_sec = max(0.0, time.time() - last_line.time)
-        return self._lost
+        return most
 
     def take_loss(self, number: int) -> tuple[float, float] | None:
         """Weighted sum and weight of this rank's losses, in a step with a line of the log."""

@@ -53,8 +53,8 @@ class ResumeReport:
         lost_steps: steps that damaged, newer checkpoints had; 0 when the newest was good.
         lost_samples: the same in samples; 0 where a damaged manifest hides the count.
         set_aside: what the damaged ones are called now; nothing is deleted.
-        redone_steps: steps after this one that the run's log has, done before and now done again;
-            to the last tenth step, and 0 where there is no log.
+        redone_steps: at most so many steps after this one were done before, and are done again, by
+            the run's log, which has every tenth step; 0 where there is no log.
         components: part of the state -> what became of it, with `.reason`.
         notes: what else is worth knowing, in sentences.
         verified: what was compared before anything was changed, in words.
@@ -104,7 +104,7 @@ class ResumeReport:
         )
         losses = [f"{count(self.lost_steps, 'step')} lost, damaged"] if self.set_aside else []
         if self.redone_steps:
-            losses.append(f"{count(self.redone_steps, 'step')} since then done again")
+            losses.append(f"up to {count(self.redone_steps, 'step')} since then done again")
         changed = [
             f"{name} {outcome}"
             for name, outcome in self.components.items()
@@ -128,7 +128,7 @@ class ResumeReport:
                 f"set aside as {', '.join(self.set_aside)}"
             )
         if self.redone_steps:
-            lines.append(f"  done again   {count(self.redone_steps, 'step')} since that save")
+            lines.append(f"  done again   up to {count(self.redone_steps, 'step')} since that save")
         lines += [
             f"  {name:<12} {_outcome_text(outcome)}" for name, outcome in self.components.items()
         ]
