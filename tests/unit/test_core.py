@@ -1,7 +1,7 @@
-"""The core, what stands around it, and how large each room may be.
+"""The core, what stands around it, and how large each may be.
 
-The core loads a model and trains, saves and resumes a plain run. What is around it is loaded by who
-asks for it. A room that outgrows its budget is a decision, and it is made in this file.
+The core is what a plain load and a plain run have in memory. What is around it is loaded by who
+asks for it. What outgrows its budget is a decision, and it is made in this file.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ BUDGETS = {
     "world": 1880,
     "": 690,
 }
+# Lines of all modules that a plain load and a plain run have loaded together.
+CORE_LINES = 28_300
 AROUND = (
     "exact",
     "foreign",
@@ -82,6 +84,15 @@ with anyrank.Checkpoints(sys.argv[1], state{peers}) as ckpts:
     assert {shards} or state.step == 2
 print(*sorted(name for name in sys.modules if name.startswith("anyrank.")))
 """
+PLAIN_LOAD = """
+import sys, torch, anyrank
+from safetensors.torch import save_file
+
+saved, model = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+save_file(saved.state_dict(), sys.argv[1] + ".safetensors")
+anyrank.load(model, sys.argv[1] + ".safetensors")
+assert torch.equal(model.weight, saved.weight)
+"""
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
@@ -112,19 +123,26 @@ def test_a_room_that_outgrows_its_budget_is_found(tmp_path: Path) -> None:
     assert set(over_budget(sizes_of(tmp_path))) == {"exact", "new"}
 
 
-def around_loaded_by(exact: str, peers: str, shards: bool, folder: Path) -> set[str]:
-    """The rooms around the core that a run has loaded when it is saved and over."""
-    command = [
-        sys.executable,
-        "-c",
-        PLAIN_RUN.format(exact=exact, peers=peers, shards=shards),
-        str(folder),
-    ]
+def loaded_by(program: str, folder: Path) -> list[str]:
+    """The modules of anyrank that a program has loaded at its end."""
+    command = [sys.executable, "-c", program, str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
-    rooms = {name.split(".")[1] for name in run.stdout.splitlines()[-1].split()}
-    assert "steps" in rooms
-    return rooms & set(AROUND)
+    return run.stdout.splitlines()[-1].split()
+
+
+def lines_of(modules: list[str]) -> int:
+    """The lines of modules, with comments and empty ones."""
+    paths = [SRC.parent / name.replace(".", "/") for name in modules]
+    files = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths]
+    return sum(len(path.read_bytes().splitlines()) for path in files)
+
+
+def test_the_core_keeps_to_its_budget(tmp_path: Path) -> None:
+    program = PLAIN_LOAD + PLAIN_RUN.format(exact="", peers="", shards=False)
+    core = loaded_by(program, tmp_path / "run")
+    assert {"anyrank.model.match", "anyrank.steps.step"} <= {*core}
+    assert lines_of(core) <= CORE_LINES
 
 
 @pytest.mark.parametrize(
@@ -139,4 +157,7 @@ def around_loaded_by(exact: str, peers: str, shards: bool, folder: Path) -> set[
 def test_a_run_loads_nothing_around_the_core_that_it_did_not_ask_for(
     exact: str, peers: str, shards: bool, rooms: set[str], tmp_path: Path
 ) -> None:
-    assert around_loaded_by(exact, peers, shards, tmp_path / "run") == rooms
+    program = PLAIN_RUN.format(exact=exact, peers=peers, shards=shards)
+    loaded = {name.split(".")[1] for name in loaded_by(program, tmp_path / "run")}
+    assert "steps" in loaded
+    assert loaded & {*AROUND} == rooms
