@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
-    from anyrank.conversion.convert import convert
+    from anyrank.around.conversion.convert import convert
+    from anyrank.around.inspection.diff import diff
+    from anyrank.around.inspection.inspect import inspect
+    from anyrank.around.inspection.verify import verify
+    from anyrank.around.streams.row_counts import row_counts
+    from anyrank.around.streams.transforms import Buckets, Pack
     from anyrank.errors import (
         AnyrankError,
         CheckpointError,
@@ -30,9 +35,6 @@ if TYPE_CHECKING:
     from anyrank.filling.sync import Sync, sync
     from anyrank.frozen.cpu_only import cpu_only
     from anyrank.frozen.freeze import freeze
-    from anyrank.inspection.diff import diff
-    from anyrank.inspection.inspect import inspect
-    from anyrank.inspection.verify import verify
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from anyrank.state.report import ResumeReport
     from anyrank.state.train_state import TrainState
     from anyrank.steps.loader import ElasticLoader
-    from anyrank.streams.row_counts import row_counts
-    from anyrank.streams.transforms import Buckets, Pack
     from anyrank.versions import __version__
     from anyrank.watching.check import check
     from anyrank.watching.hang import watch
@@ -97,7 +97,7 @@ __all__ = [
 HOMES = {
     "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
-    "Buckets": "anyrank.streams.transforms",
+    "Buckets": "anyrank.around.streams.transforms",
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
@@ -107,7 +107,7 @@ HOMES = {
     "LoadReport": "anyrank.filling.report",
     "Offload": "anyrank.memory.offload",
     "OffloadStats": "anyrank.memory.offload",
-    "Pack": "anyrank.streams.transforms",
+    "Pack": "anyrank.around.streams.transforms",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.state.report",
@@ -116,23 +116,23 @@ HOMES = {
     "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",
     "check": "anyrank.watching.check",
-    "convert": "anyrank.conversion.convert",
-    "diff": "anyrank.inspection.diff",
+    "convert": "anyrank.around.conversion.convert",
+    "diff": "anyrank.around.inspection.diff",
     "freeze": "anyrank.frozen.freeze",
-    "inspect": "anyrank.inspection.inspect",
+    "inspect": "anyrank.around.inspection.inspect",
     "load": "anyrank.filling.load",
     "materialize": "anyrank.filling.materialize",
     "meta": "anyrank.filling.meta",
     "plan": "anyrank.filling.plan",
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
-    "row_counts": "anyrank.streams.row_counts",
+    "row_counts": "anyrank.around.streams.row_counts",
     "cpu_only": "anyrank.frozen.cpu_only",
     "sync": "anyrank.filling.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
-    "verify": "anyrank.inspection.verify",
+    "verify": "anyrank.around.inspection.verify",
     "__version__": "anyrank.versions",
     "watch": "anyrank.watching.hang",
 }

@@ -95,7 +95,7 @@ def test_a_file_that_is_written_while_it_is_read_is_an_error_on_all_ranks(
 def test_a_conversion_of_a_file_that_changes_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anyrank.conversion.content import StoredContent
+    from anyrank.around.conversion.content import StoredContent
 
     path = write("pt", str(tmp_path), 1.0)
     os.utime(path, (1, 1))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.exact.run import WARNING
+from anyrank.around.exact.run import WARNING
 from anyrank.testing import run_ranks
 
 Change = Callable[[Any, Any], object]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.exact import groups as exact_groups
+from anyrank.around.exact import groups as exact_groups
 from anyrank.testing import run_ranks
 
 DEPTH, WIDTH = 32, 16  # a tensor of 1 KiB in each layer: a group

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.exact import groups as exact_groups
+from anyrank.around.exact import groups as exact_groups
 from anyrank.testing import run_ranks
 
 ROWS, BATCH, MICRO = 13, 12, 2  # K = 6, and a last step of one sample

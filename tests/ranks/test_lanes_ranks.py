@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.around.streams.lanes import LaneState, Report
 from anyrank.errors import CheckpointError
-from anyrank.streams.lanes import LaneState, Report
 from anyrank.testing import run_ranks
 
 pytestmark = [

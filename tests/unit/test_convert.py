@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
 from anyrank import faults
-from anyrank.conversion.content import all_finite
+from anyrank.around.conversion.content import all_finite
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
 from anyrank.files.output import OutputTensor
 from anyrank.formats import torch_zip

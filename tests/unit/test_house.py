@@ -20,7 +20,7 @@ import torch
 
 import anyrank
 from anyrank import settings
-from anyrank.exact.checks import environment
+from anyrank.around.exact.checks import environment
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -74,7 +74,7 @@ DOORS = {
     "anyrank.steps.loader_position": ("exact",),
     "anyrank.formats.sources": ("foreign",),
     "anyrank.resume.resume": ("foreign",),
-    "anyrank.inspection.tool_folders": ("foreign",),
+    "anyrank.around.inspection.tool_folders": ("foreign",),
     "anyrank.resume.checkpoints": ("peers",),
     "anyrank.resume.search": ("peers",),  # for the type checkers
 }
@@ -97,7 +97,7 @@ def find_imports(module: str, sources: dict[str, str]) -> set[str]:
     """
     found: set[str] = set()
     tree = ast.parse(sources[module])
-    doors = tuple(f"anyrank.{room}." for room in DOORS.get(module, ()))
+    doors = tuple(f"anyrank.around.{room}." for room in DOORS.get(module, ()))
     behind = {node for part in ast.walk(tree) if _is_late(part) for node in ast.walk(part)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -111,6 +111,11 @@ def find_imports(module: str, sources: dict[str, str]) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("anyrank", "")}
 
 
+def part_of(module: str) -> str:
+    """The part of anyrank that a module is in; rooms around the core are parts of their own."""
+    return module.removeprefix("anyrank.").removeprefix("around.").split(".")[0]
+
+
 def _is_late(node: ast.AST) -> bool:
     """Whether imports within are not made when the module is loaded."""
     is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -121,10 +126,10 @@ def find_wrong_directions(sources: dict[str, str]) -> list[str]:
     """Imports against the direction, relative imports, and parts that the table does not know."""
     wrong: list[str] = []
     for module in sources.keys() - {"anyrank"}:
-        part = module.split(".")[1]
+        part = part_of(module)
         allowed = MAY_IMPORT[part] | {part} if part in MAY_IMPORT else set[str]()
         for target in find_imports(module, sources):
-            into = target.removeprefix("anyrank.").split(".")[0]
+            into = part_of(target)
             if into not in allowed:
                 wrong.append(f"{module} imports {target}")
     return sorted(wrong)
@@ -194,7 +199,7 @@ def test_needless_publicity_is_found() -> None:
         ("anyrank.tensors.plan", "from anyrank import files"),
         ("anyrank.files.spans", "import anyrank.world.ranks"),
         ("anyrank.files.spans", "def f():\n    from anyrank.filling import load"),
-        ("anyrank.inspection.diff", "from anyrank.world import ranks"),
+        ("anyrank.around.inspection.diff", "from anyrank.world import ranks"),
         ("anyrank.world.ranks", "from anyrank.tensors.box import Box"),
         ("anyrank.filling.load", "import anyrank"),
         ("anyrank.filling.load", "from anyrank.testing.fault import Fault"),
@@ -204,9 +209,9 @@ def test_needless_publicity_is_found() -> None:
         ("anyrank.integrations.jax", "from anyrank.errors import AnyrankError"),
         ("anyrank.state.train_state", "from anyrank.integrations import lightning"),
         ("anyrank.newfolder.x", "from anyrank.errors import AnyrankError"),
-        ("anyrank.steps.loader", "from anyrank.exact.run import ExactRun"),
+        ("anyrank.steps.loader", "from anyrank.around.exact.run import ExactRun"),
         ("anyrank.steps.loader", "def f():\n    from anyrank.memory import tile"),
-        ("anyrank.steps.step", "def f():\n    from anyrank.exact.run import ExactRun"),
+        ("anyrank.steps.step", "def f():\n    from anyrank.around.exact.run import ExactRun"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, line: str) -> None:
@@ -225,8 +230,11 @@ def test_a_wrong_import_is_found(module: str, line: str) -> None:
 
 
 def test_a_door_opens_inside_of_a_function() -> None:
-    door = "def f():\n    from anyrank.exact.run import ExactRun"
-    sources = {"anyrank.exact.run": "import anyrank.steps.loader", "anyrank.steps.loader": door}
+    door = "def f():\n    from anyrank.around.exact.run import ExactRun"
+    sources = {
+        "anyrank.around.exact.run": "import anyrank.steps.loader",
+        "anyrank.steps.loader": door,
+    }
     assert find_wrong_directions(sources) == []
     assert find_cycle(sources) == []
 

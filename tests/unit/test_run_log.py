@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from torch import nn
 
 import anyrank
+from anyrank.around.inspection.plot import draw
 from anyrank.cli import main
 from anyrank.formats.run_log import LogLine, read_log, sum_up
-from anyrank.inspection.plot import draw
 from anyrank.steps.pace import PARTS, WINDOW, Pace, slow_rank
 
 KEYS = {"time", "step", "ranks", "lost", "steps_sec", "saves_sec", "restart_sec", "waiting_sec"}
@@ -173,7 +173,7 @@ def test_a_plot_that_cannot_be_drawn_says_why(
     for path in ("out.what", "nowhere/out.svg"):
         with pytest.raises(anyrank.AnyrankError, match=f"{path}: the picture cannot be written"):
             draw(str(tmp_path / "run"), str(tmp_path / path))
-    monkeypatch.setattr("anyrank.inspection.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("anyrank.around.inspection.plot.find_spec", lambda name: None)
     with pytest.raises(anyrank.AnyrankError, match=r"pip install 'anyrank\[plot\]'"):
         draw(str(tmp_path), "out.svg")
 

@@ -33,7 +33,6 @@ def test_each_promise_has_its_files_in_both_tiers() -> None:
 @pytest.mark.parametrize(
     ("file", "rooms"),
     [
-        ("src/anyrank/exact/sums.py", {"exact"}),
         ("src/anyrank/around/exact/sums.py", {"exact"}),
         ("src/anyrank/world/ranks.py", set[str]()),
         ("tests/crash/test_pool.py", {"testing"}),

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyrank.around.exact.tree_sum import Span, TreeSum, merged, ordered
 from anyrank.data.schedule import slots_of_rank
-from anyrank.exact.tree_sum import Span, TreeSum, merged, ordered
 from anyrank.steps.norm import sum_dtype
 
 

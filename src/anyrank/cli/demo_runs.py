@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import anyrank
+from anyrank.around.inspection.inspect import inspect
+from anyrank.around.inspection.stream import boxes_of, open_values
 from anyrank.cli import torchrun
 from anyrank.cli.demo import RESULTS
 from anyrank.cli.launcher import end_with
@@ -34,8 +36,6 @@ from anyrank.files.manifest import read_manifest, step_name
 from anyrank.files.reader import memory_of
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import list_step, steps_in
-from anyrank.inspection.inspect import inspect
-from anyrank.inspection.stream import boxes_of, open_values
 from anyrank.model.memory_meter import PeakMemory
 
 SCRIPT = "finetune.py"

@@ -184,7 +184,7 @@ def _list_folder(storage: Storage, path: str) -> Listing:
     name = format_of_folder(storage.names(path))
     if name in LISTERS:
         return LISTERS[name](storage, path)
-    from anyrank.foreign.read import list_weights  # around the core: a door in test_house
+    from anyrank.around.foreign.read import list_weights  # around the core: a door in test_house
 
     return list_weights(name, storage, path)
 

@@ -43,7 +43,7 @@ from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
 if TYPE_CHECKING:
-    from anyrank.peers.memory import PeerMemory
+    from anyrank.around.peers.memory import PeerMemory
 
 log = logging.getLogger("anyrank.resume")
 
@@ -441,7 +441,7 @@ class Checkpoints:
                 channel = ranks.open_channel("the background save")
                 self._writers = self._groups.enter_context(channel)
             if self._options.peers:
-                from anyrank.peers.memory import open_memory
+                from anyrank.around.peers.memory import open_memory
 
                 self._memory = open_memory(self.path, ranks, self._options.peers_cadence.is_due)
             self._ranks = ranks

@@ -90,7 +90,7 @@ def _begin_with(
 ) -> ResumeReport:
     """Begin a run with a step of another run, or with what another tool saved. All ranks."""
     if step is None:
-        from anyrank.foreign.adopt import adopt  # around the core: a door in test_house
+        from anyrank.around.foreign.adopt import adopt  # around the core: a door in test_house
 
         return restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks)
     run_path, number = step

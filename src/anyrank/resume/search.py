@@ -23,7 +23,7 @@ from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
 if TYPE_CHECKING:
-    from anyrank.peers.memory import PeerMemory, PeerSnapshot
+    from anyrank.around.peers.memory import PeerMemory, PeerSnapshot
 
 log = logging.getLogger("anyrank.resume")
 

@@ -30,7 +30,7 @@ from anyrank.steps.step import Step
 from anyrank.world.ranks import open_ranks
 
 if TYPE_CHECKING:
-    from anyrank.exact.run import ExactRun
+    from anyrank.around.exact.run import ExactRun
 
 
 class ElasticLoader:
@@ -207,7 +207,7 @@ class ElasticLoader:
             )
             assert len(loader) == 2
         """
-        from anyrank.streams.entry import open_shards
+        from anyrank.around.streams.entry import open_shards
 
         dataset = open_shards(shards, read, lengths, transform, window, options)
         return cls(dataset, **options)
@@ -250,7 +250,7 @@ class ElasticLoader:
                     step.backward(model(batch).mean())
             assert loader.receipts[0].verdict.startswith("exactly once, 30 rows in 3 shards")
         """
-        from anyrank.streams.entry import open_iterable
+        from anyrank.around.streams.entry import open_iterable
 
         return cls(open_iterable(dataset, transform, window, options), **options)
 
@@ -380,7 +380,7 @@ class ElasticLoader:
 
 
 def _open_exact() -> ExactRun:
-    """The door to `anyrank.exact`, which no other run loads."""
-    from anyrank.exact.run import ExactRun
+    """The door to `anyrank.around.exact`, which no other run loads."""
+    from anyrank.around.exact.run import ExactRun
 
     return ExactRun()

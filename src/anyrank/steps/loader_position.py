@@ -21,7 +21,7 @@ from anyrank.steps.step_run import StepRun
 from anyrank.world.ranks import Ranks
 
 if TYPE_CHECKING:
-    from anyrank.exact.run import ExactRun
+    from anyrank.around.exact.run import ExactRun
 
 
 class LoaderPosition(Position):

@@ -1,0 +1,269 @@
+"""A live model into files: its ranks save its weights beside the destination, and the first rank
+converts what they have saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from anyrank.around.conversion.destination import STORE, Destination, destination
+from anyrank.around.conversion.file_names import as_files, configuration
+from anyrank.around.conversion.options import ConvertOptions
+from anyrank.around.conversion.report import ConvertReport
+from anyrank.around.conversion.selection import Selection
+from anyrank.around.conversion.stored import convert_listing
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import content_hash
+from anyrank.files.listing import Listing
+from anyrank.files.storage import join_path, storing, write_file
+from anyrank.formats import dcp
+from anyrank.formats.dcp_output import metadata_of
+from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.sources import list_memory
+from anyrank.model.given_layouts import apply_layout, warn_of_unused
+from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.model.verify import check_alike, compare_replicas
+from anyrank.saving.rank_file import make_items, write_share
+from anyrank.tensors.names import renamer
+from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
+from anyrank.tensors.writes import plan_writes
+from anyrank.wording import count
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.group import Group
+from anyrank.world.ranks import Ranks, open_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    """What a rank lets the others know of its model.
+
+    Attributes:
+        described: its tensors.
+        tied: name -> the name of the tensor that it is.
+        coordinates: where this rank is in the mesh of each tensor.
+        buffers: name -> hash of those that nothing keeps equal.
+    """
+
+    described: list[Described]
+    tied: dict[str, str]
+    coordinates: Coordinates
+    buffers: dict[str, str]
+
+
+def convert_live(
+    src: object,
+    dst: str | os.PathLike[str],
+    checked: Callable[[], ConvertOptions],
+    process_group: Group,
+) -> ConvertReport:
+    """As `convert`, of a model. All ranks.
+
+    Args:
+        src: the model; `checked` refuses anything else.
+        dst: as for `convert`.
+        checked: the options; raises for arguments that are wrong in themselves.
+        process_group: as for `convert`.
+    """
+    start = time.perf_counter()
+    with torch.inference_mode(False), open_ranks(process_group, "convert()") as ranks:
+        options, target = _agreed(dst, checked, ranks)
+        assert isinstance(src, nn.Module)
+        model = src
+        target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
+        (tensors, tied), summaries = ranks.run_and_gather(
+            "looking at the model", lambda: _look(model, options, ranks)
+        )
+        _check_alike(summaries, ranks)
+        alike = [
+            tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
+        ]
+        replicas = compare_replicas(alike, ranks)
+        buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
+        differ = [n for n in buffers if len({summary.buffers.get(n) for summary in summaries}) > 1]
+
+        def convert(listing: Listing) -> ConvertReport:
+            weights = {tensor.name: listing.tensors[tensor.name] for tensor in tensors}
+            selection = as_files(Selection(weights, tied), listing, model)
+            selection = _renamed(selection, renamer(options.rename))
+            has_files = options.to == "safetensors" and not target.is_file
+            small = configuration(model, options.cast_dtype) if has_files else {}
+            return convert_listing(listing, selection, target, options, small=small)
+
+        if ranks.size == 1:
+            report = convert(list_memory({tensor.name: tensor.local() for tensor in tensors}))
+        else:
+            coordinates = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
+            with _saved(tensors, buffers, coordinates, target, ranks) as folder:
+                report = ranks.run_on_one(
+                    "converting", lambda: convert(dcp.list_folder(STORE, folder))
+                )
+    return replace(
+        report,
+        source=type(model).__name__,
+        skipped=[*report.skipped, *_skipped(model, differ)],
+        verified=f"{count(replicas, 'tensor')} among the ranks" if replicas else "",
+        seconds=time.perf_counter() - start,
+    )
+
+
+@contextlib.contextmanager
+def _saved(
+    tensors: Sequence[ModelTensor],
+    buffers: Sequence[str],
+    coordinates: Mapping[int, Coordinates],
+    target: Destination,
+    ranks: Ranks,
+) -> Generator[str, None, None]:
+    """A folder beside the destination that holds the weights while the block runs. All ranks.
+
+    Raises:
+        CheckpointError: of any rank, on all ranks: it cannot write.
+    """
+    folder = f"{target.folder}-weights"
+
+    def make() -> None:
+        with storing(folder):
+            STORE.make_folder(folder)
+
+    def write_own() -> list[SavedBox]:
+        writes = plan_writes(tensors, coordinates, by_first=buffers)
+        items = make_items(tensors, [], writes, ranks.rank)
+        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items)[0]
+
+    try:
+        ranks.run_on_one("making the folder", make)
+        boxes = [
+            box
+            for share_boxes in ranks.together("writing the weights", write_own)
+            for box in share_boxes
+        ]
+        path = join_path(folder, dcp.METADATA)
+        ranks.run_on_one(
+            "writing the index", lambda: write_file(STORE, path, metadata_of(boxes, {}, False))
+        )
+        yield folder
+    finally:
+        if ranks.index == 0:
+            with contextlib.suppress(OSError):
+                STORE.remove_folder(folder)
+
+
+def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
+    """The selection under the names that the caller asked for.
+
+    Raises:
+        LoadError: two tensors get one name, or one an empty name.
+    """
+    tensors = [(rename(name), stored) for name, stored in selection.tensors.items()]
+    tied = {rename(name): rename(kept) for name, kept in selection.tied.items()}
+    names = [*(name for name, _ in tensors), *map(rename, selection.tied)]
+    twice = [name for name, number in Counter(names).items() if number > 1 or not name]
+    if twice:
+        if not twice[0]:
+            raise LoadError("rename= gives a tensor of the model an empty name")
+        raise LoadError(f"rename= gives two tensors of the model the name {twice[0]}: rename one")
+    renamed = {key: rename(name) for key, name in selection.renamed.items()}
+    renamed |= {
+        name: new
+        for name in selection.tensors
+        if (new := rename(name)) != name and name not in selection.renamed.values()
+    }
+    return replace(selection, tensors=dict(tensors), tied=tied, renamed=renamed)
+
+
+def _skipped(model: nn.Module, differ: list[str]) -> list[str]:
+    """What of the model is not in the output as this rank holds it, and why."""
+    return [
+        *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
+        *(f"{key}: extra state of a module, which is not a tensor" for key in extra_states(model)),
+        *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
+    ]
+
+
+def _agreed(
+    dst: str | os.PathLike[str], checked: Callable[[], ConvertOptions], ranks: Ranks
+) -> tuple[ConvertOptions, Destination]:
+    """The options and where to write, alike on all ranks. All ranks.
+
+    Raises:
+        ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
+            differ.
+    """
+    answers: list[tuple[ConvertOptions, Destination]] = []
+    arguments: dict[str, object] = {}  # filled by `check`, which runs before they are compared
+
+    def check() -> None:
+        options = checked()
+        arguments["dst"] = os.fspath(dst)
+        arguments.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
+        arguments["layout"] = options.layout is not None  # ranks may give different ones
+        target = destination(dst, [], options.is_file(dst), options.overwrite)
+        answers.append((options, target))
+
+    compare_arguments(ranks, "convert", arguments, LoadError, check)
+    return answers[0]
+
+
+def _look(
+    model: nn.Module, options: ConvertOptions, ranks: Ranks
+) -> tuple[tuple[list[ModelTensor], dict[str, str]], _Summary]:
+    """The model's tensors, with what plain ones are parts of, and its ties; and what the others
+    are to know of them.
+
+    Raises:
+        LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
+    """
+    tensors = in_state_dict(find_tensors(model))
+    apply_layout(tensors, options.layout, ranks)
+    warn_of_unused(options.layout, tensors)
+    adapters = [tensor.name for tensor in tensors if tensor.adapter]
+    on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
+    if adapters:
+        raise LoadError(
+            f"{adapters[0]}: belongs to an adapter: merge it into the model first "
+            "(merge_and_unload, anyrank.integrations.peft.merge), or save the adapter with PEFT"
+        )
+    if on_meta:
+        raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
+    if changed := changed_in_state_dict(model):
+        raise LoadError(
+            f"{changed[0]}: its module's own code changes it in state_dict(), as {len(changed)} "
+            "tensors of this model, and convert writes them as they are: convert what "
+            "torch.save(model.state_dict()) wrote"
+        )
+    if not tensors:
+        raise LoadError("the model has no parameters and no buffers: give one to write")
+    tied = {
+        registration.name: tensor.name
+        for tensor in tensors
+        for registration in tensor.registrations
+        if registration.name != tensor.name
+    }
+    buffers = {
+        tensor.name: content_hash(tensor.local())
+        for tensor in tensors
+        if tensor.kind == "buffer" and tensor.layout is None
+    }
+    described = [tensor.describe() for tensor in tensors]
+    return (tensors, tied), _Summary(described, tied, coordinates_of(tensors), buffers)
+
+
+def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
+    """Raises LoadError on all ranks: their models differ."""
+    check_alike([summary.described for summary in summaries], ranks)
+    first, ours = ranks.ranks[0], summaries[0].tied
+    for rank, summary in zip(ranks.ranks, summaries, strict=True):
+        if summary.tied != ours:
+            name = min(name for name, _ in ours.items() ^ summary.tied.items())
+            raise LoadError(
+                f"the ranks' models differ: {name} is tied to {ours.get(name, 'none')} on rank "
+                f"{first} and to {summary.tied.get(name, 'none')} on rank {rank}: build them alike"
+            )

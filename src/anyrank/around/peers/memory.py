@@ -1,0 +1,280 @@
+"""Snapshots of a run in the memory of its machines, which outlives the processes of the ranks.
+
+A snapshot is a step of a run, in a folder of each machine's tmpfs. A machine holds the files of its
+own ranks and a copy of the files of the machine before it, so one machine may be lost. A snapshot
+exists when machines that together hold all of its files have committed it. `anyrank run` makes the
+folder, and removes it at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from anyrank import faults
+from anyrank.around.peers.transfers import FileTransfer, make_folder, send_files
+from anyrank.errors import CheckpointError
+from anyrank.files.listing import FileInfo, Listing
+from anyrank.files.manifest import Manifest, read_manifest, step_name
+from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
+from anyrank.formats.run_folder import INDEX, list_step
+from anyrank.saving.collect import Snapshot
+from anyrank.saving.run_folder import RunFolder
+from anyrank.saving.write import RankShare, describe_step, write_own_share
+from anyrank.settings import PEERS_FOLDER
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.saving")
+
+IsDue = Callable[[int, float], bool]
+
+
+@dataclass(frozen=True)
+class PeerSnapshot:
+    """A snapshot all of whose files are on the machines.
+
+    Attributes:
+        step, run, written: of its manifest.
+        holder: global rank that can read the manifest and the index.
+        sizes: of its files.
+        machines: file -> indices of the machines that hold it.
+    """
+
+    step: int
+    run: str
+    written: str
+    holder: int
+    sizes: dict[str, int]
+    machines: dict[str, list[int]]
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return step_name(self.step)
+
+
+class _SnapshotStorage(LocalStorage):
+    """Finds the files of a snapshot by their known sizes, also if they are on other machines."""
+
+    def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
+        self.sizes = {join_path(folder, name): size for name, size in sizes.items()}
+
+    def find(self, path: str) -> FileInfo | None:
+        return FileInfo(path, self.sizes[path], "") if path in self.sizes else None
+
+
+class PeerMemory:
+    """The snapshots of one run, as one rank sees them. All ranks keep and bring together.
+
+    Keeps one snapshot, and a second one while that is written.
+
+    Attributes:
+        folder: the run's folder in this machine's memory.
+    """
+
+    def __init__(self, root: str, path: str, ranks: Ranks, is_due: IsDue) -> None:
+        absolute_path = absolute(path)
+        key = hashlib.blake2b(absolute_path.encode(), digest_size=8).hexdigest()
+        self.folder = RunFolder(LocalStorage(), join_path(root, key))
+        self.ranks = ranks
+        self._is_due, self._last = is_due, time.monotonic()
+        machines = range(len(ranks.hosts))
+        self._machine_ranks = [
+            [r for r, n in zip(ranks.ranks, ranks.nodes, strict=True) if n == m] for m in machines
+        ]
+
+    def open(self) -> None:
+        """Make the run's folder, and remove unfinished snapshots of killed ranks. Any rank."""
+        with storing(self.folder.path):
+            make_folder(self.folder.path)
+        self.remove_except(*(step.name for step in self.folder.whole_steps()))
+
+    # -- keep -------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot is due after this step."""
+        return self._is_due(step, self._last)
+
+    def keep(self, snapshot: Snapshot) -> bool:
+        """Write and commit a snapshot; False, and a warning, if a machine has no room.
+
+        Then the memory is empty, and must not be used again.
+        """
+        start = time.perf_counter()
+        try:
+            self._write(snapshot)
+        except CheckpointError as error:
+            self.remove_except()
+            if self.ranks.index == 0:
+                log.warning("peers: nothing is kept in memory from now on: %s", error)
+            return False
+        self._last = time.monotonic()
+        seconds, step = time.perf_counter() - start, snapshot.manifest.step
+        log.debug("step %d is in memory, after %.3f s", step, seconds)
+        return True
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write and commit a snapshot.
+
+        Raises:
+            CheckpointError: a machine has no room; the snapshot before is still there.
+        """
+        ranks, folder = self.ranks, self.folder
+        name = step_name(snapshot.manifest.step)
+        temporary = folder.join(f"{name}.tmp")
+
+        def write_share() -> RankShare:
+            faults.point("peers.write")
+            with storing(temporary):
+                make_folder(temporary)
+            return write_own_share(snapshot, folder.store, temporary, ranks)
+
+        shares = ranks.together("writing the snapshot", write_share)
+        send_files(self._plan_copies(shares), temporary, ranks)
+        now = datetime.now(UTC).isoformat()
+        index, manifest = ranks.run_on_one(
+            "describing the snapshot", lambda: describe_step(snapshot, shares, now)
+        )
+
+        def commit() -> None:
+            faults.point("peers.commit")
+            if self._is_first_on_machine:
+                # DCP's metadata is left out, as only a resume reads a snapshot.
+                manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), index)
+                folder.commit(temporary, manifest.step, manifest)
+
+        ranks.together("committing the snapshot", commit)
+        self.remove_except(name)  # the new one is whole on all machines
+
+    @property
+    def _is_first_on_machine(self) -> bool:
+        """Whether this rank is the first on its machine."""
+        return self._machine_ranks[self.ranks.node][0] == self.ranks.rank
+
+    def _plan_copies(self, shares: Sequence[RankShare]) -> list[FileTransfer]:
+        """The files that each rank sends to the next machine."""
+        if len(self._machine_ranks) == 1:
+            return []
+        transfers: list[FileTransfer] = []
+        for rank, node, share in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
+            receivers = self._machine_ranks[(node + 1) % len(self._machine_ranks)]
+            receiver = receivers[self._machine_ranks[node].index(rank) % len(receivers)]
+            for name, file in share.files.items():
+                transfers.append(FileTransfer(name, file.size, rank, receiver))
+        return transfers
+
+    def remove_except(self, *kept: str) -> None:
+        """Remove all other snapshots from this machine's memory. Any rank."""
+        for name in set(self.folder.names()) - {*kept} if self._is_first_on_machine else ():
+            with contextlib.suppress(OSError):  # the next one tries again
+                self.folder.store.remove_folder(self.folder.join(name))
+
+    # -- find -------------------------------------------------------------------------------------
+
+    def whole_snapshots(self) -> list[PeerSnapshot]:
+        """The snapshots of which no file is missing, the newest first. Equal on all ranks."""
+        answers = self.ranks.together("looking at the machines' memory", self._list_own)
+        snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
+        missing: dict[tuple[int, str, str], set[str]] = {}
+        senders = zip(self.ranks.ranks, self.ranks.nodes, answers, strict=True)
+        for rank, node, committed in senders:
+            for key, (sizes, absent) in committed.items():
+                snapshot = snapshots.setdefault(key, PeerSnapshot(*key, rank, sizes, {}))
+                missing[key] = missing.get(key, absent) & absent
+                for name in sizes.keys() - absent:
+                    snapshot.machines.setdefault(name, []).append(node)
+        return [snapshots[key] for key in sorted(snapshots, reverse=True) if not missing[key]]
+
+    def _list_own(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
+        """This machine's committed snapshots: of each, its files' sizes, and the absent files."""
+        snapshots: dict[tuple[int, str, str], tuple[dict[str, int], set[str]]] = {}
+        for step in self.folder.whole_steps() if self._is_first_on_machine else ():
+            path = self.folder.join(step.name)
+            try:
+                manifest = read_manifest(self.folder.store, path)
+            except CheckpointError as error:
+                log.warning("%s: is skipped: %s", path, error)
+                continue
+            sizes = {name: file.size for name, file in manifest.files.items()}
+            file_sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
+            absent = {file for file, size in sizes.items() if file_sizes.get(file) != size}
+            snapshots[step.number, manifest.run, manifest.written] = (sizes, absent)
+        return snapshots
+
+    def examine(self, snapshot: PeerSnapshot) -> tuple[Manifest, Listing]:
+        """The manifest and the listing of a snapshot. On its holder.
+
+        Raises:
+            CorruptCheckpoint: a small file is not what was written.
+        """
+        path = self.folder.join(snapshot.name)
+        manifest = read_manifest(self.folder.store, path)
+        return manifest, list_step(_SnapshotStorage(path, snapshot.sizes), path, manifest)
+
+    def bring(self, snapshot: PeerSnapshot, listing: Listing, files: Iterable[int]) -> Listing:
+        """Fetch the files that this machine's ranks read; returns the listing with their paths.
+
+        Args:
+            snapshot: the snapshot.
+            listing: with the paths on its holder.
+            files: that this rank reads, as indices of the listing.
+        """
+        numbers = sorted(files)
+        path = self.folder.join(snapshot.name)
+        own_names = {os.path.basename(listing.files[number].path) for number in numbers}
+        own_names |= {os.path.basename(listing.sums[number]) for number in numbers}
+        names_by_rank = self.ranks.gather(own_names, "asking for the snapshot's files")
+        transfers: list[FileTransfer] = []
+        for machine, machine_ranks in enumerate(self._machine_ranks):
+            indices = [self.ranks.ranks.index(rank) for rank in machine_ranks]
+            wanted = {name for index in indices for name in names_by_rank[index]}
+            for name in sorted(wanted):
+                holders = snapshot.machines[name]
+                if machine not in holders:
+                    sender = self._machine_ranks[holders[0]][0]
+                    size = snapshot.sizes[name]
+                    transfers.append(FileTransfer(name, size, sender, machine_ranks[0]))
+                    holders.append(machine)
+        send_files(transfers, path, self.ranks)
+        infos, sums = [*listing.files], dict(listing.sums)
+        for number in numbers:
+            info = LocalStorage().find(_move_path(infos[number].path, path))
+            assert info is not None  # it was here before, or was just received
+            infos[number] = info
+            sums[number] = _move_path(sums[number], path)
+        return replace(listing, files=tuple(infos), sums=sums)
+
+
+def _move_path(path: str, folder: str) -> str:
+    return join_path(folder, os.path.basename(path))
+
+
+def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:
+    """The memory that `anyrank run` made for these ranks; None, and a warning, without it.
+    All ranks.
+
+    Args:
+        path: of the run.
+        ranks: of the run.
+        is_due: from a step and the monotonic time of the last snapshot, whether one is due.
+    """
+    root = os.environ.get(PEERS_FOLDER, "")
+    has_memory = ranks.gather(os.path.isdir(root), "looking for the machines' memory")
+    if all(has_memory):
+        memory = PeerMemory(root, path, ranks, is_due)
+        ranks.together("opening the machines' memory", memory.open)
+        return memory
+    if ranks.index == 0:
+        without = [rank for rank, has in zip(ranks.ranks, has_memory, strict=True) if not has]
+        log.warning(
+            "peers= keeps nothing in memory: %s have none that outlives them: start the script "
+            "with `anyrank run`; the files are saved as usual",
+            ranks.name_ranks(without),
+        )
+    return None

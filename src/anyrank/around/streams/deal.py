@@ -1,0 +1,142 @@
+"""Which lane has which shards: dealt alike on all ranks, from what the lanes report of a step.
+
+Shards are dealt in the epoch's order, to the lanes in the order of their numbers. A lane keeps one
+shard in reserve. Where it has begun several in the last two steps, it keeps as many as four such
+steps would need, but at most its part of half of what is left: enough to read ahead, and to fill
+microbatches from shards of few rows. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from anyrank.around.streams.lanes import DONE, OUT, READY, LaneState, Report
+
+STEPS = 4  # that a reserve lasts
+
+
+class Deal:
+    """The shards of an epoch, and of each lane what is left of its own, and its state.
+
+    Args:
+        num_shards: of the epoch.
+        num_lanes: K.
+
+    Attributes:
+        dealt: shards that have a lane, as places in the epoch's order.
+        first: of each lane, its shards that nobody needs to read again.
+        shards: of each lane, those after these.
+        begun, recent: of each lane, the shards begun in the epoch, and in the last step.
+        status: of each lane.
+        states: of each lane.
+    """
+
+    def __init__(self, num_shards: int, num_lanes: int) -> None:
+        self.num_shards, self.dealt = num_shards, 0
+        self.first = [0] * num_lanes
+        self.shards: list[list[int]] = [[] for _ in range(num_lanes)]
+        self.begun, self.recent = [0] * num_lanes, [0] * num_lanes
+        self.status = [OUT] * num_lanes
+        self.states = [LaneState()] * num_lanes
+        for lane in range(num_lanes):
+            self._give(lane, 1)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all shards are dealt."""
+        return self.dealt == self.num_shards
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no lane has anything left."""
+        return all(status == DONE for status in self.status)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step has a row, or there is none."""
+        return READY in self.status or self.is_over
+
+    @property
+    def live(self) -> list[int]:
+        """The lanes that share the next step, in order."""
+        return [lane for lane, status in enumerate(self.status) if status != DONE]
+
+    def copy(self) -> Deal:
+        """One that can be dealt on from here."""
+        other = object.__new__(Deal)
+        other.num_shards, other.dealt = self.num_shards, self.dealt
+        other.first, other.shards = [*self.first], [[*shards] for shards in self.shards]
+        other.begun, other.recent = [*self.begun], [*self.recent]
+        other.status, other.states = [*self.status], [*self.states]
+        return other
+
+    def take(self, reports: Iterable[Report]) -> None:
+        """Note what the live lanes report of a step, and deal."""
+        most = (self.num_shards - self.dealt) // (2 * len(self.status))
+        for report in sorted(reports, key=lambda report: report.lane):
+            lane, begun = report.lane, report.begun
+            self.status[lane], self.states[lane] = report.status, report.state
+            before, self.recent[lane] = self.recent[lane], begun - self.begun[lane]
+            self.begun[lane] = begun
+            recent = 2 * self.recent[lane] if report.status == OUT else before + self.recent[lane]
+            reserve = max(1, min(STEPS * recent // 2, most)) if recent > 1 else 1
+            self._give(lane, begun + reserve - self.first[lane] - len(self.shards[lane]))
+            needless = report.state.first_passed - self.first[lane]
+            del self.shards[lane][:needless]
+            self.first[lane] += needless
+
+    def _give(self, lane: int, count: int) -> None:
+        stop = min(self.dealt + max(count, 0), self.num_shards)
+        self.shards[lane] += range(self.dealt, stop)
+        self.dealt = stop
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Values of JSON; a lane's shards as (start, count) of neighbours."""
+        lanes = [
+            [*state, first, _as_runs(shards), begun, recent, status]
+            for state, first, shards, begun, recent, status in zip(
+                self.states,
+                self.first,
+                self.shards,
+                self.begun,
+                self.recent,
+                self.status,
+                strict=True,
+            )
+        ]
+        return {"shards": self.num_shards, "dealt": self.dealt, "lanes": lanes}
+
+    @staticmethod
+    def from_json(value: Any, num_lanes: int) -> Deal:
+        """The inverse; raises ValueError, TypeError or KeyError for anything else."""
+        deal = Deal(0, num_lanes)
+        deal.num_shards, deal.dealt = int(value["shards"]), int(value["dealt"])
+        for lane, row in enumerate(value["lanes"]):
+            *state, first, runs, begun, recent, status = row
+            *numbers, needed, inner = state
+            deal.states[lane] = LaneState._make([*map(int, numbers), str(needed), str(inner)])
+            int(deal.states[lane].needed or "0", 16)
+            deal.first[lane], deal.begun[lane] = int(first), int(begun)
+            deal.recent[lane], deal.status[lane] = int(recent), int(status)
+            shards = [n for start, count in runs for n in range(start, start + count)]
+            deal.shards[lane] = shards
+            is_whole = deal.first[lane] <= deal.states[lane].first_passed
+            if not is_whole or any(not 0 <= n < deal.dealt for n in shards):
+                raise ValueError(f"lane {lane}: its shards do not fit")
+        if len(value["lanes"]) != num_lanes or not deal.dealt <= deal.num_shards:
+            raise ValueError(f"{len(value['lanes'])} lanes, of {num_lanes}")
+        return deal
+
+
+def _as_runs(numbers: list[int]) -> list[list[int]]:
+    """Ascending numbers as (start, count) of neighbours."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return runs

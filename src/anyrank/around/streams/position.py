@@ -1,0 +1,496 @@
+"""The position of an `ElasticLoader` over a stream: what its lanes have read, equal on all ranks.
+
+A rank reports its lanes with the agreement on their batches, so all ranks know what each lane has
+given before the last microbatch of a step runs. They deal alike, and know the lanes and the shards
+of the next step. Where no lane has a row for it, they look for one, in an agreement of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from anyrank.around.streams.deal import Deal
+from anyrank.around.streams.lanes import OUT, READY, Report
+from anyrank.around.streams.readers import LaneAnswer, LaneRequest, LaneRequests, StreamReader
+from anyrank.around.streams.sources import Stream
+from anyrank.data.fetch import FetchedBatch
+from anyrank.data.position import COUNTS, KEPT_RECEIPTS
+from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.data.schedule import MicrobatchSlot, StepPlan
+from anyrank.errors import CheckpointError
+from anyrank.files.json_codec import reading_record
+from anyrank.random_state.streams import kept
+from anyrank.steps.agreed_batches import Fetcher
+from anyrank.steps.loader_position import LoaderPosition
+from anyrank.wording import count
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.data")
+
+Rows = tuple[int, int, int]  # (shard, start, stop)
+TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
+ADVICE = (
+    "the lanes of the epoch are of unequal length: give more and smaller shards (at least 20 for "
+    "each of the %d microbatches of a step), or their lengths (anyrank.row_counts)"
+)
+
+
+def _receipt_of_rows(epoch: int, rows: Sequence[Rows]) -> Receipt:
+    """The receipt of the rows of some ranges."""
+    if not rows:
+        return Receipt()
+    ids = [
+        torch.arange((shard << 32) + start, (shard << 32) + stop, device="cpu")
+        for shard, start, stop in rows
+    ]
+    return receipt_of(epoch, torch.cat(ids))
+
+
+@dataclass(frozen=True)
+class LanePlan(StepPlan):
+    """A step: the lanes that share it. Its samples are known when all have reported.
+
+    Attributes:
+        deal: before the step.
+        lanes: that have a microbatch, in order.
+        reports: of the step, by lane.
+        looks: reports of lanes that looked for a row of the next step.
+        own_looks: rows that this rank read in these.
+        after: the deal after the step, once it is known.
+        sizes: samples of this rank's microbatches.
+    """
+
+    deal: Deal
+    lanes: tuple[int, ...]
+    reports: dict[int, Report] = field(default_factory=dict[int, Report])
+    looks: list[Report] = field(default_factory=list[Report])
+    own_looks: list[Rows] = field(default_factory=list[Rows])
+    after: list[Deal] = field(default_factory=list[Deal])
+    sizes: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def samples(self) -> int:
+        if len(self.reports) < len(self.lanes):
+            raise ValueError(
+                f"step {self.number}: its samples are counted while they are read, and known in "
+                "the last microbatch of a rank: ask for step.samples after the loop over "
+                "microbatches, and weight losses by step.backward(loss)"
+            )
+        return sum(report.num_outputs for report in self.reports.values())
+
+    @property
+    def assumed_samples(self) -> int:
+        return len(self.lanes) * self.microbatch
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.lanes)
+
+    def size(self, k: int) -> int:
+        return self.sizes[k]
+
+
+class StreamPosition(LoaderPosition):
+    """Where a run is in a stream.
+
+    Attributes:
+        deal: after the last step that counts.
+        whole: receipt of all rows of the shards that were read to their ends.
+        num_shards: of these.
+        units: of the transform, read and given.
+        lengths: of the shards that were read to their ends in this process.
+        thin, steps: of the epoch, the steps that were less than half full, and all.
+        verdicts: of finished epochs, what is known of them.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reader = cast("StreamReader", cast("Any", self.dataset))
+        self.stream: Stream = self.reader.dataset
+        self.stream.begin(self.schedule.order.seed, self.schedule.microbatch)
+        self.verdicts: dict[int, str] = {}
+        self.lengths: dict[int, int] = {}  # of the shards that this process has seen the end of
+        self.plan: LanePlan | None = None  # the newest one
+        self.spare: Any = None  # a batch of this rank, for copies
+        self._begin_epoch(len(self.stream))
+
+    def _begin_epoch(self, num_shards: int) -> None:
+        self.deal = Deal(num_shards, self.schedule.num_microbatches)
+        self.whole, self.num_shards, self.units = Receipt(), 0, (0, 0)
+        self.thin = self.steps = 0
+        self._open_lanes()
+
+    def _open_lanes(self) -> None:
+        """Forget the lanes that are open: others go on from the deal."""
+        self.plan = None
+        self.order = replace(self.schedule.order, n=self.deal.num_shards)
+        self.lanes = LaneRequests(self.epoch, self.schedule.microbatch, self.num_workers, self.ids)
+
+    def ids(self, numbers: list[int]) -> list[int]:
+        """The shards at places in the epoch's order."""
+        return [int(self.order.ids(self.epoch, n, n + 1)) for n in numbers]
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @property
+    def steps_in_epoch(self) -> int:
+        raise TypeError(
+            "the steps of an epoch are unknown, as rows are counted while they are read: end by "
+            "steps(until=) or steps(epochs=), or give the lengths of the shards "
+            "(anyrank.row_counts counts them)"
+        )
+
+    def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
+        super().begin_pass(ranks, batches)
+        self._open_lanes()
+        if not self.deal.is_ready:
+            lanes = [slot.k for slot in self._own_slots(len(self.deal.status))]
+            self.lanes.begin_step(self.step, lanes, self.deal, is_looking=True)
+            with kept():
+                self.deal, reports, own_rows = self._look(self.deal, lanes)
+            self._count(reports, own_rows)
+            if self.deal.is_over:
+                raise CheckpointError(
+                    f"epoch {self.epoch}: none of the {count(self.deal.num_shards, 'shard')} has a "
+                    "row: there is nothing to train on"
+                )
+
+    def end_pass(self) -> None:
+        super().end_pass()
+        self.plan = self.spare = None
+
+    def _own_slots(self, num_microbatches: int) -> list[MicrobatchSlot]:
+        plan = StepPlan(0, 0, 0, num_microbatches, 1)
+        return [slot for slot in self.slots(plan) if not slot.is_copy]
+
+    def _look(self, deal: Deal, lanes: list[int]) -> tuple[Deal, list[Report], list[Rows]]:
+        """Look for a row, and deal, until a lane has one or all are over. All ranks.
+
+        Args:
+            deal: in which no lane has one.
+            lanes: that this rank runs.
+
+        Returns:
+            The deal, what all lanes have reported, and the rows that this rank has read.
+        """
+        deal, reports, rows = deal.copy(), list[Report](), list[Rows]()
+        assert self.ranks is not None
+        while not deal.is_ready:
+            asked = [lane for lane in lanes if deal.status[lane] == OUT]
+
+            def look(asked: list[int] = asked) -> list[Report]:
+                for lane in asked:
+                    self.lanes.lanes[lane].looks = 1
+                return [cast("Report", self._next(lane).request.report) for lane in asked]
+
+            answers = self.ranks.together("reading shards", look)
+            new = {report.lane: report for part in answers for report in part}
+            rows += [row for lane in asked for row in new[lane].rows]
+            reports += new.values()
+            deal.take(new.values())
+            self.lanes.begin_step(self.lanes.number, lanes, deal, is_looking=True)
+        return deal, reports, rows
+
+    def next_step(self) -> LanePlan:
+        if self.plan is None or self.plan.number != self.step:
+            self.plan = self._make_plan(self.step, self.deal)
+        return self.plan
+
+    def following(self, step: StepPlan) -> LanePlan | None:
+        assert isinstance(step, LanePlan)
+        (deal,) = step.after
+        if deal.is_over:
+            return None
+        self.plan = self._make_plan(step.number + 1, deal)
+        return self.plan
+
+    def _make_plan(self, number: int, deal: Deal) -> LanePlan:
+        size, live = self.schedule.microbatch, tuple(deal.live)
+        plan = LanePlan(self.epoch, number, 0, 0, size, deal, live)
+        own_lanes = [live[slot.k] for slot in self.slots(plan) if not slot.is_copy]
+        self.lanes.begin_step(number, own_lanes, deal)
+        return plan
+
+    def requests(self) -> Iterator[LaneRequest]:
+        if self.plan is None and self.deal.is_ready:
+            self.next_step()
+        return self.lanes.requests()
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
+        assert isinstance(plan, LanePlan)
+        if not is_first:
+            return Fetcher(lambda slot: self.fetch_again(plan, slot))
+
+        def report(batches: Sequence[FetchedBatch]) -> list[Report]:
+            answers: list[LaneAnswer] = [fetched.request for fetched in batches]
+            return [answer.report for answer in answers if answer.report is not None]
+
+        def learn(answers: list[Any]) -> None:
+            self.learn(plan, [known for part in answers for known in part or ()])
+
+        return Fetcher(lambda slot: self.fetch(plan, slot), report, learn)
+
+    def _next(self, lane: int) -> FetchedBatch:
+        """The next answer of a lane that this rank runs."""
+        answers, self.lanes.next_lane = self.lanes.lanes[lane].answers, lane
+        while not answers:
+            fetched = next(self.batches, None)
+            if fetched is None:
+                raise CheckpointError(
+                    f"lane {lane}: the workers returned no batch: start a new iteration of the "
+                    "loader"
+                )
+            self.lanes.sort(fetched)
+        return answers.popleft()
+
+    def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        assert isinstance(plan, LanePlan)
+        lane = plan.lanes[slot.k]
+        fetched = None if slot.is_copy else self._next(lane)
+        if fetched is not None and not fetched.request.is_empty:
+            plan.sizes[slot.k] = fetched.request.report.num_outputs
+            # A copy is needed where this rank has fewer lanes than others, now or later.
+            if not self._needs_spare(plan):
+                self.spare = None
+            elif self.spare is None or lane == max(self.lanes.lanes):
+                self.spare = copy.deepcopy(fetched.batch)
+            return fetched
+        if self.spare is None:
+            ready = next(k for k, n in enumerate(plan.lanes) if plan.deal.status[n] == READY)
+            self.spare = self._read_again(plan, ready).batch
+        batch = copy.deepcopy(self.spare)
+        plan.sizes.setdefault(slot.k, 0)
+        return (
+            FetchedBatch(LaneAnswer(_NO_REQUEST, None), batch)
+            if fetched is None
+            else (FetchedBatch(fetched.request, batch))
+        )
+
+    def _needs_spare(self, plan: LanePlan) -> bool:
+        _, size = self.data_rank()
+        return len(plan.lanes) % size > 0 or OUT in plan.deal.status
+
+    def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        assert isinstance(plan, LanePlan)
+        is_empty = not slot.is_copy and not plan.sizes[slot.k]
+        if slot.is_copy or is_empty:
+            ready = next(k for k, n in enumerate(plan.lanes) if plan.deal.status[n] == READY)
+            answer = LaneAnswer(_NO_REQUEST, None, is_empty=is_empty)
+            return FetchedBatch(answer, self._read_again(plan, ready).batch)
+        return self._read_again(plan, slot.k)
+
+    def _read_again(self, plan: LanePlan, k: int) -> FetchedBatch:
+        """Microbatch k of a step, in this process."""
+        deal, lane = plan.deal, plan.lanes[k]
+        opening, shards = (deal.first[lane], deal.states[lane]), self.ids(deal.shards[lane])
+        return self.reader.read_once(
+            LaneRequest(
+                plan.epoch,
+                plan.number,
+                lane,
+                plan.microbatch,
+                is_due=True,
+                is_last_deal=deal.is_last,
+                shards=tuple(shards),
+                opening=opening,
+                token=0,
+                tokens=frozenset(),
+            )
+        )
+
+    def learn(self, plan: LanePlan, reports: Sequence[Report]) -> None:
+        """Take what some lanes report of a step; with the last of them, deal. All ranks.
+
+        Raises:
+            CheckpointError: ranks with the same lane have read other rows.
+        """
+        for report in reports:
+            if plan.reports.setdefault(report.lane, report) != report:
+                raise CheckpointError(
+                    f"step {plan.number}, lane {report.lane}: ranks that read the same lane have "
+                    f"read other rows, up to {report.state} and {plan.reports[report.lane].state}: "
+                    "read and transform have to give the same on all ranks"
+                )
+        if len(plan.reports) < len(plan.lanes) or plan.after:
+            return
+        after = plan.deal.copy()
+        after.take(plan.reports.values())
+        if not after.is_ready:
+            lanes = [plan.lanes[slot.k] for slot in self.slots(plan) if not slot.is_copy]
+            self.lanes.begin_step(plan.number + 1, lanes, after, is_looking=True)
+            after, looks, own_rows = self._look(after, lanes)
+            plan.looks.extend(looks)
+            plan.own_looks.extend(own_rows)
+        plan.after.append(after)
+
+    # -- counting ---------------------------------------------------------------------------------
+
+    def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
+        assert isinstance(step, LanePlan)
+        (self.deal,) = step.after
+        self._count([*step.reports.values(), *step.looks], [*seen, *step.own_looks])
+        self.step += 1
+        self.steps += 1
+        self.thin += 2 * step.samples < self.schedule.global_batch
+        self.samples += step.samples
+        self.consumed += step.samples
+        self._leave_finished_epoch()
+
+    def _count(self, reports: Sequence[Report], own_rows: Sequence[Rows]) -> None:
+        """Count what all lanes have read, and what this rank has."""
+        account = self.accounts[-1]
+        planned = [row for report in reports for row in report.rows]
+        account.planned += _receipt_of_rows(self.epoch, planned)
+        account.seen += _receipt_of_rows(self.epoch, own_rows)
+        ends = [end for report in reports for end in report.ends]
+        self.whole += _receipt_of_rows(self.epoch, [(shard, 0, rows) for shard, rows in ends])
+        self.num_shards += len(ends)
+        for shard, rows in ends:
+            if self.lengths.setdefault(shard, rows) != rows:
+                text = (
+                    f"shard {self.stream.name(shard)} has {rows} rows in epoch {self.epoch}, and "
+                    f"had {self.lengths[shard]} in one before: a resume finds other rows in it"
+                )
+                self.notes.append(text)
+                log.warning(text)
+                self.lengths[shard] = rows
+        fed, packed = zip(*(report.units for report in reports), strict=True)
+        self.units = self.units[0] + sum(fed), self.units[1] + sum(packed)
+
+    def _leave_finished_epoch(self) -> None:
+        if not self.deal.is_over:
+            return
+        shards = count(self.deal.num_shards, "shard")
+        text = f"exactly once, {self.whole.count:,} rows in {shards}"
+        if self.units[0]:
+            text += f", {self.units[0]:,} tokens"
+        if self.thin:
+            text += f", {self.thin} of {count(self.steps, 'step')} less than half full"
+        planned = self.accounts[-1].planned
+        is_whole = self.num_shards == self.deal.num_shards and planned == self.whole
+        if not is_whole or self.units[0] != self.units[1]:
+            text = (
+                f"not exactly once: {planned.count:,} rows and {self.units[0]:,} tokens were read, "
+                f"{self.num_shards} of {shards} have {self.whole.count:,} rows, and "
+                f"{self.units[1]:,} tokens were given"
+            )
+        elif 4 * self.thin > self.steps:
+            log.warning("epoch %d: %s; " + ADVICE, self.epoch, text, self.schedule.num_microbatches)
+        self.verdicts[self.epoch] = text
+        self.accounts[-1].dropped = self.consumed  # its samples, which the verdict tells
+        self.epoch += 1
+        self.consumed = 0
+        self.accounts.append(EpochAccount(self.epoch))
+        self._begin_epoch(len(self.stream))
+
+    def _verdict(self, account: EpochAccount) -> EpochVerdict:
+        text = self.verdicts.pop(account.epoch)
+        if not text.startswith("exactly"):
+            raise CheckpointError(
+                f"data position: epoch {account.epoch} is {text}: a shard or the transform gave "
+                "other rows when they were read again; resume from an earlier checkpoint, with the "
+                "shards as they were"
+            )
+        return EpochVerdict(account.epoch, account.dropped, text)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """About 400 bytes and 100 for each lane, JSON values, equal on all ranks."""
+        state = super().state_dict()
+        state |= {
+            "n": self.deal.num_shards,
+            "receipt": self.accounts[-1].planned.to_json(),
+            "deal": self.deal.to_json(),
+            "digests": self.stream.digests(self.deal.num_shards),
+            "whole": [*self.whole.to_json(), self.num_shards, *self.units, self.thin, self.steps],
+        }
+        return state
+
+    def check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, int], Receipt, str | None]:
+        own_state = self.state_dict()
+        with reading_record("data position"):
+            if "deal" not in state_dict:
+                raise CheckpointError(
+                    "data position: the run has a dataset, or shards with lengths, and here is a "
+                    "stream: give the data of the run, or start a new run from its weights"
+                )
+            for name in ("version", "key", "seed", "order", "global_batch", "microbatch", "tail"):
+                if state_dict[name] != own_state[name]:
+                    raise CheckpointError(
+                        f"data position: the run has {TITLES.get(name, name)} "
+                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: give what the run "
+                        "had, which works on any number of ranks, or start a new run from its "
+                        "weights"
+                    )
+            saved = {name: int(state_dict[name]) for name in COUNTS}
+            receipt = Receipt.from_json(state_dict["receipt"])
+            Deal.from_json(state_dict["deal"], self.schedule.num_microbatches)
+            _whole_from(state_dict["whole"])
+            if len(state_dict["receipts"]) > KEPT_RECEIPTS:
+                raise ValueError(f"{len(state_dict['receipts'])} receipts")
+            num_shards, digests = int(state_dict["n"]), state_dict["digests"]
+            note = self._compare_shards(num_shards, digests, saved["epoch"], receipt.count)
+        if self.exact is not None:
+            self.exact.check_saved(state_dict.get("exact") or {})
+        return saved, receipt, note
+
+    def _compare_shards(
+        self, num_shards: int, digests: Sequence[str], epoch: int, num_rows: int
+    ) -> str | None:
+        """The entry in `notes` for shards that were appended; an error for others."""
+        present = len(self.stream)
+        if num_shards > present:
+            raise CheckpointError(
+                f"data position: the run has {num_shards} shards, here are {present}: give all "
+                "shards of the run, in their order; others may follow"
+            )
+        own_digests = self.stream.digests(num_shards)
+        for number, (before, now) in enumerate(zip(digests, own_digests, strict=True)):
+            if before != now:
+                start, stop = (n * num_shards // len(digests) for n in (number, number + 1))
+                names = ", ".join(self.stream.name(n) for n in range(start, min(stop, start + 3)))
+                raise CheckpointError(
+                    f"data position: shards {start} to {stop - 1} are not those of the run, here "
+                    f"they are {names}{', ...' if stop > start + 3 else ''}: give the run's "
+                    "shards, in their order; others may follow"
+                )
+        if num_shards == present:
+            return None
+        if not num_rows:
+            return None
+        return (
+            f"{count(present - num_shards, 'shard')} more than the {num_shards} of the run: they "
+            f"come with epoch {epoch + 1}"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
+        self.deal = Deal.from_json(state_dict["deal"], self.schedule.num_microbatches)
+        super().load_state_dict(state_dict)
+        self.whole, self.num_shards, self.units, self.thin, self.steps = _whole_from(
+            state_dict["whole"]
+        )
+        if not self.accounts[-1].planned.count:  # shards may have been appended
+            self._begin_epoch(len(self.stream))
+        self._open_lanes()
+
+
+def _whole_from(value: Any) -> tuple[Receipt, int, tuple[int, int], int, int]:
+    """What a state holds of the shards that were read to their ends."""
+    rows, total, shards, fed, packed, thin, steps = value
+    receipt = Receipt.from_json([rows, total])
+    return receipt, int(shards), (int(fed), int(packed)), int(thin), int(steps)
+
+
+_NO_REQUEST = LaneRequest(0, 0, -1, 0, False, False, (), None, 0, frozenset())

@@ -1,0 +1,312 @@
+"""`anyrank.Pack` and `anyrank.Buckets`: what a lane can make of its rows.
+
+Neither keeps rows in its state: `held()` says which ones it waits with, and they are read again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from anyrank.around.streams.lanes import CUT
+from anyrank.checks import check_bool, check_function, check_int, check_type
+
+IGNORED = -100  # a label that torch's cross entropy leaves out
+WAITING = 64  # documents among which the one that fits best is looked for
+
+
+class _Piece(NamedTuple):
+    """A part of a document that waits: its number, tokens and labels, and those given before."""
+
+    number: int
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    start: int
+
+
+class Pack:
+    """Packs documents into rows of `length` tokens, for `ElasticLoader.from_shards(transform=)`.
+
+    A row is a dict of int64 tensors of shape [length]: `key` (the tokens), "labels" (the same, or
+    what `labels` names; -100 in padding), "position_ids" (0 at the first token of each part of a
+    document) and "document_ids" (0, 1, 2 and so on, -1 in padding): attention must not look from
+    one to another. Every token is in one row of an epoch.
+
+    Args:
+        length: tokens of a row, at least 1.
+        key: of the tokens in a document, a dict: a list, an array or a tensor of ints.
+        eos: a token to append to each document that has any; None: none.
+        labels: key of labels in a document, as many as tokens, which are cut alike; default: the
+            tokens. An eos has itself for a label.
+        split: cut documents where a row is full. False keeps documents whole, but for longer ones,
+            and fills rows with the document that fits best, of 64 that wait; needs `pad`.
+        pad: the token that fills up a row. None: the last row of a lane is shorter, and a
+            microbatch of its own.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong on its face.
+
+    Example::
+
+        pack = anyrank.Pack(4, eos=0)
+        rows = [*pack.feed({"input_ids": [1, 2]}), *pack.feed({"input_ids": [3, 4, 5]})]
+        assert rows[0]["input_ids"].tolist() == [1, 2, 0, 3]
+        assert rows[0]["position_ids"].tolist() == [0, 1, 2, 0]
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        key: str = "input_ids",
+        eos: int | None = None,
+        labels: str | None = None,
+        split: bool = True,
+        pad: int | None = None,
+    ) -> None:
+        self.length = check_int("length", length, 1)
+        check_type("key", key, str, "the key of a document's tokens, a str")
+        check_bool(split=split)
+        self.eos = None if eos is None else check_int("eos", eos)
+        self.pad = None if pad is None else check_int("pad", pad)
+        if labels is not None:
+            check_type("labels", labels, str, "the key of a document's labels, a str")
+        if not split and pad is None:
+            raise ValueError(
+                "split=False keeps documents whole, so rows are not full: give pad=, the token "
+                "that fills them up"
+            )
+        self.key, self.labels, self.split = key, labels, split
+        self._pieces: deque[_Piece] = deque()
+        self._waiting = 0  # tokens
+        self._num_fed = self._num_again = self._start = 0
+
+    def feed(self, row: Any) -> list[Any]:
+        """The rows that are full with a document."""
+        number, self._num_fed = self._num_fed, self._num_fed + 1
+        tokens = torch.as_tensor(row[self.key], dtype=torch.int64, device="cpu")
+        labels = tokens
+        if self.labels is not None:
+            labels = torch.as_tensor(row[self.labels], dtype=torch.int64, device="cpu")
+        if tokens.dim() != 1 or labels.shape != tokens.shape:
+            raise ValueError(
+                f"a document has {self.key!r} of shape {list(tokens.shape)}, and labels of shape "
+                f"{list(labels.shape)}: give a list of tokens, and as many labels"
+            )
+        if not len(tokens):
+            return []  # without an eos, too
+        if self.eos is not None:
+            end = torch.tensor([self.eos])
+            tokens, labels = torch.cat([tokens, end]), torch.cat([labels, end])
+        piece = _Piece(number, tokens, labels, 0)
+        return self._feed_whole(piece) if not self.split else self._feed_part(piece)
+
+    def _feed_part(self, piece: _Piece) -> list[Any]:
+        """The rows that are full, of documents one after the other."""
+        self._put(piece, self._start)
+        self._start = 0
+        rows: list[Any] = []
+        while self._waiting >= self.length:
+            parts: list[_Piece] = []
+            left = self.length
+            while left:
+                part = self._pieces.popleft()
+                self._waiting -= len(part.tokens)
+                if len(part.tokens) > left:
+                    self._put(part, left, is_first=True)
+                    part = part._replace(tokens=part.tokens[:left], labels=part.labels[:left])
+                parts.append(part)
+                left -= len(part.tokens)
+            rows.append(self._make_row(parts))
+        return rows
+
+    def _feed_whole(self, piece: _Piece) -> list[Any]:
+        """Full rows of a longer document, and one of documents that wait if these are too many."""
+        rows: list[Any] = []
+        full = (len(piece.tokens) - 1) // self.length * self.length
+        if piece.number >= self._num_again:  # they were given when it was fed first
+            for start in range(0, full, self.length):
+                stop = start + self.length
+                part = piece._replace(
+                    tokens=piece.tokens[start:stop], labels=piece.labels[start:stop]
+                )
+                rows.append(self._make_row([part]))
+        self._put(piece, full)
+        if len(self._pieces) > WAITING:
+            rows.append(self._make_row(self._take_fitting()))
+        return rows
+
+    def _put(self, piece: _Piece, start: int, is_first: bool = False) -> None:
+        """Let a document wait, from a token on."""
+        tokens, labels = piece.tokens[start:], piece.labels[start:]
+        rest = _Piece(piece.number, tokens, labels, piece.start + start)
+        if is_first:
+            self._pieces.appendleft(rest)
+        else:
+            self._pieces.append(rest)
+        self._waiting += len(tokens)
+
+    def _take_fitting(self) -> list[_Piece]:
+        """The document that waits longest, and those that fit best beside it."""
+        parts = [self._pieces.popleft()]
+        left = self.length - len(parts[0].tokens)
+        while fitting := [piece for piece in self._pieces if len(piece.tokens) <= left]:
+            best = max(fitting, key=lambda piece: (len(piece.tokens), -piece.number))
+            self._pieces = deque(piece for piece in self._pieces if piece is not best)
+            parts.append(best)
+            left -= len(best.tokens)
+        self._waiting -= self.length - left
+        return parts
+
+    def _make_row(self, parts: list[_Piece]) -> dict[str, torch.Tensor]:
+        sizes = [len(part.tokens) for part in parts]
+        fill = self.length - sum(sizes) if self.pad is not None else 0
+        padding = torch.zeros(fill, dtype=torch.int64, device="cpu")
+        ids = [torch.full_like(part.tokens, number) for number, part in enumerate(parts)]
+        positions = [torch.arange(size, device="cpu") for size in sizes]
+        return {
+            self.key: torch.cat([*(part.tokens for part in parts), padding + (self.pad or 0)]),
+            "labels": torch.cat([*(part.labels for part in parts), padding + IGNORED]),
+            "position_ids": torch.cat([*positions, padding]),
+            "document_ids": torch.cat([*ids, padding - 1]),
+        }
+
+    def end(self) -> list[Any]:
+        """The rows of what is left: with split=True one, which is short unless `pad` is given."""
+        rows: list[Any] = []
+        while self._pieces:
+            if self.split:
+                parts = [*self._pieces]
+                self._pieces.clear()
+                rows += (
+                    [self._make_row(parts)]
+                    if self.pad is not None
+                    else [CUT, self._make_row(parts)]
+                )
+            else:
+                rows.append(self._make_row(self._take_fitting()))
+        return rows
+
+    def held(self) -> list[int]:
+        """Numbers of the documents that wait, in the order in which they were fed."""
+        return [piece.number for piece in self._pieces]
+
+    def state_dict(self) -> int | None:
+        """Of the documents that wait: the first one's tokens that were given, or how many wait."""
+        if not self.split:
+            return len(self._pieces)
+        return self._pieces[0].start if self._pieces else None
+
+    def load_state_dict(self, state: int) -> None:
+        """The documents that wait are fed again next."""
+        if self.split:
+            self._start = state
+        else:
+            self._num_again = state
+
+    def _units_of_row(self, row: Any) -> int:
+        """Tokens of a document."""
+        count = len(row[self.key])
+        return count + (self.eos is not None) * (count > 0)
+
+    def _units_of_output(self, output: Any) -> int:
+        """Tokens in a row."""
+        ids: torch.Tensor = output["document_ids"]
+        return len(ids) if self.pad is None else int((ids >= 0).sum())
+
+
+class Buckets:
+    """Gives microbatches of one bucket each, for `ElasticLoader.from_shards(transform=)`.
+
+    Rows wait until a bucket has a microbatch of them. What waits at the end of a lane, or for
+    `patience` rows, goes as a smaller microbatch: every row is in one microbatch of an epoch.
+
+    Args:
+        key: row -> its bucket, anything that can be a key of a dict: an aspect ratio, a length
+            class; or the key of it in a row. It must depend on the row alone.
+        patience: rows of the lane for which the first row of a bucket waits, at least 1.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong on its face.
+
+    Example::
+
+        loader = anyrank.ElasticLoader.from_shards(
+            [[1, 20, 2, 30], [3, 4]],
+            read=iter,
+            transform=anyrank.Buckets(lambda row: row > 9),
+            global_batch=2,
+            microbatch=2,
+        )
+        model = torch.nn.Linear(1, 1)
+        for step in loader:
+            for batch in step.microbatches(model):
+                assert len({int(row) > 9 for row in batch}) == 1
+                step.backward(model(batch.float()[:, None]).mean())
+    """
+
+    def __init__(self, key: str | Callable[[Any], Hashable], *, patience: int = 1000) -> None:
+        if not isinstance(key, str):
+            check_function("key", key)
+        self.key = key
+        self.patience = check_int("patience", patience, 1)
+        self._microbatch = 0  # the loader sets its own
+        self._waiting: dict[Hashable, list[tuple[int, Any]]] = {}
+        self._since: dict[Hashable, int] = {}
+        self._waits: deque[int] = deque()  # of the buckets that come again, in their order
+        self._num_fed = self._num_again = 0
+
+    def feed(self, row: Any) -> list[Any]:
+        """The rows of a bucket that is full with this one, and of those that waited too long."""
+        bucket: Any = row[self.key] if isinstance(self.key, str) else self.key(row)
+        if isinstance(bucket, torch.Tensor):
+            bucket = bucket.item()  # tensors of one value are different keys
+        number, self._num_fed = self._num_fed, self._num_fed + 1
+        if bucket not in self._waiting:
+            self._waiting[bucket] = []
+            self._since[bucket] = number
+            if number < self._num_again:
+                self._since[bucket] = self._num_again - self._waits.popleft()
+        rows = self._waiting[bucket]
+        rows.append((number, row))
+        outputs: list[Any] = []
+        if len(rows) == self._microbatch:
+            outputs += self._flush(bucket)
+        old = [name for name, since in self._since.items() if since <= number - self.patience]
+        for name in old:
+            outputs += self._flush(name)
+        return outputs
+
+    def _flush(self, bucket: Hashable) -> list[Any]:
+        del self._since[bucket]
+        return [CUT, *(row for _, row in self._waiting.pop(bucket)), CUT]
+
+    def end(self) -> list[Any]:
+        """The rows that wait, each bucket as a microbatch."""
+        return [output for bucket in [*self._waiting] for output in self._flush(bucket)]
+
+    def held(self) -> list[int]:
+        """Numbers of the rows that wait, in the order in which they were fed."""
+        return [number for rows in self._waiting.values() for number, _ in rows]
+
+    def state_dict(self) -> list[int] | None:
+        """How many rows wait, and for how many rows each bucket does."""
+        if not self._waiting:
+            return None
+        waits = [self._num_fed - since for since in self._since.values()]
+        return [sum(map(len, self._waiting.values())), *waits]
+
+    def load_state_dict(self, state: list[int]) -> None:
+        """The rows that wait are fed again next."""
+        self._num_again, *waits = state
+        self._waits = deque(waits)
+
+
+def resize(buckets: Buckets, microbatch: int) -> Buckets:
+    """New buckets for microbatches of a size: the loader's."""
+    resized = Buckets(buckets.key, patience=buckets.patience)
+    resized._microbatch = microbatch  # pyright: ignore[reportPrivateUsage] - of this module
+    return resized
