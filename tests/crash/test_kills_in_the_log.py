@@ -40,13 +40,36 @@ def train(path: str, wrapper: str, until: int, killed_at: int) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_the_survivors_exception_is_no_end(wrapper: str, tmp_path: Path) -> None:
+def train_in_trainer(path: str, _: str, until: int, killed_at: int) -> None:
+    from tests.page_setups.trainer_run import make
+    from transformers import TrainerCallback
+
+    from anyrank.integrations.transformers import elastic
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == killed_at and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = make(until)
+    trainer.add_callback(Kill())
+    run = elastic(trainer, path, global_batch=4, every=1)
+    run.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "wrapper"), [(train, "ddp"), (train, "fsdp2"), (train_in_trainer, "Trainer")]
+)
+def test_the_survivors_exception_is_no_end(job: Any, wrapper: str, tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     with pytest.raises(RanksFailed):
-        run_ranks(2, train, path, wrapper, 6, 3)
-    run_ranks(1, train, path, wrapper, 5, -1)
-    run_ranks(2, train, path, wrapper, 6, -1)
+        run_ranks(2, job, path, wrapper, 6, 3)
+    after_the_kill = str(anyrank.inspect(path).run_time)
+    assert "0 kills" not in after_the_kill
+    assert "the last start runs or was killed; ranks 2" in after_the_kill
+    run_ranks(1, job, path, wrapper, 5, -1)
+    run_ranks(2, job, path, wrapper, 6, -1)
     time_of_run = anyrank.inspect(path).run_time
     assert time_of_run is not None
+    assert "1 kill; ranks 2 -> 1 -> 2" in str(time_of_run)
     assert (time_of_run.kills, time_of_run.errors, time_of_run.ranks) == (1, 0, [2, 1, 2])

@@ -233,7 +233,9 @@ def test_the_death_of_another_rank_is_a_kill_and_an_exception_is_none(
     ckpts.step_done()
     ckpts.__exit__(type(error), error, None)
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
-        ckpts.resume()
+        report = ckpts.resume()
+        assert report is not None
+        assert report.redone_steps == 1  # all of these leave a last line
         ckpts.step_done()
     time_of_run = sum_up(read_log(str(tmp_path)))
     assert time_of_run is not None

@@ -86,13 +86,15 @@ class RunTime:
 
     def __str__(self) -> str:
         shown = [str(ranks) for ranks in self.ranks[-MOST_RANKS:]]
-        errors = f", {count(self.errors, 'error')}" if self.errors else ""
+        ends = [count(self.kills, "kill")] if self.kills or not self.is_open else []
+        ends += [count(self.errors, "error")] if self.errors else []
+        ends += ["the last start runs or was killed"] if self.is_open else []
         rank_counts = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
         return (
             f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
             f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
             f"{self.waiting_sec:.1f} s; {count(self.steps_lost, 'step')} lost, "
-            f"{count(self.kills, 'kill')}{errors}; ranks {rank_counts}"
+            f"{', '.join(ends)}; ranks {rank_counts}"
         )
 
 

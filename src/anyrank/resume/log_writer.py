@@ -63,7 +63,9 @@ class LogWriter:
         for last_line in collections.deque(lines, maxlen=1):
             self._lost = max(0, last_line.step - self._state.step)
             # A process that was killed has done steps since its last line, short of the next one.
-            unknown = 0 if last_line.event in (END, ERROR) else LINE_STEPS - 1
+            # One whose other ranks were killed writes a last line, mostly between two others.
+            is_last = last_line.event in (END, ERROR) or last_line.step % LINE_STEPS
+            unknown = 0 if is_last and last_line.event != START else LINE_STEPS - 1
             most = max(0, last_line.step + unknown - self._state.step)
             if last_line.event != END:
                 self._restart_sec = max(0.0, time.time() - last_line.time)
