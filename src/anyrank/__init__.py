@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
     from anyrank.around.conversion.convert import convert
+    from anyrank.around.frozen.cpu_only import cpu_only
+    from anyrank.around.frozen.freeze import freeze
     from anyrank.around.inspection.diff import diff
     from anyrank.around.inspection.inspect import inspect
     from anyrank.around.inspection.verify import verify
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from anyrank.filling.plan import plan
     from anyrank.filling.report import LoadPlan, LoadReport, SyncReport
     from anyrank.filling.sync import Sync, sync
-    from anyrank.frozen.cpu_only import cpu_only
-    from anyrank.frozen.freeze import freeze
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -118,7 +118,7 @@ HOMES = {
     "check": "anyrank.watching.check",
     "convert": "anyrank.around.conversion.convert",
     "diff": "anyrank.around.inspection.diff",
-    "freeze": "anyrank.frozen.freeze",
+    "freeze": "anyrank.around.frozen.freeze",
     "inspect": "anyrank.around.inspection.inspect",
     "load": "anyrank.filling.load",
     "materialize": "anyrank.filling.materialize",
@@ -127,7 +127,7 @@ HOMES = {
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
     "row_counts": "anyrank.around.streams.row_counts",
-    "cpu_only": "anyrank.frozen.cpu_only",
+    "cpu_only": "anyrank.around.frozen.cpu_only",
     "sync": "anyrank.filling.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",

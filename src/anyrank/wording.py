@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+NAMES = 10  # below a title
 
 # What users call a dtype -> torch's name, of the dtypes that weights are cast to.
 FLOATS = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {
@@ -54,6 +56,13 @@ def join_first(items: Sequence[object], limit: int, between: str = ", ") -> str:
     if len(items) <= limit:
         return between.join(texts)
     return f"{between.join(texts[:-1])} {texts[-1]}"
+
+
+def listed(title: str, names: Sequence[str], hint: Callable[[str], str] = lambda name: "") -> str:
+    """The first of many names below a title, with hints at what they may be meant for."""
+    lines = [f"{name}{hint(name)}" for name in names[:NAMES]]
+    lines += first_few(names, NAMES)[NAMES:]
+    return f"{title} ({len(names)}):\n  " + "\n  ".join(lines)
 
 
 def rows(groups: Iterable[tuple[str, Sequence[object]]], width: int, limit: int) -> Iterator[str]:

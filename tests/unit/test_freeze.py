@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.around.frozen import freeze
+from anyrank.around.frozen.freeze import check_frozen
 from anyrank.files.content_hash import content_hash
-from anyrank.frozen import freeze
-from anyrank.frozen.freeze import FrozenInfo, check_frozen, frozen_parts
+from anyrank.model.frozen_parts import FrozenInfo, frozen_parts
 from anyrank.model.wrappers import plain_class
 
 SOURCE = "weights/vae.ckpt"

@@ -29,7 +29,7 @@ SRC = ROOT / "src"
 
 BASE = {"errors", "checks", "settings", "faults", "wording", "versions"}
 CORE = BASE | {"tensors", "files", "world"}
-MODEL = CORE | {"formats", "frozen", "model"}
+MODEL = CORE | {"formats", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "peers", "streams"}
@@ -45,14 +45,14 @@ MAY_IMPORT = {
     "files": BASE | {"tensors"},
     "formats": BASE | {"tensors", "files"},
     "world": BASE,
-    "frozen": CORE,
-    "model": CORE | {"formats", "frozen"},
+    "model": CORE | {"formats"},
     "filling": MODEL,
     "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
     "steps": CORE | {"random_state", "data"},
     "exact": CORE | {"random_state", "data", "steps"},
+    "frozen": MODEL | {"state"},
     "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
@@ -73,6 +73,9 @@ DOORS = {
     "anyrank.steps.loader": ("exact", "streams"),
     "anyrank.steps.loader_position": ("exact",),
     "anyrank.formats.sources": ("foreign",),
+    "anyrank.model.share": ("frozen",),
+    "anyrank.model.wrappers": ("frozen",),
+    "anyrank.state.modules": ("frozen",),
     "anyrank.resume.resume": ("foreign",),
     "anyrank.around.inspection.tool_folders": ("foreign",),
     "anyrank.resume.checkpoints": ("peers",),

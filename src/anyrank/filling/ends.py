@@ -17,7 +17,6 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.model.given_layouts import GivenLayout, apply_layout
-from anyrank.model.match import is_pinned
 from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
@@ -178,7 +177,7 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
                 tensor.is_meta,
                 tensor.adapter or any(map(is_trained_copy, keys)),
                 is_merged(tensor),
-                is_pinned(tensor),
+                tensor.is_pinned,
                 (),
                 scaling_of(tensor) if tensor.adapter else None,
             )

@@ -21,8 +21,9 @@ from anyrank.filling.match import (
 )
 from anyrank.filling.messages import Route
 from anyrank.filling.report import SyncReport
+from anyrank.model.dialects import ModelMatch
 from anyrank.model.given_layouts import check_parts
-from anyrank.model.match import ModelMatch, warn_of_idle
+from anyrank.model.match import warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer

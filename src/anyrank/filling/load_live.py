@@ -13,7 +13,7 @@ from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.filling.live import execute_sync
 from anyrank.filling.planning import SyncCall, agree_plan
 from anyrank.filling.report import FillReport, LoadReport
-from anyrank.model.match import LIVE
+from anyrank.model.dialects import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import NOT_RUN, OwnCode

@@ -15,7 +15,8 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.filling.ends import End, TensorInfo
 from anyrank.filling.report import SyncReport
-from anyrank.model.match import LIVE, ModelMatch, listed, match_model
+from anyrank.model.dialects import LIVE, ModelMatch
+from anyrank.model.match import match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.tensors.layout import Layout
@@ -23,6 +24,7 @@ from anyrank.tensors.names import candidates, is_of_base_layer, match_keys, rena
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tensors.transfers import Coordinate, Strip, strips_of
+from anyrank.wording import listed
 
 
 @dataclass

@@ -12,8 +12,8 @@ from anyrank.checks import check_choice, check_model
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Side, fill
 from anyrank.filling.report import LoadReport
+from anyrank.model.dialects import ModelMatch, match_of_rules
 from anyrank.model.fits import parametrised, shared_on_meta
-from anyrank.model.match import ModelMatch, match_of_rules
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.model.tensors import ModelTensor, find_tensors

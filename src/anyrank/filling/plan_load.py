@@ -18,9 +18,10 @@ from anyrank.files.storage import storage_for
 from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
 from anyrank.filling.strategy import Decision, caches_of, decide
 from anyrank.formats.sources import Source, list_source, with_fingerprints
-from anyrank.frozen.freeze import FrozenSource, frozen_parts, frozen_sources
+from anyrank.model.dialects import ModelMatch
+from anyrank.model.frozen_parts import FrozenSource, frozen_parts, frozen_sources
 from anyrank.model.given_layouts import apply_layout, check_parts, warn_of_unused
-from anyrank.model.match import ModelMatch, match_model, warn_of_idle
+from anyrank.model.match import match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor, find_tensors

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.frozen.freeze import frozen_info, remember
+from anyrank.model.dialects import ModelMatch
+from anyrank.model.frozen_parts import frozen_info
 from anyrank.model.initialise import Init, Initialiser
-from anyrank.model.match import ModelMatch
 from anyrank.model.memory_meter import Meter
 from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor
@@ -132,8 +132,11 @@ class ModelShare:
     def _remember_frozen(self) -> None:
         """Record what the frozen parts hold that were filled."""
         paths = [entry.path for target in self.filled() for entry in target.registrations]
-        for part in {module: None for path in paths for module in path}:
-            if frozen_info(part):
+        parts = [part for part in {m: None for path in paths for m in path} if frozen_info(part)]
+        if parts:
+            from anyrank.around.frozen.freeze import remember
+
+            for part in parts:
                 remember(part)
 
     def move_buffers(self) -> None:
@@ -206,6 +209,11 @@ def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
         getattr(state, "_fsdp_param_group", None)
     ]
     return [group for group in groups if group is not None]
+
+
+def room_for(target: ModelTensor, device: torch.device) -> torch.Tensor:
+    """The memory of this rank's share of a target: its own, or new memory for what is on meta."""
+    return allocate(target, device_for(target, device)) if target.is_meta else target.local()
 
 
 def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
-from anyrank.frozen.freeze import frozen_info
 from anyrank.model.dtensors import Lay, global_shape, layout_of
+from anyrank.model.frozen_parts import frozen_info
 from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
 from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
 from anyrank.tensors.names import WRAPPERS

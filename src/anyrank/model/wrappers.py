@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anyrank.frozen.freeze import without_answers
+from anyrank.model.frozen_parts import frozen_info
 from anyrank.tensors.names import WRAPPERS, TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.torch_classes import fsdp2_class
@@ -62,6 +62,14 @@ class ModelTensor(ShardedTensor):
     adapter: bool = False
     frozen: nn.Module | None = None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is of a frozen part with a source, whole and real: it is never written to."""
+        info = None if self.frozen is None else frozen_info(self.frozen)
+        if info is None or info.source is None:
+            return False
+        return info.tensors is not None and not self.is_meta
+
     def all_names(self) -> TensorNames:
         """All names that a source may have for it, by registration."""
         return tuple([entry.names for entry in self.registrations])
@@ -93,7 +101,11 @@ def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) ->
         kind = plain_class(module)
         copy: Any = kind.__new__(kind)
         copies[id(module)] = copy
-        copy.__dict__ = without_answers(module.__dict__)
+        copy.__dict__ = {**module.__dict__}
+        if frozen_info(module):
+            from anyrank.around.frozen.freeze import without_answers
+
+            copy.__dict__ = without_answers(module.__dict__)
         copy.__dict__["_modules"] = {
             name: None if child is None else plain_copy(child, copies)
             for name, child in module.__dict__["_modules"].items()

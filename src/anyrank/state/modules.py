@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
-from anyrank.formats.sources import list_source
-from anyrank.frozen.freeze import check_frozen, frozen_parts, remember
 from anyrank.model.dtensors import as_sharded
+from anyrank.model.frozen_parts import frozen_parts
 from anyrank.model.own_code import added_to_state_dict
 from anyrank.model.replace import Replacement
-from anyrank.model.share import allocate, default_device, device_for
+from anyrank.model.share import default_device, room_for
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.state.part_types import (
     Matched,
@@ -32,7 +31,7 @@ from anyrank.state.part_types import (
     misfits,
     other_names,
 )
-from anyrank.tensors.names import WRAPPERS, match_keys, near
+from anyrank.tensors.names import WRAPPERS, near
 from anyrank.tensors.walk import walk
 
 
@@ -71,12 +70,10 @@ def save_module(
     """
     frozen: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
-    for name, inner in frozen_parts(module):
-        check_frozen(inner, f"{part}.{name}".rstrip("."))
-        info: Any = inner.anyrank_frozen
-        if info.source is not None and info.digest is not None:
-            elsewhere.append(inner)
-            frozen[name] = {"source": info.source, "digest": info.digest}
+    if frozen_parts(module):
+        from anyrank.around.frozen.saved import save_frozen
+
+        frozen, elsewhere = save_frozen(part, module)
     written = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
     on_meta = [target.name for target in written if target.is_meta]
     if on_meta:
@@ -144,9 +141,14 @@ def match_module(
 ) -> Matched:
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
-    problems, fills = _frozen(part, module, record, device)
-    checked = {id(fill.target.tensor) for fill in fills}
+    problems: list[str] = []
+    fills: list[Fill] = []
     parts = dict(frozen_parts(module))
+    if record["frozen"]:
+        from anyrank.around.frozen.saved import match_frozen
+
+        problems, fills = match_frozen(part, module, record, device)
+    checked = {id(fill.target.tensor) for fill in fills}
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
         _in_part(part, target)
@@ -166,9 +168,10 @@ def match_module(
                 Replacement(fill.target, fill.local).toggle()
         for submodule, value in restored:
             submodule.set_extra_state(value)
-        for name, inner in parts.items():
-            remember(inner)  # tensors among the extra state included
-            _compare_digest(part, name, inner, record)
+        if parts:
+            from anyrank.around.frozen.saved import commit_frozen
+
+            commit_frozen(part, module, record)
 
     matched.commit = commit
     matched.has_meta_buffers = any(
@@ -209,7 +212,7 @@ def _fit_tensors(
         if problem:
             matched.problems.append(problem)
             continue
-        matched.fills.append(Fill(target, saved[key], _memory(target, device), stored.listing))
+        matched.fills.append(Fill(target, saved[key], room_for(target, device), stored.listing))
     extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
     dropped = [name for name in extra if stored.is_dropped(name)]
     extra = [name for name in extra if name not in dropped]
@@ -247,65 +250,3 @@ def _fit_extra(
         if names:
             matched.problems.append(listed(title, sorted(names)))
     return [(modules[name], from_json(saved[name], take)) for name in saved if name in modules]
-
-
-def _memory(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    if target.is_meta:
-        return allocate(target, device_for(target, device))
-    return target.local()
-
-
-def _frozen(
-    part: str, module: nn.Module, record: Any, device: torch.device
-) -> tuple[list[str], list[Fill]]:
-    """Frozen parts whose weights are elsewhere: compared by hash, or filled from their source."""
-    problems: list[str] = []
-    fills: list[Fill] = []
-    parts = dict(frozen_parts(module))
-    for name, known in record["frozen"].items():
-        inner: Any = parts.get(name)
-        if inner is None:
-            problems.append(
-                f"{part}.{name}: was frozen with source {known['source']} when it was saved, and "
-                "is not frozen now: anyrank.freeze() it with that source before resuming"
-            )
-            continue
-        info = inner.anyrank_frozen
-        if info.digest is not None:
-            if info.digest != known["digest"]:
-                problems.append(_digest_differs(part, name, known, info.digest))
-            continue
-        try:
-            listing = list_source(info.source or known["source"])
-        except LoadError as error:
-            problems.append(f"{part}.{name}: its source cannot be read: {error}")
-            continue
-        targets = in_state_dict(find_tensors(inner))
-        matches = match_keys(
-            [target.all_names() for target in targets], listing.tensors, lambda key: key
-        )
-        if matches.missing:
-            names = [targets[index].name for index in matches.missing]
-            problems.append(listed(f"{part}.{name}: not in its source", names))
-            continue
-        for index, key in matches.keys.items():
-            target, saved = targets[index], listing.tensors[key]
-            problem = misfits(saved, target)
-            if problem:
-                problems.append(f"{part}.{name}.{problem} (its source)")
-                continue
-            fills.append(Fill(target, saved, _memory(target, device), listing))
-    return problems, fills
-
-
-def _compare_digest(part: str, name: str, inner: Any, record: Any) -> None:
-    known, digest = record["frozen"].get(name), inner.anyrank_frozen.digest
-    if known is not None and digest is not None and digest != known["digest"]:
-        raise CheckpointError(_digest_differs(part, name, known, digest))
-
-
-def _digest_differs(part: str, name: str, known: Any, digest: str) -> str:
-    return (
-        f"{part}.{name}: is frozen, and was {known['digest']} when it was saved (source "
-        f"{known['source']}), but is {digest} now: freeze the weights that the run was trained with"
-    )
