@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.scripts import is_running, our_frames, wait_for_the_end_of
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -470,6 +471,19 @@ def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
     pids = pool.run(2, leave_group, 60.0)
     assert pool.run(2, leave_group, -1.0) == pids
     assert not set(pool.run(2, get_pid)) & set(pids)
+
+
+def drop_model_after_group() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    model(torch.ones(3, 2)).sum().backward()
+    dist.barrier()
+    dist.destroy_process_group()
+    del model
+
+
+def test_a_model_may_be_dropped_after_its_group(pool: RankPool) -> None:
+    for _ in range(20):  # without the pool's own reference each third of them hung
+        pool.run(2, drop_model_after_group, timeout=30)
 
 
 def test_wrong_calls_are_refused(pool: RankPool) -> None:

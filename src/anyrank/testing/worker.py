@@ -53,7 +53,8 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             before = threading.enumerate()
-            answer = run(conn.recv(), conn)
+            groups: list[Any] = []
+            answer = run(conn.recv(), conn, groups)
             if answer is not None:
                 if isinstance(answer, Returned) and (names := _find_left_threads(before)):
                     answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
@@ -64,15 +65,17 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
                 ended = conn.recv()
                 assert ended == END
             _clean_up()
+            del groups
             if _find_left_threads(before) or _has_partial_group() or _has_spinning_group():
                 return  # no other job may run in this process
             conn.send(READY)
 
 
-def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
-    """Run one job. Any exception, SystemExit included, is an answer.
+def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned | Raised | None:
+    """Run one job, with its default group added to `groups`.
 
-    Returns None when another rank could not be set up, and the job has not run.
+    Any exception, SystemExit included, is an answer. None when another rank could not be set up,
+    and the job has not run.
     """
     try:
         with warnings.catch_warnings():
@@ -81,6 +84,9 @@ def run(task: Task, conn: Connection[Any, Any]) -> Returned | Raised | None:
                 transport.fetch(ref)
             job, args, kwargs = pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
             meet(task)
+            # A job may destroy the group before its DDP model: then the model would be the last to
+            # refer to it, and end its threads while it holds Python's lock, for which they wait.
+            groups.append(dist.group.WORLD)
             conn.send(MET)
             if conn.recv() != GO:
                 return None
