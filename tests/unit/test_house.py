@@ -32,7 +32,7 @@ CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
-AREAS |= {"watching", "foreign", "peers", "streams"}
+AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -56,13 +56,14 @@ MAY_IMPORT = {
     "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
-    "peers": CORE | {"formats", "saving"},
+    "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
+    "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
     "foreign": MODEL | {"filling", "random_state", "data", "steps", "state", "saving", "resume"},
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"saving"},
-    "watching": MODEL | {"random_state", "steps", "state"},
+    "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
     "__main__": {"cli"},
@@ -78,8 +79,7 @@ DOORS = {
     "anyrank.state.modules": ("frozen",),
     "anyrank.resume.resume": ("foreign",),
     "anyrank.around.inspection.tool_folders": ("foreign",),
-    "anyrank.resume.checkpoints": ("peers",),
-    "anyrank.resume.search": ("peers",),  # for the type checkers
+    "anyrank.resume.listeners": ("pace", "peers"),
 }
 
 

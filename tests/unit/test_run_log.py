@@ -16,11 +16,12 @@ from torch import nn
 
 import anyrank
 from anyrank.around.inspection.plot import draw
+from anyrank.around.pace.pace import PARTS, WINDOW, Pace, slow_rank
 from anyrank.cli import main
 from anyrank.formats.run_log import LogLine, read_log, sum_up
-from anyrank.steps.pace import PARTS, WINDOW, Pace, slow_rank
 
-KEYS = {"time", "step", "ranks", "lost", "steps_sec", "saves_sec", "restart_sec", "waiting_sec"}
+SECONDS = {"steps_sec", "saves_sec", "restart_sec", "waiting_sec"}
+KEYS = {"time", "step", "ranks", "redone_steps"} | SECONDS
 
 
 def train(path: Path, until: int, every: int) -> list[float]:
@@ -71,19 +72,19 @@ def test_each_tenth_step_is_a_line_that_readers_of_metrics_take(
     assert last["saves_sec"] > 0
 
 
-def test_steps_that_a_kill_has_lost_are_counted_and_shown(tmp_path: Path) -> None:
+def test_steps_that_are_done_again_after_a_kill_are_counted_and_shown(tmp_path: Path) -> None:
     train(tmp_path, until=22, every=15)
     kill(tmp_path, until=22)
     train(tmp_path, until=30, every=15)
     time_of_run = sum_up(read_log(str(tmp_path)))
     assert time_of_run is not None
-    assert (time_of_run.kills, time_of_run.steps_lost, time_of_run.is_open) == (1, 5, False)
+    assert (time_of_run.kills, time_of_run.redone_steps, time_of_run.is_open) == (1, 5, False)
     assert time_of_run.steps == 20 + 15
     assert time_of_run.restart_sec > 0
     assert 0 < time_of_run.share < 1
     found = anyrank.inspect(tmp_path)
     assert found.run_time == time_of_run
-    assert "; 5 steps lost, 1 kill; ranks 1 -> 1" in " ".join(str(found).split())
+    assert "; 5 steps done again, 1 kill; ranks 1 -> 1" in " ".join(str(found).split())
     assert max(map(len, str(found).splitlines()[1:])) <= 80  # below the path
     assert json.loads(found.to_json())["run_time"]["share"] == time_of_run.share
 
@@ -132,19 +133,19 @@ def test_a_line_that_is_none_is_left_out(text: str, tmp_path: Path) -> None:
     assert [*read_log(str(tmp_path))] == [right]
 
 
-def test_the_share_of_time_that_trained_leaves_lost_steps_out() -> None:
+def test_the_share_of_time_that_trained_leaves_out_what_is_done_again() -> None:
     first = [LogLine(1, 0, 4, event="start"), LogLine(2, 100, 4, steps_sec=60.0)]
     second = [
-        LogLine(3, 50, 2, event="start", lost=50, restart_sec=20.0),
+        LogLine(3, 50, 2, event="start", redone_steps=50, restart_sec=20.0),
         LogLine(4, 150, 2, event="end", steps_sec=60.0, saves_sec=5.0, restart_sec=20.0),
     ]
     found = sum_up([*first, *second])
     assert found is not None
-    assert (found.ranks, found.kills, found.steps, found.steps_lost) == ([4, 2], 1, 200, 50)
+    assert (found.ranks, found.kills, found.steps, found.redone_steps) == ([4, 2], 1, 200, 50)
     assert found.share == pytest.approx(120 * 0.75 / 145)
     assert str(found) == (
         "62% of the time trained: steps 120.0 s, saves 5.0 s, restarts 20.0 s, waiting 0.0 s; "
-        "50 steps lost, 1 kill; ranks 4 -> 2"
+        "50 steps done again, 1 kill; ranks 4 -> 2"
     )
 
 

@@ -34,7 +34,7 @@ class LogLine:
         ranks: of the process group.
         loss: mean over the step's global batch, where the loop gives one.
         event: "start", "end", "error", or "" for a step.
-        lost: of a start: steps that were done before, and are done again.
+        redone_steps: of a start: steps that were done before, and are done again.
         steps_sec, saves_sec, restart_sec, waiting_sec: of this process so far, on the first rank.
     """
 
@@ -43,7 +43,7 @@ class LogLine:
     ranks: int
     loss: float | None = None
     event: str = ""
-    lost: int = 0
+    redone_steps: int = 0
     steps_sec: float = 0.0
     saves_sec: float = 0.0
     restart_sec: float = 0.0
@@ -64,8 +64,8 @@ class RunTime:
         kills: starts whose end is missing, but for the last one: a rank of them was killed.
         errors: starts that an exception of the first rank's own has ended.
         is_open: whether the last start has no end: the process runs, or was killed.
-        steps: that were done, those that were lost included.
-        steps_lost: that were done, and done again.
+        steps: that were done, those that were done again counted twice.
+        redone_steps: that were done before, and done again after a kill.
         steps_sec, saves_sec, restart_sec, waiting_sec: seconds on the first rank. A restart is from
             the last line of a process that was killed, else from the new one's first call, to the
             end of the resume.
@@ -77,7 +77,7 @@ class RunTime:
     errors: int
     is_open: bool
     steps: int
-    steps_lost: int
+    redone_steps: int
     steps_sec: float
     saves_sec: float
     restart_sec: float
@@ -93,7 +93,7 @@ class RunTime:
         return (
             f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
             f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
-            f"{self.waiting_sec:.1f} s; {count(self.steps_lost, 'step')} lost, "
+            f"{self.waiting_sec:.1f} s; {count(self.redone_steps, 'step')} done again, "
             f"{', '.join(ends)}; ranks {rank_counts}"
         )
 
@@ -126,15 +126,15 @@ def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
         return None
     seconds = {key: sum(float(getattr(line, key)) for line in ends) for key in SECONDS}
     steps = sum(max(0, last.step - first.step) for first, last in zip(starts, ends, strict=True))
-    lost, total = sum(line.lost for line in starts), sum(seconds.values())
-    counting = 1 - min(1.0, lost / max(steps, 1))
+    redone, total = sum(line.redone_steps for line in starts), sum(seconds.values())
+    counting = 1 - min(1.0, redone / max(steps, 1))
     return RunTime(
         ranks=[line.ranks for line in starts],
         kills=sum(line.event not in (END, ERROR) for line in ends[:-1]),
         errors=sum(line.event == ERROR for line in ends),
         is_open=ends[-1].event not in (END, ERROR),
         steps=steps,
-        steps_lost=lost,
+        redone_steps=redone,
         share=seconds["steps_sec"] * counting / total if total > 0 else 0.0,
         **cast("Any", seconds),
     )

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.storage import storage_for
 from anyrank.formats.run_folder import SavedStep
 from anyrank.resume.agree import agree_on_run, become_writer
-from anyrank.resume.log_writer import LogWriter
+from anyrank.resume.listeners import Listeners, open_listeners
 from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, SaveOptions
 from anyrank.resume.records import SaveRecords, warn_of_saved
@@ -41,9 +40,6 @@ from anyrank.tensors.names import Rename
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
-
-if TYPE_CHECKING:
-    from anyrank.around.peers.memory import PeerMemory
 
 log = logging.getLogger("anyrank.resume")
 
@@ -126,14 +122,14 @@ class Checkpoints:
         self._signals = PendingSignals(lambda: f"{self.path}: step {state.step + 1}")
         self._lock = RunLock(self._folder.store, self._folder.absolute_path)
         self._background = BackgroundSave(self._write) if background else None
-        self._memory: PeerMemory | None = None
         self._counter = StepCounter(state)
         self._is_training = False  # on all ranks alike: whether a loop was begun
+        self._has_stepped = False
         self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
         self._branch: int | None = None  # the step that was resumed, if there were newer ones
         self._last_save = time.monotonic()
         self._records = SaveRecords(on_commit)
-        self._log = LogWriter(self._folder, self._lock, state)
+        self._listeners = Listeners()
 
     # -- resume -----------------------------------------------------------------------------------
 
@@ -201,15 +197,16 @@ class Checkpoints:
         arguments = ResumeArguments(which, skip, fresh, drop, rename, parts, epoch, settings)
         arguments.agree(ranks)
         self.wait()
-        state, verify, memory = self._state, self._options.verify, self._memory
-        resumed = resume_run(state, self._folder, arguments, verify, ranks, memory)
-        redone_steps = ranks.run_on_one("reading the run's log", self._log.note_resume)
+        state, verify = self._state, self._options.verify
+        offers = self._listeners.offers()
+        resumed = resume_run(state, self._folder, arguments, verify, ranks, offers)
         if resumed is None:
+            self._listeners.on_resume(None, None)
             state.parts.streams_before = state.parts.digests_of_streams()
             return None
         self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
         self._branch = state.step if resumed.is_branch else None
-        return replace(resumed.report, redone_steps=redone_steps)
+        return self._listeners.on_resume(resumed.report, resumed.offered)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -289,28 +286,23 @@ class Checkpoints:
                 save_failed=self._background is not None and self._background.has_failed,
                 signal=self._signals.find_pending(),
                 save_is_due=options.cadence.is_due(number, self._last_save),
-                snapshot_is_due=self._memory is not None and self._memory.is_due(number),
                 ahead=self._counter.ahead,
-                loss=self._log.take_loss(number),
-                spent=self._log.take_window(),
+                news=self._listeners.tell(number),
             )
 
         with self._counter.guard_boundary():
             reports = ranks.together("completing the step", report)
             self._counter.count()
             self._counter.learn_ahead(ranks, reports)
-        if self._log.note_step(reports):
+        if not self._has_stepped:  # now its optimizers have their state
+            self._has_stepped = True
             warn_of_refusal(self._state, ranks)
         first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
             self.wait()
         if ranks.size > 1 and options.compares_replicas(number):
             check_replicas(self._state, ranks)
-        if first.snapshot_is_due and self._memory is not None:
-            snapshot = collect(self._state, ranks)
-            self._state.run = snapshot.manifest.run
-            if not self._memory.keep(snapshot):
-                self._memory = None
+        self._listeners.on_step([report.news for report in reports])
         if first.save_is_due or signals:
             self._save_for(signals)
 
@@ -385,7 +377,7 @@ class Checkpoints:
                 assert self._writers is not None
                 self._background.start(snapshot, ranks, self._writers, start)
         self._last_save = time.monotonic()
-        self._log.note_save()
+        self._listeners.on_save()
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
         """Write a snapshot into files, in either thread. All ranks."""
@@ -440,12 +432,10 @@ class Checkpoints:
                 # The two threads' messages must not mix.
                 channel = ranks.open_channel("the background save")
                 self._writers = self._groups.enter_context(channel)
-            if self._options.peers:
-                from anyrank.around.peers.memory import open_memory
-
-                self._memory = open_memory(self.path, ranks, self._options.peers_cadence.is_due)
+            self._listeners = open_listeners(
+                self._state, self._folder, self._lock, self._options, ranks
+            )
             self._ranks = ranks
-            self._log.open(ranks)
         return self._ranks
 
     def close(self) -> None:
@@ -464,7 +454,7 @@ class Checkpoints:
 
     def _release(self, error: BaseException | None = None) -> None:
         self._signals.restore()
-        self._log.close(error)
+        self._listeners.close(error)
         self._lock.release()
         self._ranks = self._writers = None
         self._groups.close()

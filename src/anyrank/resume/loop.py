@@ -20,7 +20,6 @@ from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
 from anyrank.steps.agreed_batches import OwnBatches
 from anyrank.steps.loader import ElasticLoader
-from anyrank.steps.pace import Spent
 from anyrank.steps.step import Step
 from anyrank.steps.step_listeners import tell_of_step
 from anyrank.world.failures import Failure
@@ -38,20 +37,16 @@ class BoundaryReport(NamedTuple):
         save_failed: whether a background save has failed.
         signal: SIGTERM or SIGUSR1, if the rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
-        snapshot_is_due: whether a snapshot in the machines' memory is due.
         ahead: why it could not fetch the first batches of the next step, and what the others have
             to know of these.
-        loss: weighted sum and weight of its losses, in a step that the log has a line of.
-        spent: what the parts of its steps took, each twentieth step.
+        news: what the run's listeners tell, in their order.
     """
 
     save_failed: bool
     signal: int | None
     save_is_due: bool
-    snapshot_is_due: bool
     ahead: tuple[Failure | None, Any]
-    loss: tuple[float, float] | None = None
-    spent: Sequence[Spent] = ()
+    news: Sequence[Any]
 
 
 class Loop(Iterator[Step]):

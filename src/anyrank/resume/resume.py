@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.storage import reading, storage_for
 from anyrank.formats.run_folder import ASIDE, is_step, number_of
+from anyrank.resume.listener import OfferedStep
 from anyrank.resume.options import RENAMING, ResumeArguments
 from anyrank.resume.restore import restore_state
 from anyrank.resume.search import StepSearch
@@ -17,9 +19,6 @@ from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.wording import join_first
 from anyrank.world.ranks import Ranks
-
-if TYPE_CHECKING:
-    from anyrank.resume.search import PeerMemory
 
 SHOWN = 8  # names in an error
 
@@ -31,13 +30,13 @@ class Resumed(NamedTuple):
         report: for the caller.
         is_on_disk: whether the step is one of this run, in files.
         is_branch: whether the caller gave the step's number, so that there may be newer ones.
-        snapshot: name of the restored snapshot in memory, or None.
+        offered: the step that was restored, if a listener has offered it.
     """
 
     report: ResumeReport
     is_on_disk: bool = False
     is_branch: bool = False
-    snapshot: str | None = None
+    offered: OfferedStep | None = None
 
 
 def resume_run(
@@ -46,7 +45,7 @@ def resume_run(
     arguments: ResumeArguments,
     verify: bool,
     ranks: Ranks,
-    memory: PeerMemory | None,
+    offers: Sequence[OfferedStep],
 ) -> Resumed | None:
     """Restore a state; None if there is nothing to resume. All ranks.
 
@@ -61,7 +60,7 @@ def resume_run(
     number = which if path is None and isinstance(which, int) else None
     # skip= was for the first resume, from the path: the run's own steps have all parts.
     own_arguments = arguments if path is None else replace(arguments, skip=())
-    search = StepSearch(folder, number, verify, ranks, memory)
+    search = StepSearch(folder, number, verify, ranks, offers)
     resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
         note = f"{path} was not read: the run has steps of its own, and goes on with them"
@@ -75,8 +74,6 @@ def resume_run(
             f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
             "starts anew: check the path, or use 'auto'"
         )
-    if resumed is not None and memory is not None:
-        memory.remove_except(*filter(None, [resumed.snapshot]))
     return resumed
 
 
@@ -113,8 +110,8 @@ def _restore_newest(
     while (step := search.next()) is not None:
         try:
             report = restore_state(state, step, arguments, ranks)
-            snapshot = None if step.candidate.snapshot is None else step.candidate.name
-            return Resumed(report, snapshot is None, search.number is not None, snapshot)
+            offered = step.candidate.offered
+            return Resumed(report, offered is None, search.number is not None, offered)
         except CorruptCheckpoint as error:
             search.reject(step.candidate, str(error))
     return None

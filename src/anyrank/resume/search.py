@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.json_codec import reading_record
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import Manifest, read_manifest
+from anyrank.files.manifest import Manifest, read_manifest, step_name
 from anyrank.formats.run_folder import ASIDE, list_step
 from anyrank.random_state.saved_streams import from_json
+from anyrank.resume.listener import OfferedStep
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_folder import DAMAGED, RunFolder
@@ -21,9 +21,6 @@ from anyrank.state.part_types import Matched, Stored
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
-
-if TYPE_CHECKING:
-    from anyrank.around.peers.memory import PeerMemory, PeerSnapshot
 
 log = logging.getLogger("anyrank.resume")
 
@@ -38,7 +35,7 @@ class StepOfRun(ResumeSource):
     Attributes:
         candidate: the step as the search found it.
         manifest: of the step.
-        skipped_notes: for each newer snapshot that was skipped, a sentence that says why.
+        skipped_notes: for each newer step that was offered and skipped, a sentence that says why.
     """
 
     candidate: Candidate
@@ -74,12 +71,12 @@ class StepOfRun(ResumeSource):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A step that may be resumed, in files or in memory.
+    """A step that may be resumed, in the run's folder or offered by a listener.
 
     Attributes:
         manifest, listing: what it holds; None if they cannot be read.
         damage: what is damaged, or None.
-        snapshot: for a snapshot in memory, its description.
+        offered: the step, where it is one that is offered.
     """
 
     step: int
@@ -87,15 +84,15 @@ class Candidate:
     manifest: Manifest | None = None
     listing: Listing | None = None
     damage: str | None = None
-    snapshot: PeerSnapshot | None = None
+    offered: OfferedStep | None = None
 
 
 class StepSearch:
     """The steps of a run, the newest first, until one is whole; or one of them, by its number.
     Equal on all ranks.
 
-    A step is in files or a snapshot in memory; the snapshot is read if both are equally new.
-    Damaged steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
+    A step is in the folder or among `offers`, which is read if both are equally new. Damaged steps
+    of the folder are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
     network is no proof of damage, and is raised.
     """
 
@@ -105,11 +102,11 @@ class StepSearch:
         number: int | None,
         verify: bool,
         ranks: Ranks,
-        memory: PeerMemory | None = None,
+        offers: Sequence[OfferedStep] = (),
     ) -> None:
         self.folder, self.number, self.verify, self.ranks = folder, number, verify, ranks
-        self.memory = memory if number is None else None
-        self.snapshots = self.memory.whole_snapshots() if self.memory is not None else []
+        # A step that is asked for by its number is one of the folder, whose files stay.
+        self.offers = [*offers] if number is None else []
         self.newest_step = self.newest_samples = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
@@ -138,20 +135,29 @@ class StepSearch:
         return None
 
     def _candidate(self) -> Candidate | None:
-        """The newest step that was not rejected, in memory or in files. All ranks."""
-        snapshot = self.snapshots[0] if self.snapshots else None
+        """The newest step that was not rejected, offered or in the folder. All ranks."""
         what = "looking for a checkpoint"
-        candidate = self.ranks.run_on_one(what, lambda: self._find_step(snapshot))
-        if candidate is None or candidate.snapshot is None:
-            return candidate
-        del self.snapshots[0]
-        snapshot = candidate.snapshot
-        return self.ranks.run_on_one(
-            "looking at a snapshot", lambda: self._examine_snapshot(snapshot), snapshot.holder
-        )
+        offer = self.offers[0] if self.offers else None
+        if offer is None or not self.ranks.run_on_one(what, lambda: self._is_next(offer)):
+            return self.ranks.run_on_one(what, self._find_step)
+        del self.offers[0]
+        candidate = self.ranks.run_on_one(what, lambda: _examine(offer), offer.holder)
+        return replace(candidate, offered=offer)
 
-    def _find_step(self, snapshot: PeerSnapshot | None) -> Candidate | None:
-        """The step to try, with its damage; for a snapshot only its name. One rank."""
+    def _is_next(self, offer: OfferedStep) -> bool:
+        """Whether an offered step is of this run, and none of the folder is newer. One rank."""
+        steps = self.folder.steps()
+        if steps and steps[0].number > offer.step:
+            return False
+        try:
+            self.folder.check_run(offer.run)
+        except CheckpointError as error:
+            log.warning("%s: is not resumed: %s", offer.path, error)
+            return False
+        return True
+
+    def _find_step(self) -> Candidate | None:
+        """The step of the folder to try, with its damage. One rank."""
         folder, steps = self.folder, self.folder.steps()
         if self.number is not None:
             chosen = [step for step in steps if step.number == self.number]
@@ -159,9 +165,6 @@ class StepSearch:
                 numbers = ", ".join(str(step.number) for step in steps[:10]) or "none"
                 raise CheckpointError(f"{folder.path}: has no step {self.number}; it has {numbers}")
             steps = chosen
-        is_newest = snapshot is not None and (not steps or steps[0].number <= snapshot.step)
-        if snapshot is not None and is_newest and self._is_of_run(snapshot):
-            return Candidate(snapshot.step, snapshot.name, snapshot=snapshot)
         if not steps:
             return None
         number, name, _ = steps[0]
@@ -179,33 +182,12 @@ class StepSearch:
                 raise unreadable_error(folder.user_path(name), error) from error
             raise
 
-    def _is_of_run(self, snapshot: PeerSnapshot) -> bool:
-        """Whether a snapshot is of the same run as the files. One rank."""
-        try:
-            self.folder.check_run(snapshot.run)
-        except CheckpointError as error:
-            log.warning("%s: a snapshot in memory is not used: %s", snapshot.name, error)
-            return False
-        return True
-
-    def _examine_snapshot(self, snapshot: PeerSnapshot) -> Candidate:
-        """A snapshot with its damage. On its holder."""
-        assert self.memory is not None
-        try:
-            manifest, listing = self.memory.examine(snapshot)
-            step, name = snapshot.step, snapshot.name
-            return Candidate(step, name, manifest, listing, snapshot=snapshot)
-        except CheckpointError as error:
-            return Candidate(snapshot.step, snapshot.name, damage=str(error), snapshot=snapshot)
-
     def _step(self, candidate: Candidate) -> StepOfRun:
         manifest, listing = candidate.manifest, candidate.listing
         assert manifest is not None
         assert listing is not None
-        folder, bring = self.folder, None
-        if candidate.snapshot is not None and self.memory is not None:
-            folder, bring = self.memory.folder, partial(self.memory.bring, candidate.snapshot)
-        path = folder.user_path(candidate.name)
+        offered = candidate.offered
+        path = self.folder.user_path(candidate.name) if offered is None else offered.path
         with reading_record(path):
             streams = from_json(manifest.streams)
         return StepOfRun(
@@ -226,7 +208,7 @@ class StepSearch:
             lost_steps=max(0, self.newest_step - candidate.step),
             lost_samples=max(0, self.newest_samples - manifest.samples),
             set_aside=self.set_aside,
-            bring=bring,
+            bring=None if offered is None else offered.bring,
             candidate=candidate,
             manifest=manifest,
             skipped_notes=self.notes,
@@ -245,7 +227,7 @@ class StepSearch:
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
         self.reasons.append(damage)
-        if candidate.snapshot is not None:
+        if candidate.offered is not None:
             note = f"skipped: the snapshot of step {candidate.step} in memory: {damage}"
             self.notes.append(note)
             if self.ranks.index == 0:
@@ -273,6 +255,15 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
+
+
+def _examine(offer: OfferedStep) -> Candidate:
+    """An offered step with its damage. On its holder."""
+    try:
+        manifest, listing = offer.examine()
+        return Candidate(offer.step, step_name(offer.step), manifest, listing)
+    except CheckpointError as error:
+        return Candidate(offer.step, step_name(offer.step), damage=str(error))
 
 
 def unreadable_error(path: str, error: Exception) -> CheckpointError:

@@ -16,7 +16,7 @@ from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.steps.agreed_batches import Fetcher, OwnBatches, fetch_first
 from anyrank.steps.gradient_sync import GradientSync
-from anyrank.steps.pace import loading
+from anyrank.steps.step_listeners import fetching_ahead
 from anyrank.steps.step_run import StepRun
 from anyrank.world.ranks import Ranks
 
@@ -133,7 +133,7 @@ class LoaderPosition(Position):
         """
         plan = self.following(step)
         if plan is not None and self.num_workers:
-            with loading():
+            with fetching_ahead():
                 self.ahead = fetch_first(self.fetcher(plan, True), self.slots(plan))
 
     def following(self, step: StepPlan) -> StepPlan | None:

@@ -15,7 +15,7 @@ SIZE = (8.0, 5.0)  # inches
 def draw(folder: str, path: str) -> None:
     """Draw the log of a run on a local disk. Needs matplotlib (`pip install 'anyrank[plot]'`).
 
-    Each process of the run is a line of its own: steps that were lost are there twice.
+    Each process of the run is a line of its own: steps that were done again are there twice.
 
     Args:
         folder: of the run.

@@ -13,9 +13,10 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from anyrank import faults
 from anyrank.around.peers.transfers import FileTransfer, make_folder, send_files
@@ -24,28 +25,32 @@ from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import Manifest, read_manifest, step_name
 from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
 from anyrank.formats.run_folder import INDEX, list_step
-from anyrank.saving.collect import Snapshot
+from anyrank.resume.listener import OfferedStep, RunListener
+from anyrank.resume.options import Cadence
+from anyrank.saving.collect import Snapshot, collect
 from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import RankShare, describe_step, write_own_share
 from anyrank.settings import PEERS_FOLDER
+from anyrank.state.report import ResumeReport
+from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
 
-IsDue = Callable[[int, float], bool]
 
-
-@dataclass(frozen=True)
-class PeerSnapshot:
+@dataclass
+class PeerSnapshot(OfferedStep):
     """A snapshot all of whose files are on the machines.
 
     Attributes:
+        memory: that holds it.
         step, run, written: of its manifest.
         holder: global rank that can read the manifest and the index.
         sizes: of its files.
         machines: file -> indices of the machines that hold it.
     """
 
+    memory: PeerMemory
     step: int
     run: str
     written: str
@@ -58,6 +63,17 @@ class PeerSnapshot:
         """The name of its folder."""
         return step_name(self.step)
 
+    @property
+    def path(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.memory.folder.join(self.name)
+
+    def examine(self) -> tuple[Manifest, Listing]:
+        manifest = read_manifest(self.memory.folder.store, self.path)
+        return manifest, list_step(_SnapshotStorage(self.path, self.sizes), self.path, manifest)
+
+    def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
+        return self.memory.bring(self, listing, files)
+
 
 class _SnapshotStorage(LocalStorage):
     """Finds the files of a snapshot by their known sizes, also if they are on other machines."""
@@ -69,7 +85,7 @@ class _SnapshotStorage(LocalStorage):
         return FileInfo(path, self.sizes[path], "") if path in self.sizes else None
 
 
-class PeerMemory:
+class PeerMemory(RunListener):
     """The snapshots of one run, as one rank sees them. All ranks keep and bring together.
 
     Keeps one snapshot, and a second one while that is written.
@@ -78,12 +94,15 @@ class PeerMemory:
         folder: the run's folder in this machine's memory.
     """
 
-    def __init__(self, root: str, path: str, ranks: Ranks, is_due: IsDue) -> None:
+    def __init__(
+        self, root: str, path: str, state: TrainState, ranks: Ranks, cadence: Cadence
+    ) -> None:
         absolute_path = absolute(path)
         key = hashlib.blake2b(absolute_path.encode(), digest_size=8).hexdigest()
         self.folder = RunFolder(LocalStorage(), join_path(root, key))
         self.ranks = ranks
-        self._is_due, self._last = is_due, time.monotonic()
+        self._state, self._cadence, self._last = state, cadence, time.monotonic()
+        self._has_room = True
         machines = range(len(ranks.hosts))
         self._machine_ranks = [
             [r for r, n in zip(ranks.ranks, ranks.nodes, strict=True) if n == m] for m in machines
@@ -93,31 +112,35 @@ class PeerMemory:
         """Make the run's folder, and remove unfinished snapshots of killed ranks. Any rank."""
         with storing(self.folder.path):
             make_folder(self.folder.path)
-        self.remove_except(*(step.name for step in self.folder.whole_steps()))
+        self._remove_except(*(step.name for step in self.folder.whole_steps()))
 
     # -- keep -------------------------------------------------------------------------------------
 
-    def is_due(self, step: int) -> bool:
-        """Whether a snapshot is due after this step."""
-        return self._is_due(step, self._last)
+    def tell(self, number: int) -> bool:
+        """Whether a snapshot is due after this step; the first rank's clock decides."""
+        return self._has_room and self._cadence.is_due(number, self._last)
 
-    def keep(self, snapshot: Snapshot) -> bool:
-        """Write and commit a snapshot; False, and a warning, if a machine has no room.
+    def on_step(self, news: Sequence[Any]) -> None:
+        """Write and commit a snapshot if it is due.
 
-        Then the memory is empty, and must not be used again.
+        If a machine has no room, the memory is emptied with a warning, and keeps nothing more.
         """
+        if not news[0]:
+            return
         start = time.perf_counter()
+        snapshot = collect(self._state, self.ranks)
+        self._state.run = snapshot.manifest.run
         try:
             self._write(snapshot)
         except CheckpointError as error:
-            self.remove_except()
+            self._has_room = False
+            self._remove_except()
             if self.ranks.index == 0:
                 log.warning("peers: nothing is kept in memory from now on: %s", error)
-            return False
+            return
         self._last = time.monotonic()
         seconds, step = time.perf_counter() - start, snapshot.manifest.step
         log.debug("step %d is in memory, after %.3f s", step, seconds)
-        return True
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write and commit a snapshot.
@@ -150,7 +173,7 @@ class PeerMemory:
                 folder.commit(temporary, manifest.step, manifest)
 
         ranks.together("committing the snapshot", commit)
-        self.remove_except(name)  # the new one is whole on all machines
+        self._remove_except(name)  # the new one is whole on all machines
 
     @property
     def _is_first_on_machine(self) -> bool:
@@ -169,7 +192,7 @@ class PeerMemory:
                 transfers.append(FileTransfer(name, file.size, rank, receiver))
         return transfers
 
-    def remove_except(self, *kept: str) -> None:
+    def _remove_except(self, *kept: str) -> None:
         """Remove all other snapshots from this machine's memory. Any rank."""
         for name in set(self.folder.names()) - {*kept} if self._is_first_on_machine else ():
             with contextlib.suppress(OSError):  # the next one tries again
@@ -177,7 +200,15 @@ class PeerMemory:
 
     # -- find -------------------------------------------------------------------------------------
 
-    def whole_snapshots(self) -> list[PeerSnapshot]:
+    def on_resume(
+        self, report: ResumeReport | None, offered: OfferedStep | None
+    ) -> ResumeReport | None:
+        """Only what was restored stays: other snapshots are of steps that are done again."""
+        if report is not None:
+            self._remove_except(*([step_name(offered.step)] if offered is not None else []))
+        return report
+
+    def offers(self) -> list[PeerSnapshot]:
         """The snapshots of which no file is missing, the newest first. Equal on all ranks."""
         answers = self.ranks.together("looking at the machines' memory", self._list_own)
         snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
@@ -185,7 +216,7 @@ class PeerMemory:
         senders = zip(self.ranks.ranks, self.ranks.nodes, answers, strict=True)
         for rank, node, committed in senders:
             for key, (sizes, absent) in committed.items():
-                snapshot = snapshots.setdefault(key, PeerSnapshot(*key, rank, sizes, {}))
+                snapshot = snapshots.setdefault(key, PeerSnapshot(self, *key, rank, sizes, {}))
                 missing[key] = missing.get(key, absent) & absent
                 for name in sizes.keys() - absent:
                     snapshot.machines.setdefault(name, []).append(node)
@@ -207,16 +238,6 @@ class PeerMemory:
             snapshots[step.number, manifest.run, manifest.written] = (sizes, absent)
         return snapshots
 
-    def examine(self, snapshot: PeerSnapshot) -> tuple[Manifest, Listing]:
-        """The manifest and the listing of a snapshot. On its holder.
-
-        Raises:
-            CorruptCheckpoint: a small file is not what was written.
-        """
-        path = self.folder.join(snapshot.name)
-        manifest = read_manifest(self.folder.store, path)
-        return manifest, list_step(_SnapshotStorage(path, snapshot.sizes), path, manifest)
-
     def bring(self, snapshot: PeerSnapshot, listing: Listing, files: Iterable[int]) -> Listing:
         """Fetch the files that this machine's ranks read; returns the listing with their paths.
 
@@ -226,7 +247,7 @@ class PeerMemory:
             files: that this rank reads, as indices of the listing.
         """
         numbers = sorted(files)
-        path = self.folder.join(snapshot.name)
+        path = snapshot.path
         own_names = {os.path.basename(listing.files[number].path) for number in numbers}
         own_names |= {os.path.basename(listing.sums[number]) for number in numbers}
         names_by_rank = self.ranks.gather(own_names, "asking for the snapshot's files")
@@ -255,21 +276,22 @@ def _move_path(path: str, folder: str) -> str:
     return join_path(folder, os.path.basename(path))
 
 
-def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:
-    """The memory that `anyrank run` made for these ranks; None, and a warning, without it.
+def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) -> list[RunListener]:
+    """The memory that `anyrank run` made for these ranks; none, and a warning, without it.
     All ranks.
 
     Args:
         path: of the run.
+        state: of the run.
         ranks: of the run.
-        is_due: from a step and the monotonic time of the last snapshot, whether one is due.
+        cadence: when a snapshot is due.
     """
     root = os.environ.get(PEERS_FOLDER, "")
     has_memory = ranks.gather(os.path.isdir(root), "looking for the machines' memory")
     if all(has_memory):
-        memory = PeerMemory(root, path, ranks, is_due)
+        memory = PeerMemory(root, path, state, ranks, cadence)
         ranks.together("opening the machines' memory", memory.open)
-        return memory
+        return [memory]
     if ranks.index == 0:
         without = [rank for rank, has in zip(ranks.ranks, has_memory, strict=True) if not has]
         log.warning(
@@ -277,4 +299,4 @@ def open_memory(path: str, ranks: Ranks, is_due: IsDue) -> PeerMemory | None:
             "with `anyrank run`; the files are saved as usual",
             ranks.name_ranks(without),
         )
-    return None
+    return []

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anyrank.steps.step_listeners import around_fetches
 from anyrank.world.waits import Wait
 
 log = logging.getLogger("anyrank.steps")
@@ -75,6 +76,7 @@ class Pace:
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._end_fetches = around_fetches(self.loading)
         Pace.running = self
 
     def begin_forward(self) -> None:
@@ -150,6 +152,7 @@ class Pace:
             handle.remove()
         if Pace.running is self:
             Pace.running = None
+        self._end_fetches()
 
     def _add(self, part: str) -> None:
         """The time since the last event was this part's, but for agreements."""
@@ -198,8 +201,3 @@ def _begin_forward(module: nn.Module, args: Any) -> None:
         return
     if Pace.running is not None and torch.is_grad_enabled():
         Pace.running.begin_forward()
-
-
-def loading() -> contextlib.AbstractContextManager[None]:
-    """Count what is done here as the loader's time, if a pace is taken."""
-    return contextlib.nullcontext() if Pace.running is None else Pace.running.loading()

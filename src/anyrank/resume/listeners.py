@@ -1,0 +1,78 @@
+"""The listeners of one run: its log, and by doors what its options and its ranks ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from anyrank.resume.listener import OfferedStep, RunListener
+from anyrank.resume.log_listener import LogListener
+from anyrank.resume.options import SaveOptions
+from anyrank.saving.lock import RunLock
+from anyrank.saving.run_folder import RunFolder
+from anyrank.state.report import ResumeReport
+from anyrank.state.train_state import TrainState
+from anyrank.world.ranks import Ranks
+
+
+class Listeners(list[RunListener]):
+    """Tells each listener, in their order, which is the same on all ranks."""
+
+    def offers(self) -> list[OfferedStep]:
+        """What they offer a resume, besides the folder's steps. All ranks."""
+        return [step for listener in self for step in listener.offers()]
+
+    def on_resume(
+        self, report: ResumeReport | None, offered: OfferedStep | None
+    ) -> ResumeReport | None:
+        """The run was resumed, or began; the report with what they know besides. All ranks."""
+        for listener in self:
+            report = listener.on_resume(report, offered)
+        return report
+
+    def tell(self, number: int) -> list[Any]:
+        """What each tells the other ranks of a step before it counts."""
+        return [listener.tell(number) for listener in self]
+
+    def on_step(self, news: Sequence[Sequence[Any]]) -> None:
+        """A step has counted, of which each rank's `tell` returned this. All ranks."""
+        for listener, of_listener in zip(self, zip(*news, strict=True), strict=True):
+            listener.on_step(of_listener)
+
+    def on_save(self) -> None:
+        """A save has ended, or goes on in the background. All ranks."""
+        for listener in self:
+            listener.on_save()
+
+    def close(self, error: BaseException | None) -> None:
+        """The run is closed; its listeners hear nothing more."""
+        for listener in self:
+            listener.on_close(error)
+        self.clear()
+
+
+def open_listeners(
+    state: TrainState, folder: RunFolder, lock: RunLock, options: SaveOptions, ranks: Ranks
+) -> Listeners:
+    """The listeners of a run that is opened. All ranks.
+
+    Args:
+        state: of the run.
+        folder: of the run.
+        lock: of the folder.
+        options: of the run.
+        ranks: of the run.
+    """
+    opened, waited_sec = Listeners(), float
+    if ranks.size > 1:  # one rank waits for nobody
+        from anyrank.around.pace.listener import PaceListener
+
+        pace = PaceListener(state, ranks)
+        opened.append(pace)
+        waited_sec = pace.waited_sec
+    opened.append(LogListener(folder, lock, state, ranks, waited_sec))
+    if options.peers:
+        from anyrank.around.peers.memory import open_memory
+
+        opened += open_memory(options.path, state, ranks, options.peers_cadence)
+    return opened
