@@ -30,7 +30,7 @@ BUDGETS = {
     "files": 2640,
     "filling": 4690,
     "formats": 2820,
-    "integrations": 3450,
+    "integrations": 3460,
     "memory": 3290,
     "model": 3360,
     "random_state": 500,
