@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from anyrank.around.inspection.verify import verify
     from anyrank.around.streams.row_counts import row_counts
     from anyrank.around.streams.transforms import Buckets, Pack
+    from anyrank.around.sync.report import SyncReport
+    from anyrank.around.sync.sync import Sync, sync
     from anyrank.errors import (
         AnyrankError,
         CheckpointError,
@@ -32,9 +34,8 @@ if TYPE_CHECKING:
     from anyrank.filling.load import load
     from anyrank.filling.materialize import materialize
     from anyrank.filling.meta import meta
-    from anyrank.filling.plan import plan
-    from anyrank.filling.report import LoadPlan, LoadReport, SyncReport
-    from anyrank.filling.sync import Sync, sync
+    from anyrank.filling.plan import LoadPlan, plan
+    from anyrank.filling.report import LoadReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
@@ -103,7 +104,7 @@ HOMES = {
     "CorruptCheckpoint": "anyrank.errors",
     "ElasticLoader": "anyrank.steps.loader",
     "LoadError": "anyrank.errors",
-    "LoadPlan": "anyrank.filling.report",
+    "LoadPlan": "anyrank.filling.plan",
     "LoadReport": "anyrank.filling.report",
     "Offload": "anyrank.memory.offload",
     "OffloadStats": "anyrank.memory.offload",
@@ -111,8 +112,8 @@ HOMES = {
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
     "ResumeReport": "anyrank.state.report",
-    "Sync": "anyrank.filling.sync",
-    "SyncReport": "anyrank.filling.report",
+    "Sync": "anyrank.around.sync.sync",
+    "SyncReport": "anyrank.around.sync.report",
     "TrainState": "anyrank.state.train_state",
     "UnsafeFile": "anyrank.errors",
     "check": "anyrank.watching.check",
@@ -128,7 +129,7 @@ HOMES = {
     "recompute_": "anyrank.memory.patch",
     "row_counts": "anyrank.around.streams.row_counts",
     "cpu_only": "anyrank.around.frozen.cpu_only",
-    "sync": "anyrank.filling.sync",
+    "sync": "anyrank.around.sync.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",

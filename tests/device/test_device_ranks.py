@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
-from anyrank.filling import lane as lanes
+from anyrank.around.sync import lane as lanes
 from anyrank.filling import move
 from anyrank.testing import run_ranks
 

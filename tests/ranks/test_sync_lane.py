@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
-from anyrank.filling import lane
+from anyrank.around.sync import lane
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.connections import Connections
 from anyrank.world.connections import _close as close  # pyright: ignore[reportPrivateUsage]

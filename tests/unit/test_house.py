@@ -33,6 +33,7 @@ MODEL = CORE | {"formats", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
+AREAS |= {"watching", "foreign", "peers", "streams", "sync"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -47,6 +48,7 @@ MAY_IMPORT = {
     "world": BASE,
     "model": CORE | {"formats"},
     "filling": MODEL,
+    "sync": MODEL | {"filling"},
     "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
@@ -73,6 +75,7 @@ MAY_IMPORT = {
 DOORS = {
     "anyrank.steps.loader": ("exact", "streams"),
     "anyrank.steps.loader_position": ("exact",),
+    "anyrank.filling.load": ("sync",),
     "anyrank.formats.sources": ("foreign",),
     "anyrank.model.share": ("frozen",),
     "anyrank.model.wrappers": ("frozen",),

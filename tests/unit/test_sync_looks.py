@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.filling.ends import look
+from anyrank.around.sync.ends import look
 from anyrank.world.ranks import one_process
 
 

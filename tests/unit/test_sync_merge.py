@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import anyrank
+from anyrank.around.sync.low_rank import product, tiles
 from anyrank.tensors.box import Box
-from anyrank.tensors.low_rank import product, tiles
 
 
 class Net(nn.Module):

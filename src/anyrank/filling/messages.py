@@ -21,8 +21,6 @@ MESSAGE_BYTES = 1 << 20  # at most, over gloo; the same on all ranks
 WHAT = "passing on the weights"
 ALIGN = 16  # of messages in memory, and of blocks in a message
 
-Geometry = Sequence[tuple[Any, ...]]
-
 
 class StridedView(NamedTuple):
     """Where a block lies in a tensor's memory: its elements' sizes, strides, and first position."""
@@ -145,38 +143,6 @@ def messages_of(
 def aligned(position: int) -> int:
     """The next position at which anything may begin."""
     return -(-position // ALIGN) * ALIGN
-
-
-class Route:
-    """The messages of a plan, kept with it for as long as the memory lies as it did.
-
-    Attributes:
-        checked: where the memory of the two ends lay in the last call: address, strides, device.
-    """
-
-    def __init__(self) -> None:
-        self.checked: Geometry = ()
-        self._targets: Geometry = ()
-        self._kept: dict[int, list[Message]] = {}
-        self.lane: Any = None  # see `lane.py`; False where it was asked for, and there is none
-
-    def begin(self, checked: Geometry, targets: Geometry) -> None:
-        """Forget the messages if strides or devices of either end have changed.
-
-        Args:
-            checked: of the two ends; addresses may change.
-            targets: strides and device of what is filled, which may be memory for this call alone.
-        """
-        lies = [entry[1:] for entry in self.checked]
-        if [entry[1:] for entry in checked] != lies or targets != self._targets:
-            self._kept.clear()
-        self.checked, self._targets = checked, targets
-
-    def messages(self, number: int, make: Callable[[], list[Message]]) -> list[Message]:
-        """The messages of a round, made at the first call."""
-        if number not in self._kept:
-            self._kept[number] = make()
-        return self._kept[number]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

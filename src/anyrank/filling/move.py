@@ -19,13 +19,11 @@ import torch
 from anyrank import faults
 from anyrank.files.reader import synchronize
 from anyrank.filling.flows import Flow
-from anyrank.filling.lane import Lane, LaneRun, find_lane
 from anyrank.filling.messages import (
     ALIGN,
     MESSAGE_BYTES,
     WHAT,
     Message,
-    Route,
     aligned,
     messages_of,
 )
@@ -51,11 +49,6 @@ class _UnderWay:
     stop: int
 
 
-def window_for(buffer_bytes: int) -> int:
-    """Bytes of a window that has room for a few of the longest messages."""
-    return max(4 * MESSAGE_BYTES, buffer_bytes)
-
-
 class Mover:
     """Fills every rank's targets. All ranks, the same rounds.
 
@@ -65,14 +58,9 @@ class Mover:
         ranks: of the call.
         window_bytes: of messages that are under way; 0 where this rank sends and receives nothing.
         sample: called now and then, to measure memory.
-        route: keeps the messages for a later call with the same rounds. Default: they are made
-            anew, and go over gloo.
-        accelerators: of all ranks, as `choose_lane` takes them.
 
     Attributes:
         sent, received, copied: bytes of this rank.
-        lane: the name of the library by which bytes went from device to device; else "".
-        buffer_bytes, group_bytes: of the device's memory that this took.
     """
 
     def __init__(
@@ -82,24 +70,19 @@ class Mover:
         ranks: Ranks,
         window_bytes: int,
         sample: Callable[[], None],
-        route: Route | None = None,
-        accelerators: Sequence[str] = (),
     ) -> None:
         self.rounds = rounds
         self.places = places
         self.ranks = ranks
         self.sample = sample
-        self.route = route
-        self.accelerators = accelerators
         self.window = window_bytes // ALIGN * ALIGN
         self.message_bytes = min(MESSAGE_BYTES, window_bytes // 4 or MESSAGE_BYTES)
         self.devices = places.devices
-        self.memory = self._allocate(0 if route is not None and route.lane else self.window)
+        self.memory = self._allocate(self.window)
         self.pending: deque[_UnderWay] = deque()
         self.under_way = 0
         self.problem: Exception | None = None
-        self.lane = ""
-        self.sent = self.received = self.copied = self.buffer_bytes = self.group_bytes = 0
+        self.sent = self.received = self.copied = 0
 
     def run(self) -> None:
         """Move everything. What fails in the last round is agreed on by the caller.
@@ -110,12 +93,10 @@ class Mover:
         """
         for device in self.devices:  # the caller's streams may still use what is moved
             synchronize(device)
-        if self.route is not None:
-            flows = [flow for flows in self.rounds for flow in flows]
-            lane = find_lane(self.accelerators, flows, self.places, self.ranks, self.route)
-            if lane is not None:
-                self._take_lane(lane, flows, self.route)
-                return
+        self._move()
+
+    def _move(self) -> None:
+        """All rounds. Raises as `run`."""
         for number, flows in enumerate(self.rounds):
             if number and self.ranks.any(self.problem is not None, WHAT):
                 raise self.problem or Interrupted
@@ -126,26 +107,9 @@ class Mover:
         if self.problem is not None:
             raise self.problem
 
-    def _take_lane(self, lane: Lane, flows: Sequence[Flow], route: Route) -> None:
-        """From device to device. Raises as `run`."""
-        messages = lane.messages(flows, self.places, route)
-        run = LaneRun(
-            lane, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
-        )
-        self.lane = lane.kind.name
-        try:
-            run.run(self.sample)
-        finally:
-            self.sent, self.received, self.copied = run.sent, run.received, run.copied
-            self.buffer_bytes, self.group_bytes = run.buffer_bytes, run.group_bytes
-            if self.problem is not None:
-                raise self.problem
-
     def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
-        def make() -> list[Message]:
-            return messages_of(flows, self.message_bytes, self.places.piece_bytes)
-
-        return make() if self.route is None else self.route.messages(number, make)
+        """Those of a round, by its number."""
+        return messages_of(flows, self.message_bytes, self.places.piece_bytes)
 
     def _round(self, messages: Sequence[Message]) -> None:
         rank = self.ranks.rank

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 
 from anyrank.filling.flows import Flow
-from anyrank.filling.merge import Adapters
 from anyrank.filling.messages import MESSAGE_BYTES, Block, Message, StridedView, copy_all
 from anyrank.tensors.box import Box
 from anyrank.tensors.transfers import Strip, Transfer
@@ -23,18 +22,13 @@ class LocalMemory:
     Attributes:
         sources: number of a source tensor -> what this rank holds of it.
         targets: position in `dst` -> what this rank has to fill of it.
-        adapters: what is added to sources while they are read.
     """
 
     def __init__(
-        self,
-        sources: Mapping[int, torch.Tensor],
-        targets: Mapping[int, torch.Tensor],
-        adapters: Adapters | None = None,
+        self, sources: Mapping[int, torch.Tensor], targets: Mapping[int, torch.Tensor]
     ) -> None:
         self.sources = sources
         self.targets = targets
-        self.adapters = adapters or Adapters({}, {})
 
     def begin(self, flows: Sequence[Flow]) -> None:
         """Make ready what this rank gives in a round."""
@@ -49,19 +43,18 @@ class LocalMemory:
         """The elements of a box as this rank's source holds them, in the order of `dst`."""
         strip = flow.strips[transfer.strip]
         memory = self.sources[strip.source]
-        is_plain = strip.source not in self.adapters.added
-        if is_plain and memory.shape == box.sizes and strip.dims == DIMS[: memory.dim()]:
+        if memory.shape == box.sizes and strip.dims == DIMS[: memory.dim()]:
             return memory  # all of it
-        inside = strip.to_source(box)
-        moved = inside.relative_to(strip.to_source(transfer.box).offsets)
-        view = memory[moved.shifted(transfer.source).slices()]
-        if not is_plain:
-            view = self.adapters.add_to(view, strip.source, inside)
-        return _turned(view, strip, box.sizes)
+        return turned(self.held(transfer, strip, box), strip, box.sizes)
+
+    def held(self, transfer: Transfer, strip: Strip, box: Box) -> torch.Tensor:
+        """The elements of a box as this rank's source holds them, in the source's order."""
+        moved = strip.to_source(box).relative_to(strip.to_source(transfer.box).offsets)
+        return self.sources[strip.source][moved.shifted(transfer.source).slices()]
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `source_view` makes the values, so that nothing holds them."""
-        return flow.strips[transfer.strip].source in self.adapters.added
+        """Whether `source_view` makes the values, so that nothing holds them: not here."""
+        return False
 
     def piece_bytes(self, flow: Flow, transfer: Transfer, most_bytes: int) -> int:
         """How long a block may be: what a rank gives itself is copied whole.
@@ -139,7 +132,8 @@ class LocalMemory:
         return self.targets[flow.index] if flow.twin < 0 else self.sources[flow.twin]
 
 
-def _turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
+def turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
+    """What a source holds of a strip, in the order of `dst`."""
     if strip.dims == DIMS[: view.dim()]:
         return view
     order = [dim for dim in strip.dims if dim >= 0]

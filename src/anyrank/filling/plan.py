@@ -7,8 +7,9 @@ largest share in closed form.
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -23,15 +24,77 @@ from anyrank.filling.plan_load import (
     look_at_source,
     plan_load,
 )
-from anyrank.filling.report import LoadPlan
+from anyrank.filling.report import MIB
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
+from anyrank.wording import count
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load would do. Lists have one entry per rank, in the group's order.
+
+    Example::
+
+        weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
+        plan = anyrank.plan(torch.nn.Linear(2, 2), weights)
+        assert plan.read_bytes == [24]
+        print(plan)
+
+    Attributes:
+        strategy, reason: who reads, and why.
+        world_size: number of ranks.
+        model_bytes: of the whole model, in its own dtypes.
+        source_bytes: of the tensors wanted from the source.
+        share_bytes: what each rank holds afterwards.
+        read_bytes: what each rank reads from storage, without the holes that are read along.
+        sent_bytes: what each rank sends to others.
+        peak_bytes: most memory of each rank, share and staging together.
+        format: of the source.
+        missing, unexpected: names.
+    """
+
+    strategy: str
+    reason: str
+    world_size: int
+    model_bytes: int
+    source_bytes: int
+    share_bytes: list[int]
+    read_bytes: list[int]
+    sent_bytes: list[int]
+    peak_bytes: list[int]
+    format: str = ""
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+
+    def to_json(self) -> str:
+        """All fields, as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("share", self.share_bytes),
+            ("read", self.read_bytes),
+            ("sent", self.sent_bytes),
+            ("peak", self.peak_bytes),
+        ]
+        lines = [
+            f"{count(self.world_size, 'rank')}, {self.model_bytes / MIB:.1f} MiB model, "
+            f"{self.source_bytes / MIB:.1f} MiB source ({self.format})",
+            f"  strategy {self.strategy}: {self.reason}",
+        ]
+        lines += [
+            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
+            f"{sum(values) / MIB:.1f} MiB in all"
+            for title, values in rows
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ MIB = 1 << 20
 SHOWN = 5
 
 
-def _mib_by_rank(values: list[int]) -> str:
+def mib_by_rank(values: list[int]) -> str:
     """Bytes of each rank, in words."""
     shown = " ".join(f"{value / MIB:.1f}" for value in values[:16])
     more = f" ... (max {max(values) / MIB:.1f})" if len(values) > 16 else ""
@@ -49,7 +49,7 @@ class FillReport:
         """All fields, as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
-    def _lines(self, others: Mapping[str, list[str]]) -> list[str]:
+    def lines(self, others: Mapping[str, list[str]]) -> list[str]:
         """What happened to tensors, a line for each title that has any; and what was verified."""
         groups = {
             "missing": self.missing,
@@ -124,13 +124,13 @@ class LoadReport(FillReport):
         lines = [
             f"loaded {count(self.tensors, 'tensor')} ({self.format}) in {self.seconds:.2f} s",
             f"  strategy     {self.strategy}: {self.reason}",
-            f"  read         {_mib_by_rank(self.bytes_read)}",
+            f"  read         {mib_by_rank(self.bytes_read)}",
         ]
         if any(self.bytes_sent):
-            lines.append(f"  sent         {_mib_by_rank(self.bytes_sent)}")
-        lines.append(f"  host peak    {_mib_by_rank(self.peak_host_bytes)}")
+            lines.append(f"  sent         {mib_by_rank(self.bytes_sent)}")
+        lines.append(f"  host peak    {mib_by_rank(self.peak_host_bytes)}")
         if any(self.peak_device_bytes):
-            lines.append(f"  device peak  {_mib_by_rank(self.peak_device_bytes)}")
+            lines.append(f"  device peak  {mib_by_rank(self.peak_device_bytes)}")
         others = {
             "own code": self.own_code,
             "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
@@ -140,141 +140,7 @@ class LoadReport(FillReport):
             ],
             "skipped": self.skipped,
         }
-        lines += self._lines(others)
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class SyncReport(FillReport):
-    """What a sync did. Equal on all ranks. Lists have one entry a rank, in the group's order.
-
-    Example::
-
-        new, old = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        report = anyrank.sync(old, new)
-        assert report.tensors == 2
-        print(report)  # one screen
-
-    Attributes:
-        tensors: of `dst` that have the values of `src` now.
-        missing: tensors of `dst` that `src` does not hold.
-        unexpected: names in `src` that fill no tensor of `dst`.
-        kept: missing tensors that kept the values they had.
-        initialised: missing tensors that were on meta, with the rule that filled them.
-        rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
-        renamed: tensor of `dst` -> its name in `src`, where the two differ.
-        tied: tensor of `dst` -> its other names.
-        duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
-        cast: tensor -> "dtype in src -> dtype in dst".
-        merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
-            values of `src`, each with its scaling.
-        frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
-        renewed: tensors that were on meta whose objects torch could not keep.
-        bytes_sent, bytes_received: between ranks, in the smaller of the two dtypes.
-        bytes_copied: what each rank had itself, in the dtype of `dst`.
-        peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
-            allocated for tensors on meta is part of it.
-        lane: the library by which bytes went from device to device: "nccl"; "" where they went over
-            gloo.
-        lane_bytes: of each rank's device memory that the lane's buffers took during the call.
-        group_bytes: of each rank's device memory that the lane's group keeps, where the device says
-            how much is free.
-        is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
-        verified: what `verify=True` compared, in words; "" without it.
-        seconds: of the slowest rank.
-    """
-
-    renamed: dict[str, str] = field(default_factory=dict[str, str])
-    merged: dict[str, str] = field(default_factory=dict[str, str])
-    frozen: list[str] = field(default_factory=list[str])
-    bytes_received: list[int] = field(default_factory=list[int])
-    bytes_copied: list[int] = field(default_factory=list[int])
-    lane: str = ""
-    lane_bytes: list[int] = field(default_factory=list[int])
-    group_bytes: list[int] = field(default_factory=list[int])
-    is_planned: bool = True
-
-    def __str__(self) -> str:
-        plan = "a new plan" if self.is_planned else "the plan of an earlier call"
-        lines = [f"synced {count(self.tensors, 'tensor')} in {self.seconds:.2f} s, by {plan}"]
-        for title, values in (
-            ("sent", self.bytes_sent),
-            ("received", self.bytes_received),
-            ("copied", self.bytes_copied),
-            ("host peak", self.peak_host_bytes),
-            ("device peak", self.peak_device_bytes),
-            (f"{self.lane} buffers", self.lane_bytes),
-            (f"{self.lane} group", self.group_bytes),
-        ):
-            if any(values):
-                lines.append(f"  {title:<12} {_mib_by_rank(values)}")
-        others = {
-            "renamed": [f"{name} from {key}" for name, key in self.renamed.items()],
-            "merged": [f"{name} + {words}" for name, words in self.merged.items()],
-            "frozen": self.frozen,
-        }
-        lines += self._lines(others)
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """What a load would do. Lists have one entry per rank, in the group's order.
-
-    Example::
-
-        weights = {"weight": torch.eye(2), "bias": torch.ones(2)}
-        plan = anyrank.plan(torch.nn.Linear(2, 2), weights)
-        assert plan.read_bytes == [24]
-        print(plan)
-
-    Attributes:
-        strategy, reason: who reads, and why.
-        world_size: number of ranks.
-        model_bytes: of the whole model, in its own dtypes.
-        source_bytes: of the tensors wanted from the source.
-        share_bytes: what each rank holds afterwards.
-        read_bytes: what each rank reads from storage, without the holes that are read along.
-        sent_bytes: what each rank sends to others.
-        peak_bytes: most memory of each rank, share and staging together.
-        format: of the source.
-        missing, unexpected: names.
-    """
-
-    strategy: str
-    reason: str
-    world_size: int
-    model_bytes: int
-    source_bytes: int
-    share_bytes: list[int]
-    read_bytes: list[int]
-    sent_bytes: list[int]
-    peak_bytes: list[int]
-    format: str = ""
-    missing: list[str] = field(default_factory=list[str])
-    unexpected: list[str] = field(default_factory=list[str])
-
-    def to_json(self) -> str:
-        """All fields, as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
-    def __str__(self) -> str:
-        rows = [
-            ("share", self.share_bytes),
-            ("read", self.read_bytes),
-            ("sent", self.sent_bytes),
-            ("peak", self.peak_bytes),
-        ]
-        lines = [
-            f"{count(self.world_size, 'rank')}, {self.model_bytes / MIB:.1f} MiB model, "
-            f"{self.source_bytes / MIB:.1f} MiB source ({self.format})",
-            f"  strategy {self.strategy}: {self.reason}",
-        ]
-        lines += [
-            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
-            f"{sum(values) / MIB:.1f} MiB in all"
-            for title, values in rows
-        ]
+        lines += self.lines(others)
         return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import torch
 
 from anyrank.world.connections import Connections
-from anyrank.world.device_group import DeviceGroup, open_group
 from anyrank.world.failures import (
     Failure,
     Interrupted,
@@ -156,7 +155,7 @@ class Ranks:
         if self.connections is None:
             result, value = work()
             return result, [value]
-        connections = self._ready()
+        connections = self.ready()
         result, cause = None, None
         self._depth += 1
         try:
@@ -183,7 +182,7 @@ class Ranks:
         answer = (None if cause is None else as_failure(cause), value)
         wait = lambda: [answer]  # noqa: E731
         if self.connections is not None:
-            wait = self._gather(self._ready(), pickle.dumps(answer), what)
+            wait = self._gather(self.ready(), pickle.dumps(answer), what)
 
         def take() -> list[Any]:
             answers = wait()
@@ -226,7 +225,7 @@ class Ranks:
         """
         if self.connections is None:
             return [value]
-        return self._gather(self._ready(), pickle.dumps(value), what)()
+        return self._gather(self.ready(), pickle.dumps(value), what)()
 
     def any(self, flag: bool, what: str) -> bool:
         """Whether the flag is set on any rank. All ranks.
@@ -240,16 +239,10 @@ class Ranks:
         """As `any`, in two halves: sends the flag, and returns a function that waits. All ranks."""
         if self.connections is None:
             return lambda: flag
-        wait = self._gather(self._ready(), pickle.dumps(flag), what)
+        wait = self._gather(self.ready(), pickle.dumps(flag), what)
         return lambda: any(wait())
 
-    def device_group(
-        self, name: str, open_raw: Callable[[Any, int, int], Any], device: torch.device, what: str
-    ) -> DeviceGroup:
-        """The ranks' group for their devices; see `open_group`. All ranks."""
-        return open_group(self._ready(), name, open_raw, device, what)
-
-    def _ready(self) -> Connections:
+    def ready(self) -> Connections:
         """The connections; new ones if the ranks have failed on them and all of them live."""
         connections = self.connections
         assert connections is not None
@@ -320,7 +313,7 @@ class Ranks:
         if self.connections is None:
             yield
             return
-        with self._ready().streaming(what):
+        with self.ready().streaming(what):
             yield
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyrank.around.sync.live import execute_sync
+from anyrank.around.sync.planning import SyncCall, agree_plan
 from anyrank.files.listing import EXTRA_STATE, Listing
-from anyrank.filling.live import execute_sync
-from anyrank.filling.planning import SyncCall, agree_plan
 from anyrank.filling.report import FillReport, LoadReport
 from anyrank.model.dialects import LIVE
 from anyrank.model.memory_meter import Meter

@@ -8,17 +8,18 @@ from functools import cached_property
 
 import torch
 
+from anyrank.around.sync.lane import LaneMover
+from anyrank.around.sync.live_flows import in_rounds
+from anyrank.around.sync.merge import Adapters, LiveMemory
+from anyrank.around.sync.planning import Agreement, SyncCall
+from anyrank.around.sync.report import SyncReport
+from anyrank.around.sync.verify import check_before, check_equal
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Moved, Side, fill
 from anyrank.filling.flows import Flow
-from anyrank.filling.live_flows import in_rounds
-from anyrank.filling.merge import Adapters
-from anyrank.filling.messages import WHAT, Route
-from anyrank.filling.move import Mover, window_for
+from anyrank.filling.messages import MESSAGE_BYTES, WHAT
+from anyrank.filling.move import Mover
 from anyrank.filling.places import LocalMemory
-from anyrank.filling.planning import Agreement, SyncCall
-from anyrank.filling.report import SyncReport
-from anyrank.filling.verify import check_before, check_equal
 from anyrank.model.fits import SourceMemory, check_memory, unwritable
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
@@ -78,7 +79,7 @@ class LiveSide(Side):
         self.factors: dict[int, torch.Tensor] = {}
         self.for_factors: Mover | None = None
         self.places: LocalMemory
-        self.mover: Mover
+        self.mover: LaneMover
 
     def gather_factors(self) -> None:
         """Receive the factors of adapters that this rank needs, whole. All ranks."""
@@ -96,7 +97,9 @@ class LiveSide(Side):
                 for flow in self.plan.factors
                 if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
             }
-            return self._mover(self.plan.factors, LocalMemory(sources, self.factors))
+            rounds, window = self._rounds(self.plan.factors)
+            places = LocalMemory(sources, self.factors)
+            return Mover(rounds, places, self.ranks, window, self.meter.sample)
 
         self.for_factors = self.ranks.run("allocating memory", allocate)
         self.ranks.run("gathering the adapters", self.for_factors.run)
@@ -121,8 +124,17 @@ class LiveSide(Side):
         share.allocate(match.stored if self.atomic else ())
         targets = {index: share.local(index) for index, _ in match.filled}
         plan.route.begin(where, [(m.stride(), m.device) for m in targets.values()])
-        self.places = LocalMemory(memory, targets, Adapters(self.factors, plan.added))
-        self.mover = self._mover(plan.flows, self.places, plan.route)
+        self.places = LiveMemory(memory, targets, Adapters(self.factors, plan.added))
+        rounds, window = self._rounds(plan.flows)
+        self.mover = LaneMover(
+            rounds,
+            self.places,
+            self.ranks,
+            window,
+            self.meter.sample,
+            plan.route,
+            plan.accelerators,
+        )
 
     def compare(self) -> None:
         """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
@@ -167,24 +179,14 @@ class LiveSide(Side):
         """What an error says of `dst`."""
         return "dst keeps its values" if self.atomic else OVERWRITTEN
 
-    def _mover(
-        self, flows: Sequence[Flow], places: LocalMemory, route: Route | None = None
-    ) -> Mover:
-        """What fills the targets of some flows; those that are only compared are left out."""
+    def _rounds(self, flows: Sequence[Flow]) -> tuple[list[list[Flow]], int]:
+        """The rounds of a mover, and its window's bytes; what is only compared is left out."""
         moved = [flow for flow in flows if not flow.is_compared]
         transfers = (transfer for flow in moved for transfer in flow.transfers)
         is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
-        window = 0 if is_alone else window_for(BUFFER_BYTES.get())
-        rounds = [*in_rounds(moved, self.plan.receivers)]
-        return Mover(
-            rounds,
-            places,
-            self.ranks,
-            window,
-            self.meter.sample,
-            route,
-            self.plan.accelerators,
-        )
+        # A few of the longest messages have room.
+        window = 0 if is_alone else max(4 * MESSAGE_BYTES, BUFFER_BYTES.get())
+        return [*in_rounds(moved, self.plan.receivers)], window
 
     @cached_property
     def _memory(self) -> dict[int, torch.Tensor]:

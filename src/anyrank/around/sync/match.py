@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anyrank.around.sync.ends import End, TensorInfo
+from anyrank.around.sync.report import SyncReport
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.filling.ends import End, TensorInfo
-from anyrank.filling.report import SyncReport
 from anyrank.model.dialects import LIVE, ModelMatch
 from anyrank.model.match import match_model
 from anyrank.model.options import LoadOptions

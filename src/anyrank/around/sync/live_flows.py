@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anyrank.errors import LoadError, WrongValue
-from anyrank.filling.ends import Added, End, TensorInfo
-from anyrank.filling.flows import Flow, wire_dtype
-from anyrank.filling.match import (
+from anyrank.around.sync.ends import Added, End, TensorInfo
+from anyrank.around.sync.match import (
     Filling,
     MatchedEnd,
     SourceTensor,
@@ -19,8 +17,10 @@ from anyrank.filling.match import (
     match_ends,
     sources_of,
 )
-from anyrank.filling.messages import Route
-from anyrank.filling.report import SyncReport
+from anyrank.around.sync.report import SyncReport
+from anyrank.around.sync.route import Route
+from anyrank.errors import LoadError, WrongValue
+from anyrank.filling.flows import Flow, wire_dtype
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.given_layouts import check_parts
 from anyrank.model.match import warn_of_idle

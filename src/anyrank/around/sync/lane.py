@@ -9,18 +9,27 @@ way the one before is unpacked and the one after it packed: two buffers to send,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from anyrank import faults
+from anyrank.around.sync.device_group import (
+    DeviceGroup,
+    Open,
+    Round,
+    on_device,
+    open_group,
+    open_nccl,
+)
+from anyrank.around.sync.route import Route
 from anyrank.errors import RankError
 from anyrank.filling.flows import Flow
-from anyrank.filling.messages import ALIGN, WHAT, Message, Route, aligned, messages_of
+from anyrank.filling.messages import ALIGN, WHAT, Message, aligned, messages_of
+from anyrank.filling.move import Mover
 from anyrank.filling.places import LocalMemory
-from anyrank.world.device_group import DeviceGroup, Open, Round, on_device, open_nccl
 from anyrank.world.ranks import Interrupted, Ranks
 
 LANE_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected
@@ -87,7 +96,7 @@ class Lane:
         )
 
 
-def find_lane(
+def _find_lane(
     devices: Sequence[str],
     flows: Sequence[Flow],
     places: LocalMemory,
@@ -226,7 +235,7 @@ class LaneRun:
     def _run(self, sample: Callable[[], None]) -> None:
         self.attempt(self._allocate)
         lane = self.lane
-        group = self.ranks.device_group(lane.name, lane.kind.open_raw, self.device, WHAT)
+        group = open_group(self.ranks.ready(), lane.name, lane.kind.open_raw, self.device, WHAT)
         self.group_bytes = group.nbytes
         # Nothing of this rank's is under way on its device, and no rank begins before all are here:
         # what a user's group still does on one of them could wait for what comes behind a round.
@@ -318,3 +327,64 @@ class LaneRun:
         for rank, slots in side.items():
             lengths[rank] = aligned(slots[k].nbytes) if k < len(slots) else 0
         return [*lengths.values()]
+
+
+class LaneMover(Mover):
+    """Fills the targets of a plan that is kept: by a lane where there is one, else over gloo.
+
+    Args:
+        rounds, places, ranks, window_bytes, sample: as for `Mover`.
+        route: keeps the messages for a later call with the same rounds.
+        accelerators: of all ranks, as `choose_lane` takes them.
+
+    Attributes:
+        lane: the name of the library by which bytes went from device to device; else "".
+        buffer_bytes, group_bytes: of the device's memory that this took.
+    """
+
+    def __init__(
+        self,
+        rounds: Iterable[Sequence[Flow]],
+        places: LocalMemory,
+        ranks: Ranks,
+        window_bytes: int,
+        sample: Callable[[], None],
+        route: Route,
+        accelerators: Sequence[str],
+    ) -> None:
+        self.route = route
+        self.accelerators = accelerators
+        self.lane = ""
+        self.buffer_bytes = self.group_bytes = 0
+        super().__init__(rounds, places, ranks, window_bytes, sample)
+
+    def _move(self) -> None:
+        flows = [flow for flows in self.rounds for flow in flows]
+        lane = _find_lane(self.accelerators, flows, self.places, self.ranks, self.route)
+        if lane is None:
+            super()._move()
+        else:
+            self._take(lane, flows)
+
+    def _take(self, lane: Lane, flows: Sequence[Flow]) -> None:
+        """From device to device. Raises as `run`."""
+        messages = lane.messages(flows, self.places, self.route)
+        run = LaneRun(
+            lane, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
+        )
+        self.lane = lane.kind.name
+        try:
+            run.run(self.sample)
+        finally:
+            self.sent, self.received, self.copied = run.sent, run.received, run.copied
+            self.buffer_bytes, self.group_bytes = run.buffer_bytes, run.group_bytes
+            if self.problem is not None:
+                raise self.problem
+
+    def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
+        return self.route.messages(
+            number, lambda: messages_of(flows, self.message_bytes, self.places.piece_bytes)
+        )
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return super()._allocate(0 if self.route.lane else nbytes)  # a lane has buffers of its own

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.filling.live import execute_sync
-from anyrank.filling.planning import KeptPlan, Layouts, SyncCall, agree_plan
-from anyrank.filling.report import SyncReport, log_report
+from anyrank.around.sync.live import execute_sync
+from anyrank.around.sync.planning import KeptPlan, Layouts, SyncCall, agree_plan
+from anyrank.around.sync.report import SyncReport
+from anyrank.filling.report import log_report
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.names import Rename

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from anyrank.around.sync.ends import Described, End, accelerator_of, check_values, look
+from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
-from anyrank.filling.ends import Described, End, accelerator_of, check_values, look
-from anyrank.filling.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.model.given_layouts import GivenLayout, check_layout, warn_of_unused
 from anyrank.model.options import LoadOptions
 from anyrank.world.arguments import compare_arguments

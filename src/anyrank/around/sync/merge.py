@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from anyrank.filling.ends import Added
+from anyrank.around.sync.ends import Added
+from anyrank.around.sync.low_rank import product, tiles
+from anyrank.filling.flows import Flow
+from anyrank.filling.places import LocalMemory, turned
 from anyrank.tensors.box import Box
-from anyrank.tensors.low_rank import product, tiles
+from anyrank.tensors.transfers import Transfer
 
 KEPT_TILES = (
     8  # of 1 MiB at most in float32: boxes end within a tile, and the next one begins there
@@ -69,3 +72,35 @@ def _product(a: torch.Tensor, b: torch.Tensor, box: Box, low: Added) -> torch.Te
     is_wide = not b.is_cpu or b.dtype not in (torch.float16, torch.bfloat16)
     wide = (a, b) if is_wide else (a.float(), b.float())
     return product(*wide, box, low.scaling, transposed=low.transposed).to(b.dtype)
+
+
+class LiveMemory(LocalMemory):
+    """This rank's memory of `src` and `dst`, of which adapters may add to `src`.
+
+    Args:
+        sources: number of a source tensor -> what this rank holds of it.
+        targets: position in `dst` -> what this rank has to fill of it.
+        adapters: what is added to sources while they are read.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[int, torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
+        adapters: Adapters,
+    ) -> None:
+        super().__init__(sources, targets)
+        self.adapters = adapters
+
+    def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
+        """The elements of a box, merged, in the order of `dst`."""
+        if not self.is_computed(flow, transfer):
+            return super().source_view(flow, transfer, box)
+        strip = flow.strips[transfer.strip]
+        view = self.held(transfer, strip, box)
+        merged = self.adapters.add_to(view, strip.source, strip.to_source(box))
+        return turned(merged, strip, box.sizes)
+
+    def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
+        """Whether adapters are added to the values, so that nothing holds them."""
+        return flow.strips[transfer.strip].source in self.adapters.added
