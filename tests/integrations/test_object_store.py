@@ -16,8 +16,9 @@ from tests.runs import save
 from torch import nn
 
 import anyrank
-from anyrank.files import remote
-from anyrank.files.storage import RemoteStorage, storage_for
+from anyrank.around.remote import object_store
+from anyrank.around.remote.object_store import RemoteStorage
+from anyrank.files.storage import storage_for
 from anyrank.testing import Died, Fault, PeakMemory, run_ranks
 
 NEWEST, BEFORE = "step-00000003", "step-00000002"
@@ -211,7 +212,7 @@ def test_data_is_sent_in_parts_and_never_held_whole(url: str) -> None:
 
 def job_peak(url: str, total: int, part: int) -> int:
     """How much memory a save takes, after one that loads what it needs."""
-    remote.PART_BYTES = part  # type: ignore[misc]
+    object_store.PART_BYTES = part  # type: ignore[misc]
     save(f"{url}-small", anyrank.TrainState(nn.Linear(2, 2)))
     state = anyrank.TrainState(nn.Linear(1024, total // 4096, bias=False))
     with PeakMemory() as memory:
@@ -226,7 +227,7 @@ def job_peak(url: str, total: int, part: int) -> int:
 def test_what_is_abandoned_never_appears(
     url: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
     store = storage_for(url)
     sink = store.create(f"{url}/file")
     sink.write([bytes(size)])

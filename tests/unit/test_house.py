@@ -34,6 +34,7 @@ AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "dat
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
 AREAS |= {"watching", "foreign", "peers", "streams", "sync"}
+AREAS |= {"watching", "foreign", "peers", "streams", "sync", "readers", "remote"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -44,7 +45,9 @@ MAY_IMPORT = {
     "settings": {"errors"},
     "tensors": BASE,
     "files": BASE | {"tensors"},
+    "remote": BASE | {"files"},
     "formats": BASE | {"tensors", "files"},
+    "readers": BASE | {"tensors", "files", "formats"},
     "world": BASE,
     "model": CORE | {"formats"},
     "filling": MODEL,
@@ -61,11 +64,14 @@ MAY_IMPORT = {
     "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
-    "foreign": MODEL | {"filling", "random_state", "data", "steps", "state", "saving", "resume"},
+    "foreign": MODEL
+    | {"readers", "filling", "random_state", "data", "steps", "state", "saving", "resume"},
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"saving"},
     "watching": MODEL | {"random_state", "steps", "state", "pace"},
+    "conversion": MODEL | {"readers", "saving"},
+    "watching": MODEL | {"random_state", "steps", "state"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
     "__main__": {"cli"},
@@ -76,7 +82,10 @@ DOORS = {
     "anyrank.steps.loader": ("exact", "streams"),
     "anyrank.steps.loader_position": ("exact",),
     "anyrank.filling.load": ("sync",),
-    "anyrank.formats.sources": ("foreign",),
+    "anyrank.files.storage": ("remote",),
+    "anyrank.files.reader": ("remote",),  # for the type checkers
+    "anyrank.formats.sources": ("foreign", "readers"),
+    "anyrank.formats.weight_files": ("readers",),
     "anyrank.model.share": ("frozen",),
     "anyrank.model.wrappers": ("frozen",),
     "anyrank.state.modules": ("frozen",),
@@ -291,7 +300,7 @@ def test_a_private_use_is_found(line: str) -> None:
 
 # Modules that may unpickle: the reader that knows what it allows, what our own ranks sent, and what
 # torch's recorder of this process has written, which has no class.
-UNPICKLE = {"anyrank.formats.pickles", "anyrank.world.ranks", "anyrank.watching.recorder"}
+UNPICKLE = {"anyrank.around.readers.pickles", "anyrank.world.ranks", "anyrank.watching.recorder"}
 
 
 def find_unpickling(sources: dict[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,6 @@ from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_veri
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.local import LocalFile
 from anyrank.files.quantised import DequantisedFile
-from anyrank.files.remote import RemoteFile
 from anyrank.files.segments import (
     ALIGN,
     Job,
@@ -26,11 +26,14 @@ from anyrank.files.segments import (
     memory_of,
     segments_of,
 )
-from anyrank.files.storage import OpenFile, fingerprint, read_exactly, storage_for
+from anyrank.files.storage import fingerprint, read_exactly, storage_for
 from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
 from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
+
+if TYPE_CHECKING:
+    from anyrank.around.remote.object_store import RemoteFile
 
 MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
 MAX_REQUESTS = 16  # to a remote storage at a time, which answers slowly
@@ -64,7 +67,7 @@ class Reader:
         self.progress = progress
         self.verify = verify
         self.bytes_read = 0
-        self.opened: dict[int, OpenFile] = {}
+        self.opened: dict[int, LocalFile | RemoteFile | DequantisedFile] = {}
         self.sums: dict[int, BlockSums] = {}
         self.lock = threading.Lock()
 
@@ -128,7 +131,7 @@ class Reader:
 
         def check(number: int) -> None:
             info, file = self.listing.files[number], self.opened[number]
-            if not isinstance(file, LocalFile | RemoteFile):
+            if isinstance(file, DequantisedFile):
                 return  # it is computed from others, which are open too
             try:
                 now = file.look()

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
-from anyrank.formats.dcp import METADATA
-from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.run_folder import METADATA, SavedBox
 from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.writes import PIECE_BYTES

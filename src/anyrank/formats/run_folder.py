@@ -34,6 +34,7 @@ from anyrank.wording import join_first
 
 WEIGHTS = "model."
 INDEX = "tensors.json"
+METADATA = ".metadata"  # of torch.distributed.checkpoint, which a step has as well
 ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
 
 

@@ -24,7 +24,8 @@ from anyrank.files.listing import (
 from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.files.storage import BLOCK_BYTES, Storage, fingerprint, storage_for
 from anyrank.files.threads import spread
-from anyrank.formats import dcp, huggingface, run_folder, weight_files
+from anyrank.formats import run_folder, weight_files
+from anyrank.formats.run_folder import METADATA
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -48,14 +49,28 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "verl": ((r"model_world_size_\d+_rank_\d+\.pt",),),
     "torch_checkpointing": ((r"model_0\.pt",), (r"metadata\.pkl", r"\w+?_\d+\.pt")),
-    "megatron": ((re.escape(dcp.METADATA), r"common\.pt"),),
-    DCP: ((re.escape(dcp.METADATA),),),
+    "megatron": ((re.escape(METADATA), r"common\.pt"),),
+    DCP: ((re.escape(METADATA),),),
     WEIGHTS: ((),),
 }
+
+
+def _list_dcp(storage: Storage, folder: str) -> Listing:
+    from anyrank.around.readers.dcp import list_folder  # a door: see test_house
+
+    return list_folder(storage, folder)
+
+
+def _list_weights(storage: Storage, folder: str) -> Listing:
+    from anyrank.around.readers.huggingface import list_folder  # a door
+
+    return list_folder(storage, folder)
+
+
 LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
     RUN: run_folder.list_folder,
-    DCP: dcp.list_folder,
-    WEIGHTS: huggingface.list_folder,
+    DCP: _list_dcp,
+    WEIGHTS: _list_weights,
 }
 
 
@@ -79,7 +94,7 @@ def is_of_tool(names: Sequence[str]) -> bool:
 
 def checkpoint_among(names: Sequence[str]) -> str | None:
     """What checkpoint a folder with these entries holds, by their names alone; None for none."""
-    if dcp.METADATA in names or any(name.endswith(".distcp") for name in names):
+    if METADATA in names or any(name.endswith(".distcp") for name in names):
         return "a torch.distributed.checkpoint folder"
     return next(
         (name for name in sorted(names) if name.lower().endswith(weight_files.ENDINGS)), None
@@ -127,9 +142,9 @@ def list_source(source: Source) -> Listing:
     if isinstance(source, (str, os.PathLike)):
         return _list_path(os.fspath(source))
     paths = [os.fspath(path) for path in source]
-    parts = [path for path in paths if huggingface.META_PART.match(os.path.basename(path))]
+    parts = [path for path in paths if weight_files.META_PART.match(os.path.basename(path))]
     if len(parts) > 1:
-        raise LoadError(f"{parts[0]}: is {huggingface.OF_META}")
+        raise LoadError(f"{parts[0]}: is {weight_files.OF_META}")
     listings = [_list_path(path) for path in paths]
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
 

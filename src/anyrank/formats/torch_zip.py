@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 
 from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
-from anyrank.formats.pickles import STORAGES
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import dtype_name
 
@@ -27,6 +26,23 @@ MOST_32 = 0xFFFFFFFF  # stands for "in the 64-bit record"
 MOST_16 = 0xFFFF
 UTF8 = 0x0800
 ROOT = "archive"
+STORAGES = {  # torch's classes of storages, of which only the dtype matters
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "QInt8Storage": torch.int8,
+    "QUInt8Storage": torch.uint8,
+    "QInt32Storage": torch.int32,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
 LEGACY_STORAGES = {kind: name for name, kind in STORAGES.items() if not name.startswith("Q")}
 
 

@@ -12,9 +12,8 @@ from anyrank import faults
 from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import FileRecord, Storage, join_path, write_file
-from anyrank.formats.dcp import METADATA
 from anyrank.formats.dcp_output import metadata_of
-from anyrank.formats.run_folder import INDEX, SavedBox, index_of
+from anyrank.formats.run_folder import INDEX, METADATA, SavedBox, index_of
 from anyrank.random_state.saved_streams import StreamState
 from anyrank.saving.collect import Snapshot
 from anyrank.saving.rank_file import write_share

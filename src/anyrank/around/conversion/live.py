@@ -19,11 +19,11 @@ from anyrank.around.conversion.options import ConvertOptions
 from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection
 from anyrank.around.conversion.stored import convert_listing
+from anyrank.around.readers import dcp
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, storing, write_file
-from anyrank.formats import dcp
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import SavedBox
 from anyrank.formats.sources import list_memory

@@ -18,10 +18,11 @@ from anyrank.around.foreign.checkpoint import (
     is_plain_number,
     optimizer_of,
 )
+from anyrank.around.readers import dcp, huggingface
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats import dcp, huggingface, weight_files
+from anyrank.formats import weight_files
 from anyrank.formats.sources import looks_like
 
 RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")

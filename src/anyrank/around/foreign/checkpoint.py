@@ -10,11 +10,11 @@ from typing import Any, TypeGuard, TypeVar, cast
 import torch
 
 from anyrank.around.foreign import shards
+from anyrank.around.readers import pickles, torch_file
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range, read_whole
-from anyrank.formats import pickles, torch_file
-from anyrank.formats.first_bytes import saying_what_it_is
+from anyrank.formats.weight_files import saying_what_it_is
 from anyrank.tensors.spec import StoredTensor
 
 V = TypeVar("V")

@@ -19,8 +19,8 @@ from anyrank.around.foreign.checkpoint import (
     bound,
     optimizer_of,
 )
+from anyrank.around.readers import dcp
 from anyrank.errors import LoadError
-from anyrank.formats import dcp
 
 STATE, GROUPS = "state.", "param_groups."
 

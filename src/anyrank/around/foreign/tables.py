@@ -20,11 +20,11 @@ from anyrank.around.foreign.checkpoint import (
     is_plain_number,
     optimizer_of,
 )
+from anyrank.around.readers import dcp
+from anyrank.around.readers.pickled_tables import extras_of
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats import dcp
-from anyrank.formats.pickled_tables import extras_of
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import StoredTensor
 

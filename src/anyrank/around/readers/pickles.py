@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from anyrank.errors import UnsafeFile
+from anyrank.formats.torch_zip import STORAGES
 from anyrank.wording import first_few
 
 
@@ -106,24 +107,6 @@ class DTensorRef:
     local: TensorRef
     spec: Record
 
-
-STORAGES = {  # torch's classes of storages, of which only the dtype matters
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "QInt8Storage": torch.int8,
-    "QUInt8Storage": torch.uint8,
-    "QInt32Storage": torch.int32,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
 
 # Plain data that training scripts store along with weights. Never constructed, so never harmful.
 INERT_MODULES = (

@@ -8,16 +8,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from anyrank.around.readers import pickles, torch_file
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.block_sums import sums_name
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
-from anyrank.formats import pickles, torch_file
+from anyrank.formats.run_folder import METADATA
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
-
-METADATA = ".metadata"
-
 
 RECORDS = {
     f"torch.distributed.checkpoint.{name}": type(name.rsplit(".", 1)[-1], (pickles.Record,), {})

@@ -10,17 +10,10 @@ from typing import Any, NamedTuple, cast
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, join
 from anyrank.files.storage import Storage, inside, join_path, read_whole
-from anyrank.formats.weight_files import ENDINGS, FILES, list_file
+from anyrank.formats.weight_files import ENDINGS, FILES, META_PART, OF_META, list_file
 from anyrank.wording import count
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
-# Of Meta's own releases: each is what one tensor-parallel rank holds.
-META_PART = re.compile(r"consolidated\.\d+\.pth$")
-OF_META = (
-    "one rank's part of a tensor parallel model, as Meta releases them, and the parts do not say "
-    "how they were cut: give the Hugging Face folder of the model, or convert it by transformers' "
-    "convert_llama_weights_to_hf.py"
-)
 SUBFOLDERS, SHOWN = 50, 3  # that are looked into, and named
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
 MAX_INDEX_BYTES = 1 << 30

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from anyrank.errors import LoadError, UnsafeFile
+from anyrank.around.readers.torch_file import RangeIO
+from anyrank.errors import LoadError
 from anyrank.files.storage import Storage, read_range
-from anyrank.formats.torch_file import RangeIO
 
 HEAD_BYTES = 4096
 SHOWN_BYTES = 80  # of a text
@@ -113,23 +112,7 @@ IN_ZIP: tuple[tuple[Callable[[set[str]], bool], str], ...] = (
 )
 
 
-@contextlib.contextmanager
-def saying_what_it_is(storage: Storage, path: str) -> Generator[None]:
-    """Say what a file is that could not be read, where its first bytes tell.
-
-    Raises:
-        LoadError, UnsafeFile: as within, with what the file is in place of what a reader missed.
-    """
-    try:
-        yield
-    except (LoadError, UnsafeFile) as error:
-        what = _what_it_is(storage, path)
-        if what is None:
-            raise
-        raise type(error)(f"{path}: {what}") from error
-
-
-def _what_it_is(storage: Storage, path: str) -> str | None:
+def what_it_is(storage: Storage, path: str) -> str | None:
     """What a file is, in words; None where its first bytes do not tell."""
     try:
         with closing(storage.open(path)) as file:
