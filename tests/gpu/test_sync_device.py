@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.filling.places import LocalMemory
+from anyrank.around.sharing.places import LocalMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyrank
-from anyrank.filling import strategy
+from anyrank.around.sharing import decision
 from anyrank.testing import PeakMemory, run_ranks
 
 MIB = 1 << 20
@@ -147,7 +147,7 @@ def job_columns_on_machines(folder: str, machines: int) -> Any:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"machine{rank * machines // world}")
-        patch.setattr(strategy, "MIN_STRIPE_BYTES", 1)
+        patch.setattr(decision, "MIN_STRIPE_BYTES", 1)
         return job_columns(folder, "auto", (1,))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import anyrank
-from anyrank.filling import move
+from anyrank.around.sharing import move
 from anyrank.testing import PeakMemory, run_ranks
 
 MIB = 1 << 20

@@ -35,6 +35,7 @@ AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversi
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
 AREAS |= {"watching", "foreign", "peers", "streams", "sync"}
 AREAS |= {"watching", "foreign", "peers", "streams", "sync", "readers", "remote"}
+AREAS |= {"watching", "foreign", "peers", "streams", "sync", "readers", "remote", "sharing"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -51,7 +52,8 @@ MAY_IMPORT = {
     "world": BASE,
     "model": CORE | {"formats"},
     "filling": MODEL,
-    "sync": MODEL | {"filling"},
+    "sharing": MODEL | {"filling"},
+    "sync": MODEL | {"filling", "sharing"},
     "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
@@ -82,6 +84,9 @@ DOORS = {
     "anyrank.steps.loader": ("exact", "streams"),
     "anyrank.steps.loader_position": ("exact",),
     "anyrank.filling.load": ("sync",),
+    "anyrank.filling.plan_load": ("sharing",),
+    "anyrank.filling.read": ("sharing",),
+    "anyrank.filling.reading": ("sharing",),  # for the type checkers
     "anyrank.files.storage": ("remote",),
     "anyrank.files.reader": ("remote",),  # for the type checkers
     "anyrank.formats.sources": ("foreign", "readers"),

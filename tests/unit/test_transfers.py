@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anyrank.around.sharing.transfers import Strip, Transfer, places_of, strips_of, transfers_of
 from anyrank.errors import LoadError
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import (
@@ -24,7 +25,6 @@ from anyrank.tensors.layout import (
     local_shape,
 )
 from anyrank.tensors.spec import Chunk, StoredTensor
-from anyrank.tensors.transfers import Strip, Transfer, places_of, strips_of, transfers_of
 
 Side = tuple[Layout | None, dict[int, tuple[int, ...] | None]]
 

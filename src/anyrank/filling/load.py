@@ -151,7 +151,7 @@ def load(
 
 def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
     """Compare the source with its checksums; what was compared, in words. All ranks."""
-    readers, listing = plan.readers, plan.match.listing
+    readers, listing = plan.reading.readers, plan.match.listing
 
     def check() -> list[str]:
         if ranks.rank not in readers:
@@ -191,8 +191,8 @@ def _report(
         own_code_not_run=filled.own_code.not_run,
         frozen=match.frozen,
         format=match.listing.format,
-        strategy=plan.decision.name,
-        reason=plan.decision.reason,
+        strategy=plan.reading.strategy,
+        reason=plan.reading.reason,
         nonfinite=nonfinite,
         verified=verified,
         skipped=[

@@ -208,8 +208,8 @@ def _plan_of(plan: AgreedPlan, ranks: Ranks) -> LoadPlan:
     by_rank = ranks.together("counting bytes", lambda: _own_bytes(plan, ranks.rank))
     share, read, sent = ([*column] for column in zip(*by_rank, strict=True))
     return LoadPlan(
-        strategy=plan.decision.name,
-        reason=plan.decision.reason,
+        strategy=plan.reading.strategy,
+        reason=plan.reading.reason,
         world_size=ranks.size,
         model_bytes=sum(
             math.prod(t.shape) * t.dtype.itemsize for t in in_state_dict(match.tensors)
@@ -229,11 +229,12 @@ def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
     """What a rank would hold, read and send."""
     match, listing = plan.match, plan.match.listing
     share = sum(t.local_numel * t.dtype.itemsize for t in in_state_dict(match.tensors))
-    if plan.flows is None:
+    flows = plan.reading.flows
+    if flows is None:
         filled = ((stored, match.tensors[index].local_numel) for index, stored in match.filled)
         return share, sum(listing.stored_bytes(stored, numel) for stored, numel in filled), 0
     read = sent = 0
-    for flow in itertools.chain.from_iterable(plan.flows.rounds(rank)):
+    for flow in itertools.chain.from_iterable(flows.rounds(rank)):
         for block in flow.reads.values():
             read += listing.stored_bytes(block.stored, block.box.numel)
         others = (t for t in flow.transfers if t.sender == rank != t.receiver)

@@ -15,8 +15,7 @@ from torch import nn
 from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.filling.flows import FileFlows, Wanted, gap_bytes
-from anyrank.filling.strategy import Decision, caches_of, decide
+from anyrank.filling.reading import Reading, caches_of, why_own
 from anyrank.formats.sources import Source, list_source, with_fingerprints
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.frozen_parts import FrozenSource, frozen_parts, frozen_sources
@@ -26,8 +25,7 @@ from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.verify import check_alike
-from anyrank.tensors.plan import in_one_chunk, shared_reads
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 from anyrank.world.ranks import Ranks
 
 SMALL_BYTES = 64 << 10  # of headers that go with the first message; longer ones are broadcast
@@ -73,9 +71,7 @@ class AgreedPlan:
 
     Attributes:
         match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
-        decision: who reads, and why.
-        readers: the ranks that read.
-        flows: what passes between ranks; None where each reads its own bytes.
+        reading: who reads, and why.
         buffer_bytes: staging memory; the smallest of all ranks', since exchanges need one size.
         seed: the first rank's torch seed, for tensors that a rule fills.
         rebuild: whether any rank has non-persistent buffers on meta.
@@ -83,9 +79,7 @@ class AgreedPlan:
     """
 
     match: ModelMatch
-    decision: Decision
-    readers: tuple[int, ...]
-    flows: FileFlows | None
+    reading: Reading
     buffer_bytes: int
     seed: int
     rebuild: bool
@@ -205,24 +199,21 @@ def plan_load(
     places = (summary.coordinates for summary in summaries)
     coordinates = dict(zip(ranks.ranks, places, strict=True))
     check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
-    caches = caches_of(ranks.ranks, ranks.nodes, listing)
-    repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
-    visible = [info.visible for info in sources]
-    decision = decide(options.strategy, ranks.ranks, caches, visible, repeated)
     buffer_bytes = min(summary.buffer_bytes for summary in summaries)
-    flows = FileFlows(
-        wanted=[Wanted(i, match.tensors[i], stored) for i, stored in match.filled],
-        listing=match.listing,
-        coordinates=coordinates,
-        nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),
-        readers=decision.readers,
-        stage_bytes=buffer_bytes // 2,  # the rest is the window's
-    )
+    visible = [info.visible for info in sources]
+    caches = caches_of(ranks.ranks, ranks.nodes, [info.path for info in listing.files])
+    reason = why_own(options.strategy, caches, visible)
+    if reason is not None:
+        reading = Reading("own", reason, ranks.ranks)
+    else:
+        from anyrank.around.sharing.decision import shared_reading  # a door: see test_house
+
+        reading = shared_reading(
+            options.strategy, match, coordinates, caches, visible, ranks, buffer_bytes
+        )
     return AgreedPlan(
         match=match,
-        decision=decision,
-        readers=decision.readers or ranks.ranks,
-        flows=None if decision.name == "own" else flows,
+        reading=reading,
         buffer_bytes=buffer_bytes,
         seed=sources[0].seed,
         rebuild=any(summary.has_meta_buffers for summary in summaries),
@@ -330,22 +321,6 @@ def _agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
         )
     seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
     return next(iter([*seeing, *first_ranks.values(), *ranks.ranks]))
-
-
-def _repeated(
-    match: ModelMatch, coordinates: Mapping[int, Coordinates], cache_of: Mapping[int, int]
-) -> int:
-    """Bytes that ranks with different page caches would each read."""
-    if len(set(cache_of.values())) == 1:
-        return 0
-    total = 0
-    for index, stored in match.stored.items():
-        groups = replicas(index, match.tensors[index], coordinates)
-        whole = in_one_chunk(stored)  # as many steps as there are groups
-        for shared in shared_reads(whole, groups, gap_bytes(stored, match.listing)):
-            caches = {cache_of[rank] for rank in shared.takers}
-            total += shared.read.nbytes if len(caches) > 1 else 0
-    return total
 
 
 def _digest(match: ModelMatch) -> str:

@@ -1,15 +1,14 @@
-"""A source in files: each rank reads its own bytes, or some read blocks and pass them on."""
+"""A source in files, or in a dict: each rank reads its own bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Fill
@@ -17,22 +16,15 @@ from anyrank.files.pages import use_large_pages
 from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
 from anyrank.filling.fill import Filled, Moved, Side, fill
-from anyrank.filling.flows import Flow
-from anyrank.filling.messages import Block
-from anyrank.filling.move import Mover
-from anyrank.filling.places import LocalMemory
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.fits import SourceMemory, check_memory
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
-from anyrank.tensors.box import Box
 from anyrank.tensors.plan import plan_reads
-from anyrank.tensors.transfers import Transfer
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
-MIN_WINDOW_BYTES = 256 << 10
 OVERWRITTEN = "tensors that were real are partly overwritten: load again before use"
 
 ProgressTo: TypeAlias = "bool | Callable[[int, int], None] | None"
@@ -56,53 +48,8 @@ def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
     reader.check_unchanged()
 
 
-class FileMemory(LocalMemory):
-    """What this rank has read of the files in a round, and what it fills.
-
-    Args:
-        reader: of the files that this rank reads, which are open.
-        targets: position in what is wanted -> this rank's memory.
-    """
-
-    def __init__(self, reader: Reader, targets: Mapping[int, torch.Tensor]) -> None:
-        super().__init__({}, targets)
-        self.reader = reader
-        self.blocks: dict[tuple[int, int], torch.Tensor] = {}
-
-    def begin(self, flows: Sequence[Flow]) -> None:
-        """Read the blocks that this rank gives in a round.
-
-        Raises:
-            LoadError: this rank failed to read.
-        """
-        faults.point("load.exchange")
-        self.settle()  # a device may still read the blocks of the round before
-        jobs: list[Job] = []
-        self.blocks.clear()
-        for flow in flows:
-            for number_of_block, read in flow.reads.items():
-                memory = torch.empty(read.box.sizes, dtype=flow.stored_dtype, device="cpu")
-                self.blocks[flow.index, number_of_block] = memory
-                jobs.append(Job(read, memory))
-        self.reader.run(jobs)
-
-    def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """The elements of a box in the block that this rank has read."""
-        block = self.blocks[flow.index, transfer.box_number]
-        inside = box.relative_to(transfer.box.offsets).shifted(transfer.source)
-        return block[inside.slices()]
-
-    def source_of(self, block: Block) -> torch.Tensor:
-        """`source_view` of a block, whose memory is that of one round."""
-        return self.source_view(block.flow, block.transfer, block.box)
-
-    def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `source_view` makes the values: never, as they are read before."""
-        return False
-
-
-class FileSide(Side):
-    """A source in files, or in a dict: held whole by the ranks that see it.
+class OwnBytes(Side):
+    """A source in files, or in a dict, of which each rank reads its own bytes.
 
     Args:
         plan: what all ranks agreed on.
@@ -121,7 +68,6 @@ class FileSide(Side):
         self.stack = ExitStack()
         self.share: ModelShare
         self.wanted: list[Fill] = []
-        self.mover: Mover | None = None
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         nbytes = sum(
             self.match.tensors[index].local_numel * stored.dtype.itemsize
@@ -150,9 +96,7 @@ class FileSide(Side):
                 a source in memory.
         """
         self.share = share
-        if self.ranks.rank in self.plan.readers:
-            files = {chunk.file for _, stored in self.match.filled for chunk in stored.chunks}
-            self.reader.open(files)
+        self.open_files()
         sources: dict[int, SourceMemory] = {}
         for number, info in enumerate(self.match.listing.files):
             if info.tensor is not None:
@@ -163,27 +107,32 @@ class FileSide(Side):
         for index in self.match.compared:
             self.to_compare[index] = share.memory_for(index)
         self.wanted = self._wanted()
-        if self.plan.flows is not None:
-            memory = FileMemory(self.reader, dict(enumerate(fill.local for fill in self.wanted)))
-            rounds = self.plan.flows.rounds(self.ranks.rank)
-            window = max(MIN_WINDOW_BYTES, self.plan.buffer_bytes // 2)  # the rest is for blocks
-            self.mover = Mover(rounds, memory, self.ranks, window, self.meter.sample)
 
-    def move(self) -> None:
-        """Read, and pass on.
+    def open_files(self) -> None:
+        """Open those that hold what is filled.
 
         Raises:
-            Interrupted: another rank failed.
+            LoadError: one changed.
+        """
+        self.reader.open({chunk.file for _, stored in self.match.filled for chunk in stored.chunks})
+
+    def move(self) -> None:
+        """Read.
+
+        Raises:
             LoadError: this rank failed to read; or a frozen part holds other values.
         """
-        if self.mover is None:
-            read_own(self.wanted, self.reader, self.ranks)
-        else:
-            use_large_pages((fill.local for fill in self.wanted), self.ranks.ranks_on_node)
-            self.mover.run()
-            self.reader.check_unchanged()
+        self.fill_shares()
         self._compare_frozen()
         self.meter.sample()
+
+    def fill_shares(self) -> None:
+        """Fill what is wanted, from files that are open.
+
+        Raises:
+            LoadError: this rank failed to read.
+        """
+        read_own(self.wanted, self.reader, self.ranks)
 
     def _wanted(self) -> list[Fill]:
         match = self.match
@@ -213,12 +162,12 @@ class FileSide(Side):
             own_code.extras |= self.ranks.run_on_one(
                 "reading extra state",
                 lambda: own_code.read_extras(self.match.listing),
-                self.plan.readers[0],
+                self.plan.reading.readers[0],
             )
 
     def moved(self) -> Moved:
         """Bytes so far."""
-        return Moved(self.reader.bytes_read, 0 if self.mover is None else self.mover.sent)
+        return Moved(self.reader.bytes_read)
 
     def left(self) -> str:
         """What an error says of the model."""
@@ -238,5 +187,10 @@ def fill_from_files(
         LoadError: of any rank, on all ranks.
     """
     share = ModelShare(model, plan.match, meter, plan.seed)
-    side = FileSide(plan, ranks, meter, progress)
+    if plan.reading.flows is None:
+        side = OwnBytes(plan, ranks, meter, progress)
+    else:
+        from anyrank.around.sharing.shared_blocks import SharedBlocks  # a door: see test_house
+
+        side = SharedBlocks(plan, plan.reading.flows, ranks, meter, progress)
     return fill(share, side, ranks, rebuild=plan.rebuild)

@@ -16,6 +16,10 @@ from typing import TypeVar
 import torch
 
 from anyrank import faults
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.messages import ALIGN, WHAT, Message, aligned, messages_of
+from anyrank.around.sharing.move import Mover
+from anyrank.around.sharing.places import LocalMemory
 from anyrank.around.sync.device_group import (
     DeviceGroup,
     Open,
@@ -26,10 +30,6 @@ from anyrank.around.sync.device_group import (
 )
 from anyrank.around.sync.route import Route
 from anyrank.errors import RankError
-from anyrank.filling.flows import Flow
-from anyrank.filling.messages import ALIGN, WHAT, Message, aligned, messages_of
-from anyrank.filling.move import Mover
-from anyrank.filling.places import LocalMemory
 from anyrank.world.ranks import Interrupted, Ranks
 
 LANE_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected

@@ -8,6 +8,10 @@ from functools import cached_property
 
 import torch
 
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.messages import MESSAGE_BYTES, WHAT
+from anyrank.around.sharing.move import Mover
+from anyrank.around.sharing.places import LocalMemory
 from anyrank.around.sync.lane import LaneMover
 from anyrank.around.sync.live_flows import in_rounds
 from anyrank.around.sync.merge import Adapters, LiveMemory
@@ -16,10 +20,6 @@ from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.verify import check_before, check_equal
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Moved, Side, fill
-from anyrank.filling.flows import Flow
-from anyrank.filling.messages import MESSAGE_BYTES, WHAT
-from anyrank.filling.move import Mover
-from anyrank.filling.places import LocalMemory
 from anyrank.model.fits import SourceMemory, check_memory, unwritable
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare

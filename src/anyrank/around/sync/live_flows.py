@@ -6,6 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from anyrank.around.sharing.flows import Flow, wire_dtype
+from anyrank.around.sharing.transfers import (
+    HeldBox,
+    Strip,
+    Transfer,
+    places_of,
+    transfers_of,
+)
 from anyrank.around.sync.ends import Added, End, TensorInfo
 from anyrank.around.sync.match import (
     Filling,
@@ -20,7 +28,6 @@ from anyrank.around.sync.match import (
 from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.route import Route
 from anyrank.errors import LoadError, WrongValue
-from anyrank.filling.flows import Flow, wire_dtype
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.given_layouts import check_parts
 from anyrank.model.match import warn_of_idle
@@ -28,13 +35,6 @@ from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates
-from anyrank.tensors.transfers import (
-    HeldBox,
-    Strip,
-    Transfer,
-    places_of,
-    transfers_of,
-)
 from anyrank.world.ranks import Ranks
 
 ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anyrank.around.sharing.transfers import Coordinate, Strip, strips_of
 from anyrank.around.sync.ends import End, TensorInfo
 from anyrank.around.sync.report import SyncReport
 from anyrank.errors import LoadError
@@ -23,7 +24,6 @@ from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import candidates, is_of_base_layer, match_keys, renamer
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor, dtype_name
-from anyrank.tensors.transfers import Coordinate, Strip, strips_of
 from anyrank.wording import listed
 
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.places import LocalMemory, turned
+from anyrank.around.sharing.transfers import Transfer
 from anyrank.around.sync.ends import Added
 from anyrank.around.sync.low_rank import product, tiles
-from anyrank.filling.flows import Flow
-from anyrank.filling.places import LocalMemory, turned
 from anyrank.tensors.box import Box
-from anyrank.tensors.transfers import Transfer
 
 KEPT_TILES = (
     8  # of 1 MiB at most in float32: boxes end within a tile, and the next one begins there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anyrank.filling.messages import Message
+from anyrank.around.sharing.messages import Message
 
 Geometry = Sequence[tuple[Any, ...]]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.places import LocalMemory
+from anyrank.around.sharing.transfers import Transfer
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, hash_of
-from anyrank.filling.flows import Flow
-from anyrank.filling.places import LocalMemory
-from anyrank.tensors.transfers import Transfer
 from anyrank.world.ranks import Ranks
 
 DIGEST_BYTES = 16

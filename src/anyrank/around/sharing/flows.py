@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from anyrank.around.sharing.shared_reads import shared_reads
+from anyrank.around.sharing.transfers import HeldBox, Strip, Transfer, transfers_of
 from anyrank.files.listing import Listing
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import GAP_BYTES, Read, shared_reads
+from anyrank.tensors.plan import GAP_BYTES, Read
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
-from anyrank.tensors.transfers import HeldBox, Strip, Transfer, transfers_of
 
 MIN_BLOCK_BYTES = 64 << 10
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.transfers import Transfer
 from anyrank.files.reader import copy_into
-from anyrank.filling.flows import Flow
 from anyrank.tensors.box import Box, row_major
-from anyrank.tensors.transfers import Transfer
 
 MESSAGE_BYTES = 1 << 20  # at most, over gloo; the same on all ranks
 WHAT = "passing on the weights"

@@ -17,9 +17,8 @@ from typing import TypeVar
 import torch
 
 from anyrank import faults
-from anyrank.files.reader import synchronize
-from anyrank.filling.flows import Flow
-from anyrank.filling.messages import (
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.messages import (
     ALIGN,
     MESSAGE_BYTES,
     WHAT,
@@ -27,7 +26,8 @@ from anyrank.filling.messages import (
     aligned,
     messages_of,
 )
-from anyrank.filling.places import LocalMemory
+from anyrank.around.sharing.places import LocalMemory
+from anyrank.files.reader import synchronize
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Interrupted, Ranks
 

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch
 
-from anyrank.filling.flows import Flow
-from anyrank.filling.messages import MESSAGE_BYTES, Block, Message, StridedView, copy_all
+from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.messages import MESSAGE_BYTES, Block, Message, StridedView, copy_all
+from anyrank.around.sharing.transfers import Strip, Transfer
 from anyrank.tensors.box import Box
-from anyrank.tensors.transfers import Strip, Transfer
 
 DIMS = tuple(range(64))  # as many as a tensor may have
 
