@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
     from anyrank.around.conversion.convert import convert
+    from anyrank.around.first_values.materialize import materialize
     from anyrank.around.frozen.cpu_only import cpu_only
     from anyrank.around.frozen.freeze import freeze
     from anyrank.around.inspection.diff import diff
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         UnsafeFile,
     )
     from anyrank.filling.load import load
-    from anyrank.filling.materialize import materialize
     from anyrank.filling.meta import meta
     from anyrank.filling.plan import LoadPlan, plan
     from anyrank.filling.report import LoadReport
@@ -122,7 +122,7 @@ HOMES = {
     "freeze": "anyrank.around.frozen.freeze",
     "inspect": "anyrank.around.inspection.inspect",
     "load": "anyrank.filling.load",
-    "materialize": "anyrank.filling.materialize",
+    "materialize": "anyrank.around.first_values.materialize",
     "meta": "anyrank.filling.meta",
     "plan": "anyrank.filling.plan",
     "recompute": "anyrank.memory.recompute",

@@ -33,9 +33,7 @@ MODEL = CORE | {"formats", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
-AREAS |= {"watching", "foreign", "peers", "streams", "sync"}
-AREAS |= {"watching", "foreign", "peers", "streams", "sync", "readers", "remote"}
-AREAS |= {"watching", "foreign", "peers", "streams", "sync", "readers", "remote", "sharing"}
+AREAS |= {"first_values", "readers", "remote", "sharing", "sync"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -52,6 +50,7 @@ MAY_IMPORT = {
     "world": BASE,
     "model": CORE | {"formats"},
     "filling": MODEL,
+    "first_values": MODEL | {"filling"},
     "sharing": MODEL | {"filling"},
     "sync": MODEL | {"filling", "sharing"},
     "memory": BASE | {"tensors", "world", "random_state"},
@@ -70,10 +69,8 @@ MAY_IMPORT = {
     | {"readers", "filling", "random_state", "data", "steps", "state", "saving", "resume"},
     "inspection": (CORE - {"world"}) | {"formats"},
     "integrations": {"anyrank", "versions", "world"},
-    "conversion": MODEL | {"saving"},
-    "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "conversion": MODEL | {"readers", "saving"},
-    "watching": MODEL | {"random_state", "steps", "state"},
+    "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
     "__main__": {"cli"},
@@ -83,6 +80,8 @@ MAY_IMPORT = {
 DOORS = {
     "anyrank.steps.loader": ("exact", "streams"),
     "anyrank.steps.loader_position": ("exact",),
+    "anyrank.model.share": ("first_values", "frozen"),
+    "anyrank.filling.fill": ("first_values",),
     "anyrank.filling.load": ("sync",),
     "anyrank.filling.plan_load": ("sharing",),
     "anyrank.filling.read": ("sharing",),
@@ -91,10 +90,10 @@ DOORS = {
     "anyrank.files.reader": ("remote",),  # for the type checkers
     "anyrank.formats.sources": ("foreign", "readers"),
     "anyrank.formats.weight_files": ("readers",),
-    "anyrank.model.share": ("frozen",),
     "anyrank.model.wrappers": ("frozen",),
     "anyrank.state.modules": ("frozen",),
     "anyrank.resume.resume": ("foreign",),
+    "anyrank.resume.restore": ("first_values",),
     "anyrank.around.inspection.tool_folders": ("foreign",),
     "anyrank.resume.listeners": ("pace", "peers"),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,14 +12,15 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.frozen_parts import frozen_info
-from anyrank.model.initialise import Init, Initialiser
 from anyrank.model.memory_meter import Meter
 from anyrank.model.replace import Replacement, replace
 from anyrank.model.tensors import ModelTensor
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.tensors.torch_classes import is_fsdp2
-from anyrank.wording import first_few
 from anyrank.world.device import rank_device
+
+if TYPE_CHECKING:
+    from anyrank.around.first_values.initialise import Init, Initialiser
 
 
 class ModelShare:
@@ -50,7 +52,7 @@ class ModelShare:
         self.meter = meter
         self.device = default_device(match.tensors) if device is None else device
         meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
-        self.initialiser = Initialiser(model, seed, init)
+        self.model, self.seed, self.init = model, seed, init
         self.allocated: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}  # of real tensors: a DTensor's takes 5 us to find
         self.rules: dict[str, str] = {}
@@ -90,21 +92,16 @@ class ModelShare:
         Raises:
             LoadError: no rule does; names each of them.
         """
-        without: list[str] = []
-        for index in self.match.initialise:
-            target = self.match.tensors[index]
-            rule = self.initialiser.fill(target, self.local(index))
-            if rule is None:
-                without.append(target.name)
-            else:
-                self.rules[target.name] = rule
-            self.meter.sample()
-        if without:
-            raise LoadError(
-                f"no rule gives initial values to {', '.join(first_few(without, 10))} (looked for "
-                "_init_weights, reset_parameters, init_weights): load their values, give their "
-                "modules a reset_parameters(), or call materialize(init=) with a rule of your own"
-            )
+        if self.match.initialise:
+            wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialise]
+            self.rules |= self.initialiser.fill_all(wanted, self.meter.sample)
+
+    @cached_property
+    def initialiser(self) -> Initialiser:
+        """What gives first values; most loads need none."""
+        from anyrank.around.first_values.initialise import Initialiser  # a door: see test_house
+
+        return Initialiser(self.model, self.seed, self.init)
 
     def filled(self) -> list[ModelTensor]:
         """The tensors that the source fills."""

@@ -8,7 +8,7 @@ from anyrank.around.sharing.flows import FileFlows, Wanted, gap_bytes
 from anyrank.around.sharing.shared_reads import in_one_chunk, shared_reads
 from anyrank.errors import LoadError
 from anyrank.filling.reading import Reading
-from anyrank.model.match import ModelMatch
+from anyrank.model.dialects import ModelMatch
 from anyrank.tensors.sharded_tensor import Coordinates, replicas
 from anyrank.world.ranks import Ranks
 

@@ -45,9 +45,9 @@ class LocalMemory:
         memory = self.sources[strip.source]
         if memory.shape == box.sizes and strip.dims == DIMS[: memory.dim()]:
             return memory  # all of it
-        return turned(self.held(transfer, strip, box), strip, box.sizes)
+        return turned(self.view_of(transfer, strip, box), strip, box.sizes)
 
-    def held(self, transfer: Transfer, strip: Strip, box: Box) -> torch.Tensor:
+    def view_of(self, transfer: Transfer, strip: Strip, box: Box) -> torch.Tensor:
         """The elements of a box as this rank's source holds them, in the source's order."""
         moved = strip.to_source(box).relative_to(strip.to_source(transfer.box).offsets)
         return self.sources[strip.source][moved.shifted(transfer.source).slices()]

@@ -97,7 +97,7 @@ class LiveMemory(LocalMemory):
         if not self.is_computed(flow, transfer):
             return super().source_view(flow, transfer, box)
         strip = flow.strips[transfer.strip]
-        view = self.held(transfer, strip, box)
+        view = self.view_of(transfer, strip, box)
         merged = self.adapters.add_to(view, strip.source, strip.to_source(box))
         return turned(merged, strip, box.sizes)
 

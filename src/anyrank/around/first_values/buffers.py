@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from anyrank.around.first_values.initialise import Initialiser
 from anyrank.errors import LoadError
-from anyrank.model.initialise import Initialiser
 from anyrank.model.replace import Replacement
 from anyrank.model.share import allocate
 from anyrank.model.tensors import ModelTensor

@@ -7,7 +7,7 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from anyrank.model.tensors import ModelTensor
 from anyrank.model.wrappers import Registration, plain_class, plain_copy
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import derive
+from anyrank.wording import first_few
 
 Init = Callable[[nn.Module], object]
 Rule = tuple[str, Callable[[], object]]
@@ -61,6 +62,35 @@ class Initialiser:
             return None
         _give(target, local, value)
         return name
+
+    def fill_all(
+        self, wanted: Iterable[tuple[ModelTensor, torch.Tensor]], sample: Callable[[], None]
+    ) -> dict[str, str]:
+        """Fill this rank's shares of targets; the rule of each.
+
+        Args:
+            wanted: each target, and this rank's memory of it.
+            sample: called after each, to measure memory.
+
+        Raises:
+            LoadError: no rule fills some of them; names each.
+        """
+        rules: dict[str, str] = {}
+        without: list[str] = []
+        for target, local in wanted:
+            rule = self.fill(target, local)
+            if rule is None:
+                without.append(target.name)
+            else:
+                rules[target.name] = rule
+            sample()
+        if without:
+            raise LoadError(
+                f"no rule gives initial values to {', '.join(first_few(without, 10))} (looked for "
+                "_init_weights, reset_parameters, init_weights): load their values, give their "
+                "modules a reset_parameters(), or call materialize(init=) with a rule of your own"
+            )
+        return rules
 
     def _written(
         self, target: ModelTensor, device: torch.device, fill: float
