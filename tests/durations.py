@@ -1,7 +1,8 @@
 """How long each test took, written by the run itself; the Makefile calls this to sum it up.
 
 `python tests/durations.py FOLDER` prints the slowest tests of all sessions that have left a file in
-the folder; with `--keep` it writes the time of each test file into benchmarks/results/tests.json.
+the folder, and then the end of each error: of a long log often only the last lines are kept. With
+`--keep` it writes the time of each test file into benchmarks/results/tests.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "tests.json"
 SLOWEST = 20
+ERROR_LINES = 24
 Session = dict[str, Any]
 
 
@@ -29,8 +31,8 @@ class Recorder:
     """A plugin of pytest that writes a file when the session ends.
 
     The file is a JSON object: `seconds` of the whole session, its imports as well; `ended` with
-    0 where all is green; and `tests`, which has the seconds of each test by its name, with what
-    its fixtures took.
+    0 where all is green; `tests`, which has the seconds of each test by its name, with what
+    its fixtures took; and `failed`, the last lines of the error of each test that has one.
 
     Args:
         path: the file.
@@ -40,17 +42,25 @@ class Recorder:
         self.path = path
         self.start = time.monotonic()
         self.tests: dict[str, float] = {}
+        self.failed: dict[str, list[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add the time of a test, or of its set-up or end."""
+        """Add the time of a test, or of its set-up or end, and its error."""
         self.tests[report.nodeid] = self.tests.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed[report.nodeid] = report.longreprtext.splitlines()[-ERROR_LINES:]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep the error of a file that cannot be imported."""
+        if report.failed:
+            self.failed[report.nodeid] = report.longreprtext.splitlines()[-ERROR_LINES:]
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the file."""
         tests = {name: round(seconds, 3) for name, seconds in self.tests.items()}
         seconds = round(time.monotonic() - self.start, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"seconds": seconds, "ended": int(exitstatus), "tests": tests}
+        told = {"seconds": seconds, "ended": int(exitstatus), "tests": tests, "failed": self.failed}
         self.path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
@@ -66,6 +76,15 @@ def slowest(sessions: dict[str, Session]) -> list[str]:
     lines = [f"{seconds:8.1f} s  {name}" for seconds, name in sorted(tests, reverse=True)[:SLOWEST]]
     ends = [f"{name} {one['seconds']:.0f} s" for name, one in sessions.items()]
     return [f"the {len(lines)} slowest of {len(tests)} tests:", *lines, ", ".join(ends)]
+
+
+def failures(sessions: dict[str, Session]) -> list[str]:
+    """Lines with the end of the error of each test that has failed."""
+    lines: list[str] = []
+    for one in sessions.values():
+        for name, error in one["failed"].items():
+            lines += [f"failed: {name}", *(f"    {line}" for line in error)]
+    return lines
 
 
 def table(sessions: dict[str, Session]) -> dict[str, Any]:
@@ -101,7 +120,7 @@ def _commit() -> str:
 
 def main() -> None:
     sessions = read_sessions(Path(sys.argv[1]))
-    print(*slowest(sessions), sep="\n")
+    print(*slowest(sessions), *failures(sessions), sep="\n")
     if "--keep" in sys.argv:
         if any(one["ended"] for one in sessions.values()):
             sys.exit("not kept, as tests have failed")

@@ -44,7 +44,7 @@ BUDGETS = {
     "state": 2840,
     "steps": 2180,
     "tensors": 1860,
-    "testing": 1340,
+    "testing": 1373,
     "watching": 3470,
     "world": 1670,
     "": 700,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import tiers
-from tests.durations import Recorder, read_sessions, slowest, table
+from tests.durations import ERROR_LINES, Recorder, failures, read_sessions, slowest, table
 from tests.tiers import ROOMS, ROOT, FastTier, changed_files, changed_rooms, files_of, left_out
 
 
@@ -87,5 +87,23 @@ def test_the_run_writes_what_its_tests_took(tmp_path: Path) -> None:
     lines = slowest(sessions)
     assert lines[:2] == ["the 2 slowest of 2 tests:", "     2.2 s  tests/a.py::x"]
     assert lines[-1] == "ranks 0 s"
+    assert failures(sessions) == []
     kept = json.loads(json.dumps(table(sessions)))
     assert kept["files"][0] == {"file": "a.py", "seconds": 2.2, "tests": 1}
+
+
+def test_the_run_ends_with_the_last_lines_of_each_error(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "ranks.json")
+    error = "\n".join(["trace", *["more"] * ERROR_LINES, "rank 2 stood at a.py:7"])
+    recorder.pytest_runtest_logreport(
+        pytest.TestReport("tests/a.py::x", ("", 0, ""), {}, "failed", error, "call", duration=1.0)
+    )
+    recorder.pytest_collectreport(
+        pytest.CollectReport("tests/b.py", "failed", "no module named c", [])
+    )
+    recorder.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
+    lines = failures(read_sessions(tmp_path))
+    assert lines[0] == "failed: tests/a.py::x"
+    assert lines[ERROR_LINES] == "    rank 2 stood at a.py:7"
+    assert "    trace" not in lines
+    assert lines[-2:] == ["failed: tests/b.py", "    no module named c"]

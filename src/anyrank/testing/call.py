@@ -19,7 +19,7 @@ from anyrank.testing.server import ForkServer
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
 MEET_SECONDS = 180.0  # the first call of a rank imports the job's modules
-STACK_SECONDS = 5.0
+STACK_SECONDS = 20.0  # of a rank on a busy machine; a waiting one writes it at once
 CLEAN_SECONDS = 120.0  # a rank that has run Lightning collects garbage for seconds
 KILL_SECONDS = 20.0
 CLOSED_ERRORS = (EOFError, BrokenPipeError, ConnectionResetError)
@@ -158,19 +158,19 @@ class Call:
             self.server.signal(self.ranks[index].pid, signal.SIGUSR2)
             self.server.signal(self.ranks[index].pid, signal.SIGCONT)
         deadline = time.monotonic() + STACK_SECONDS
-        seen: dict[int, str] = {}
-        while stuck and time.monotonic() < deadline:
+        unread = set(stuck)
+        while unread and time.monotonic() < deadline:
             time.sleep(0.05)
-            before, seen = seen, {index: self.read_stack(index) for index in stuck}
-            if all(seen.values()) and seen == before:  # a dump is written in several parts
-                break
-        self.stacks |= seen
+            # A dump is written in several parts, and the rank may have to wait between them.
+            unread = {index for index in unread if not report.is_whole(self.read_dump(index))}
         self.kill(stuck)
         for index in stuck:
+            self.stacks[index] = self.read_stack(index)
             if not isinstance(
                 self.answers.get(index), Raised
             ):  # keep the cause, not its consequence
-                self.answers[index] = TimeoutError(why)
+                silent = "" if self.stacks[index] else f"; no stack came in {STACK_SECONDS:g} s"
+                self.answers[index] = TimeoutError(why + silent)
 
     def kill(self, doomed: Sequence[int]) -> None:
         """Kill these ranks, and wait until they are dead."""
@@ -182,12 +182,16 @@ class Call:
             self.server.watch(0.1)
         self.finished.update(doomed)
 
-    def read_stack(self, index: int) -> str:
-        """The stack traces written by the rank's fault handler so far; "" if there are none."""
+    def read_dump(self, index: int) -> str:
+        """What the rank's fault handler has written so far; "" if it has not."""
         try:
-            return report.trim_stack(self.ranks[index].stack_file.read_text())
+            return self.ranks[index].stack_file.read_text()
         except FileNotFoundError:
             return ""
+
+    def read_stack(self, index: int) -> str:
+        """The stack traces of a rank, without the calls of this package."""
+        return report.trim_stack(self.read_dump(index))
 
     def conclude(self, name: str, faults: Sequence[Fault]) -> list[Any]:
         """The results by rank; Died for a rank that a fault ended.

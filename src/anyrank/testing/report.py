@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anyrank
+
 HARNESS = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(anyrank.__file__)), "")
+_LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib")})
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_SHOWN_FRAMES = 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,27 @@ def name_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+def is_whole(dump: str) -> bool:
+    """Whether a faulthandler dump has come to the end of the main thread, which is written last."""
+    return dump.rstrip().endswith((" in <module>", "\n  ..."))
+
+
+def _place_of(stack: str) -> list[str]:
+    """Where the main thread of a dump stands: its last call, then those of the code under test.
+
+    Args:
+        stack: of all threads of a rank, the innermost call of each first, and the main thread last.
+    """
+    calls: Sequence[tuple[str, str, str]] = _FRAME.findall(stack.rpartition("\n\n")[2])
+    shown = [
+        f"{file}:{line} in {name}"
+        for number, (file, line, name) in enumerate(calls)
+        if number == 0 or file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)
+    ]
+    more = len(shown) - _SHOWN_FRAMES
+    return shown if more <= 0 else [*shown[:_SHOWN_FRAMES], f"and {more} calls before"]
+
+
 def trim_stack(dump: str) -> str:
     """A faulthandler dump without this package's own frames."""
     harness = (f'File "{HARNESS}', 'File "<string>"')
@@ -79,6 +109,8 @@ def failure(
 ) -> RanksFailed:
     """The exception for one call; each line of a rank's text is prefixed with the rank.
 
+    Last comes where the ranks with stacks stand, as of a long output often only the end is kept.
+
     Args:
         job: the job's name.
         world_size: the number of ranks.
@@ -92,4 +124,8 @@ def failure(
         if stacks.get(rank):
             text += f"\nIt stood at:\n{stacks[rank]}"
         lines += [f"[rank{rank}] {line}".rstrip() for line in text.splitlines()]
+    places = {rank: _place_of(stacks[rank]) for rank in errors if stacks.get(rank)}
+    if any(places.values()):
+        lines.append("The main threads stood at, innermost call first:")
+        lines += [f"[rank{rank}] {call}" for rank, calls in places.items() for call in calls]
     return RanksFailed("\n".join(lines), errors, stacks)
