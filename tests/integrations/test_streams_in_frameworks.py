@@ -1,4 +1,4 @@
-"""Streams under Accelerate and the Trainer: started on 3 ranks, killed on 2, ended on 4."""
+"""Streams under frameworks: started on 3 ranks, killed on 2, ended on 4."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.scripts import TORCHRUN
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,6 +18,7 @@ from anyrank.testing import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
+pytest.importorskip("lightning")
 
 SIZES = [7, 0, 30, 3, 12, 5, 25, 1, 1, 16]  # 100 rows
 
@@ -141,15 +143,86 @@ def trainer_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("job", [accelerate_job, trainer_job])
+def lightning_job(folder: str, until: int, kill: int | None) -> dict[str, Any]:
+    import lightning
+
+    from anyrank.integrations.lightning import Elastic
+
+    validated: list[int] = []
+    epochs: list[tuple[int, int]] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(**batch)["loss"]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validated.append(self.trainer.global_step)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == kill:
+                raise Killed
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop = self.trainer.global_step == until
+
+        def on_train_epoch_end(self) -> None:
+            epochs.append((self.trainer.current_epoch, self.trainer.global_step))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": schedule}  # once an epoch
+
+    module = Module()
+    elastic = Elastic(folder, global_batch=12, every=3, exact=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1 if torch.distributed.get_world_size() == 1 else "auto",
+        max_epochs=2,
+        callbacks=[elastic],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+    )
+    data = DataLoader(Rows(), batch_size=2)
+    with suppress(Killed):
+        trainer.fit(module, data, DataLoader([{"x": torch.ones(2)}]))
+    assert elastic.loader is not None
+    assert elastic.state is not None
+    return {
+        "seen": {},
+        "receipts": [*elastic.loader.receipts],
+        "weights": [p.detach().tolist() for p in module.net.parameters()],
+        "step": elastic.state.step,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "ends": (epochs, validated),
+    }
+
+
+@pytest.mark.parametrize("job", [accelerate_job, trainer_job, lightning_job])
 def test_a_stream_goes_on_on_other_ranks(job: Any, tmp_path: Path) -> None:
-    expected = run_ranks(1, job, str(tmp_path / "one"), 36, None)[0]
+    last = 99 if job is lightning_job else 36  # it ends after two epochs
+    expected = run_ranks(1, job, str(tmp_path / "one"), last, None, env=TORCHRUN)[0]
     folder = str(tmp_path / "run")
-    for size, until, kill in ((3, 7, None), (2, 36, 11), (4, 36, None)):
-        rows = run_ranks(size, job, folder, until, kill)
+    ends: list[Any] = []
+    for size, until, kill in ((3, 7, None), (2, last, 11), (4, last, None)):
+        rows = run_ranks(size, job, folder, until, kill, env=TORCHRUN)
+        ends.append(rows[0].get("ends"))
         for step in expected["seen"] if kill is None else ():
             parts = [part for row in rows for part in row["seen"].get(step, ())]
             assert not parts or sorted(parts) == sorted(expected["seen"][step]), step
     assert all(row["weights"] == expected["weights"] for row in rows)
     assert rows[0]["receipts"] == expected["receipts"]
     assert expected["receipts"][0].verdict.startswith("exactly once, 100 rows in 10 shards")
+    if job is lightning_job:  # an epoch of unknown length has an end
+        epochs, validated = expected["ends"]
+        assert [epoch for epoch, _ in epochs] == [0, 1]
+        assert validated == [step for _, step in epochs]
+        assert rows[0]["ends"] == expected["ends"]
+        assert rows[0]["lr"] == expected["lr"] == 0.05 / 4

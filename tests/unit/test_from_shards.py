@@ -143,7 +143,7 @@ def test_what_is_unknown_is_an_error_that_says_so() -> None:
     with pytest.raises(TypeError, match=r"steps of an epoch are unknown.*row_counts"):
         len(loader)
     for step in loader:
-        with pytest.raises(ValueError, match="samples are counted while they are read"):
+        with pytest.raises(ValueError, match="its number of samples is not known yet"):
             print(step.samples)
         batches = [*step.microbatches(NET)]
         assert step.samples == sum(len(batch) - 1 for batch in batches)

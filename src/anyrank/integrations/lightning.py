@@ -64,7 +64,8 @@ class Elastic(_Callback):
     Raises:
         ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
             manual optimization, several optimizers, or a strategy that is not listed above.
-        TypeError: in `fit`: training data that is not a DataLoader over a dataset with a length.
+        TypeError: in `fit`: training data that is not a DataLoader over a dataset with a length, or
+            over a stream that is cut into shards.
 
     Example::
 
@@ -203,7 +204,7 @@ class Elastic(_Callback):
                 "the epoch's samples would be lost: set trainer.should_stop instead, which stops "
                 "the training"
             )
-        if progress.ready < trainer.num_training_batches:
+        if not trainer.is_last_batch:
             self._complete()
             self._run.save()
 
@@ -228,7 +229,13 @@ class Elastic(_Callback):
         group, strategy = None, self._trainer.strategy
         if hasattr(strategy, "device_mesh"):  # ranks of a tensor-parallel group have the same data
             group = strategy.device_mesh["data_parallel"].get_group()
-        return Steps(self._run.make_loader(dataloader, group), self._iterate)
+        return Steps(self._run.make_loader(dataloader, group), self._begin_epoch)
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        # Of a stream it would fetch a step ahead, to know which one is the last: `_train` tells it.
+        if (fetcher := self._trainer.fit_loop._data_fetcher) is not None:
+            fetcher.prefetch_batches = 0
+        return self._iterate()
 
     def _iterate(self) -> Generator[Any, None, None]:
         """The steps of the rest of an epoch. The code here runs between two of Lightning's batches,
@@ -281,6 +288,9 @@ class Elastic(_Callback):
                     "every microbatch: to leave one out, return its loss times 0"
                 )
             strategy.backward(step.scale(loss), optimizer)
+        if step.ends_epoch:
+            assert self._loops is not None
+            self._loops.end_epoch()
         self._run.note_step()
         mean = self._run.mean_loss(step).to(loss.dtype).to(loss.device)
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean

@@ -25,21 +25,18 @@ WITHIN_EPOCH = {
 
 
 class Steps:
-    """What Lightning iterates in place of the DataLoader: one step is one batch."""
+    """What Lightning iterates in place of the DataLoader: one step is one batch.
+
+    Args:
+        loader: of the steps.
+        iterate: returns those of the rest of an epoch.
+    """
 
     def __init__(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> None:
-        try:
-            self._steps_in_epoch = len(loader)
-        except TypeError as error:
-            raise TypeError(
-                "Lightning has to know the batches of an epoch, and the rows of a stream are "
-                "counted while they are read: give a dataset with a length, or train in a loop of "
-                "your own, with Accelerate, or with transformers' Trainer"
-            ) from error
-        self._iterate_steps = iterate
+        self._loader, self._iterate_steps = loader, iterate
 
     def __len__(self) -> int:
-        return self._steps_in_epoch
+        return len(self._loader)  # TypeError of a stream, whose rows are not known
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate_steps()
@@ -128,6 +125,11 @@ class LoopState:
         for progress in (epoch_loop.batch_progress.total, optimizer.step.total):
             progress.increment_by(step)
         epoch_loop._batches_that_stepped = step
+
+    def end_epoch(self) -> None:
+        """The step that was trained is the last of its epoch."""
+        loop = self._fit_trainer.fit_loop
+        loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = True
 
     def restore_within_epoch(self) -> None:
         """Set what Lightning has reset when it began with the epoch that is resumed."""

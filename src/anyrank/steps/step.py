@@ -84,6 +84,7 @@ class Step:
                 loss = model(batch).square().mean()
                 step.backward(loss, weight=len(batch))  # or step.scale(loss, weight).backward()
                 print(step.k, step.is_last, "repeated" if step.is_copy else "counts")
+                assert step.ends_epoch == (step.number == 1)
             norm = step.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -108,6 +109,15 @@ class Step:
                 is not there yet.
         """
         return self._run.plan.samples
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether no step of its epoch follows.
+
+        Raises:
+            ValueError: as `samples`.
+        """
+        return self._position.following(self._run.plan) is None
 
     @property
     def is_last(self) -> bool:

@@ -77,12 +77,16 @@ class LanePlan(StepPlan):
     @property
     def samples(self) -> int:
         if len(self.reports) < len(self.lanes):
-            raise ValueError(
-                f"step {self.number}: its samples are counted while they are read, and known in "
-                "the last microbatch of a rank: ask for step.samples after the loop over "
-                "microbatches, and weight losses by step.backward(loss)"
-            )
+            raise self.is_unknown("its number of samples")
         return sum(report.num_outputs for report in self.reports.values())
+
+    def is_unknown(self, what: str) -> ValueError:
+        """The error of who asks for something too early."""
+        return ValueError(
+            f"step {self.number}: {what} is not known yet, as rows are counted while they are "
+            "read, but in the last microbatch of a rank: ask after the loop over microbatches, and "
+            "weight losses by step.backward(loss)"
+        )
 
     @property
     def assumed_samples(self) -> int:
@@ -204,6 +208,8 @@ class StreamPosition(LoaderPosition):
 
     def following(self, step: StepPlan) -> LanePlan | None:
         assert isinstance(step, LanePlan)
+        if not step.after:
+            raise step.is_unknown("whether a step follows")
         (deal,) = step.after
         if deal.is_over:
             return None
@@ -268,11 +274,8 @@ class StreamPosition(LoaderPosition):
             self.spare = self._read_again(plan, ready).batch
         batch = copy.deepcopy(self.spare)
         plan.sizes.setdefault(slot.k, 0)
-        return (
-            FetchedBatch(LaneAnswer(_NO_REQUEST, None), batch)
-            if fetched is None
-            else (FetchedBatch(fetched.request, batch))
-        )
+        answer = LaneAnswer(_NO_REQUEST, None) if fetched is None else fetched.request
+        return FetchedBatch(answer, batch)
 
     def _needs_spare(self, plan: LanePlan) -> bool:
         _, size = self.data_rank()
@@ -465,9 +468,7 @@ class StreamPosition(LoaderPosition):
                     f"they are {names}{', ...' if stop > start + 3 else ''}: give the run's "
                     "shards, in their order; others may follow"
                 )
-        if num_shards == present:
-            return None
-        if not num_rows:
+        if num_shards == present or not num_rows:
             return None
         return (
             f"{count(present - num_shards, 'shard')} more than the {num_shards} of the run: they "
