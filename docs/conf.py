@@ -31,6 +31,8 @@ autodoc_default_options = {"members": True}
 autodoc_typehints = "description"
 python_maximum_signature_line_length = 88
 default_role = "code"  # docstrings put names between single backticks
+highlight_language = "text"  # blocks of Python say so
+smartquotes = False  # quotes in docstrings are those of code
 
 html_theme = "furo"
 html_title = f"anyrank {release}"
@@ -41,6 +43,7 @@ html_copy_source = False
 WIDE = 6  # columns of a table that gets small print
 LONG = re.compile(r"\S{24,}")  # words that may break in any table
 LONGISH = re.compile(r"\S{10,}")  # words that may break in wide ones
+OPTION = re.compile(r"--[\w-]+( \S+)?")
 # within CamelCase, names, calls and dotted names
 BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)|(?<=\.)(?=[a-z_])")
 
@@ -56,6 +59,14 @@ def narrow_tables(app: Sphinx, doctree: nodes.document, page: str) -> None:
             text.parent.replace(text, nodes.Text(broken))
 
 
+def keep_options(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Keep an option of a command in one line: a browser breaks behind its hyphens."""
+    for literal in doctree.findall(nodes.literal):
+        if OPTION.fullmatch(literal.astext()):
+            literal["classes"].append("option")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("doctree-resolved", narrow_tables)
+    app.connect("doctree-resolved", keep_options)
