@@ -19,21 +19,21 @@ class Room(NamedTuple):
     Attributes:
         paths: words of paths; a change of a file with one of them is a change of the room.
         smoke: a test file that is always run.
-        slow: test files that only run if the room has changed.
+        slow: test files that only run if the room has changed: what takes five seconds or more.
     """
 
     paths: str
     smoke: str
-    slow: str
+    slow: str = ""
 
 
-# What takes five seconds or more; a room around the core that is not here has no such file.
 ROOMS = {
     "cli": Room(
         paths="cli examples",
         smoke="cli/test_inspect",
         slow="cli/test_demo cli/test_run cli/test_wheel",
     ),
+    "conversion": Room("conversion", "unit/test_convert"),
     "device": Room(
         paths="device gpu machines",
         smoke="unit/test_promise_3_own_device_only",
@@ -52,6 +52,7 @@ ROOMS = {
             unit/test_exact_optimizers
         """,
     ),
+    "first_values": Room("first_values", "unit/test_meta"),
     "foreign": Room(
         paths="foreign tools",
         smoke="unit/test_foreign",
@@ -60,6 +61,8 @@ ROOMS = {
             integrations/test_look_at_tools
         """,
     ),
+    "frozen": Room("frozen", "unit/test_freeze"),
+    "inspection": Room("inspection", "unit/test_inspect"),
     "integrations": Room(
         paths="integrations examples",
         smoke="unit/test_integrations",
@@ -78,6 +81,7 @@ ROOMS = {
             unit/test_memory_transforms unit/test_tiled_loss
         """,
     ),
+    "pace": Room("pace", "unit/test_run_log"),
     "peers": Room(
         paths="peers run_memory",
         smoke="crash/test_peers",
@@ -88,6 +92,11 @@ ROOMS = {
         smoke="integrations/test_peft_first_values",
         slow="integrations/test_peft_folders integrations/test_peft_resume",
     ),
+    "readers": Room("readers", "hostile/test_bad_files"),
+    "remote": Room("remote", "integrations/test_object_store"),
+    "sharing": Room("sharing", "unit/test_file_flows"),
+    "streams": Room("streams", "unit/test_streams"),
+    "sync": Room("sync", "unit/test_sync_local"),
     "testing": Room(
         paths="testing",
         smoke="unit/test_faults",

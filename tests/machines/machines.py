@@ -1,5 +1,6 @@
 """Two machines of one: network namespaces with a link that can be cut, a host name and a disk of
-their own each. Needs root and iproute2 on Linux; everything else is shared, as NFS would be.
+their own each. Needs iproute2 on Linux, and root or namespaces of a user's own. Everything else is
+shared, as NFS would be.
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ def reason_not_to() -> str:
         return f"simulated machines need network namespaces: {made.stderr.strip()}"
     ip("netns", "del", name)
     return ""
+
+
+def namespace_of_this_user() -> list[str]:
+    """What a command begins with that runs as root of namespaces of its own; [] where none may."""
+    start = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c"]
+    start += ['mount -t tmpfs none /run && exec "$@"', "sh"]
+    try:
+        made = subprocess.run([*start, "ip", "netns", "add", "a"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return []
+    return [] if made.returncode else start
 
 
 def ip(*arguments: str) -> None:

@@ -307,7 +307,7 @@ else:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os.write(1, f"{how} {rank} {code}\n".encode())  # whole lines of several processes
     sys.exit()
-signal.alarm(100)
+signal.alarm(200)
 store, folder = f"{store}-{how}", f"{folder}/{how}"
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 torch.manual_seed(0)  # the ranks hold replicas

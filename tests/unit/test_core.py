@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.tiers import ROOMS
 
 SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
@@ -156,6 +157,11 @@ def sizes_of(folder: Path) -> dict[str, int]:
 def over_budget(sizes: Mapping[str, int]) -> list[str]:
     """Rooms that are larger than they may be, or that have no budget."""
     return [room for room, size in sizes.items() if size > BUDGETS.get(room, 0)]
+
+
+def test_each_room_around_the_core_has_a_test_that_is_always_run() -> None:
+    rooms = {path.parent.name for path in SRC.glob("around/*/__init__.py")} | BESIDE
+    assert rooms - ROOMS.keys() == set(), "name a file for it in ROOMS of tests/tiers.py"
 
 
 def test_rooms_keep_to_their_budgets() -> None:

@@ -610,7 +610,7 @@ for case in sys.argv[1:]:  # each in a process of its own, which ends as any oth
     if not (child := os.fork()):
         os.setpgrp()
         os.dup2(os.open(case, os.O_CREAT | os.O_WRONLY), 2)
-        signal.alarm(100)
+        signal.alarm(200)
         break
     print(case, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
