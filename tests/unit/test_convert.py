@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import anyrank
 from anyrank import faults
 from anyrank.around.conversion.content import all_finite
+from anyrank.around.conversion.output import OutputTensor
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
-from anyrank.files.output import OutputTensor
 from anyrank.formats import torch_zip
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")

@@ -31,6 +31,7 @@ BUDGETS = {
     "around/sharing": 1330,
     "around/streams": 2280,
     "around/sync": 2600,
+    "around/verify": 999,
     "cli": 1290,
     "data": 1080,
     "files": 2460,
@@ -133,6 +134,7 @@ with anyrank.meta():
 anyrank.load(model, dict(weight=saved.weight), missing="init")""": {"first_values"},
     RANKS.format(strategy="auto"): set[str](),
     RANKS.format(strategy="stripe"): {"sharing"},
+    "anyrank.load(model, saved.state_dict(), verify=True)": {"verify"},
     "anyrank.sync(model, saved)": {"sync", "sharing"},
     """
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor

@@ -33,7 +33,7 @@ MODEL = CORE | {"formats", "model"}
 AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
-AREAS |= {"first_values", "readers", "remote", "sharing", "sync"}
+AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "verify"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -52,7 +52,8 @@ MAY_IMPORT = {
     "filling": MODEL,
     "first_values": MODEL | {"filling"},
     "sharing": MODEL | {"filling"},
-    "sync": MODEL | {"filling", "sharing"},
+    "verify": MODEL | {"filling"},
+    "sync": MODEL | {"filling", "sharing", "verify"},
     "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
@@ -66,10 +67,20 @@ MAY_IMPORT = {
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
     "foreign": MODEL
-    | {"readers", "filling", "random_state", "data", "steps", "state", "saving", "resume"},
-    "inspection": (CORE - {"world"}) | {"formats"},
+    | {
+        "readers",
+        "verify",
+        "filling",
+        "random_state",
+        "data",
+        "steps",
+        "state",
+        "saving",
+        "resume",
+    },
+    "inspection": (CORE - {"world"}) | {"formats", "verify"},
     "integrations": {"anyrank", "versions", "world"},
-    "conversion": MODEL | {"readers", "saving"},
+    "conversion": MODEL | {"readers", "saving", "verify"},
     "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
@@ -82,7 +93,7 @@ DOORS = {
     "anyrank.steps.loader_position": ("exact",),
     "anyrank.model.share": ("first_values", "frozen"),
     "anyrank.filling.fill": ("first_values",),
-    "anyrank.filling.load": ("sync",),
+    "anyrank.filling.load": ("sync", "verify"),
     "anyrank.filling.plan_load": ("sharing",),
     "anyrank.filling.read": ("sharing",),
     "anyrank.filling.reading": ("sharing",),  # for the type checkers

@@ -24,13 +24,6 @@ from anyrank.formats.sources import Source
 from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
-from anyrank.model.tensors import in_state_dict
-from anyrank.model.verify import (
-    check_files,
-    compare_duplicates,
-    compare_replicas,
-    count_nonfinite,
-)
 from anyrank.tensors.names import Rename
 from anyrank.tensors.spec import dtype_name
 from anyrank.world.group import Group
@@ -137,31 +130,19 @@ def load(
             _log(report, ranks)
             return report
         plan = plan_load(model, source, ranks, options, sources, headers)
-        verified = ["replicas", *_check_source(plan, ranks)] if verify else []
-        filled = fill_from_files(model, plan, ranks, meter, progress)
-        nonfinite: dict[str, int] = {}
+        verified, nonfinite = list[str](), dict[str, int]()
         if verify:
-            loaded = in_state_dict(plan.match.tensors)
-            compare_replicas(loaded, ranks)
-            nonfinite = count_nonfinite(loaded, ranks)
+            # Files are compared before anything is filled, what they have given afterwards.
+            from anyrank.around.verify.weights import verify_loaded, verify_source  # a door
+
+            verified = verify_source(plan.match, plan.reading.readers, ranks)
+            filled = fill_from_files(model, plan, ranks, meter, progress)
+            nonfinite = verify_loaded(plan.match, ranks)
+        else:
+            filled = fill_from_files(model, plan, ranks, meter, progress)
         report = _report(plan, filled, ", ".join(verified), nonfinite)
     _log(report, ranks)
     return report
-
-
-def _check_source(plan: AgreedPlan, ranks: Ranks) -> list[str]:
-    """Compare the source with its checksums; what was compared, in words. All ranks."""
-    readers, listing = plan.reading.readers, plan.match.listing
-
-    def check() -> list[str]:
-        if ranks.rank not in readers:
-            return []
-        compare_duplicates(listing, plan.match.stored_twice)
-        number, count = readers.index(ranks.rank), len(readers)
-        return check_files(listing, number, count)
-
-    checked = next((words for words in ranks.together("checking the files", check) if words), [])
-    return checked or ["the source has no checksums, so a flipped bit in it cannot be noticed"]
 
 
 def _report(

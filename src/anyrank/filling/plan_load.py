@@ -17,6 +17,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.filling.reading import Reading, caches_of, why_own
 from anyrank.formats.sources import Source, list_source, with_fingerprints
+from anyrank.model.alike import check_alike
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.frozen_parts import FrozenSource, frozen_parts, frozen_sources
 from anyrank.model.given_layouts import apply_layout, check_parts, warn_of_unused
@@ -24,7 +25,6 @@ from anyrank.model.match import match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor, find_tensors
-from anyrank.model.verify import check_alike
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 from anyrank.world.ranks import Ranks
 

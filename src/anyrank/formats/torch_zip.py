@@ -12,13 +12,12 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from anyrank.files.output import FileSpan, Output, OutputFile, OutputTensor
-from anyrank.tensors.box import Box, row_major
+from anyrank.tensors.box import row_major
 from anyrank.tensors.spec import dtype_name
 
 ALIGN = 64
@@ -57,32 +56,15 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
     Returns:
         Head and tail. Written at a multiple of 64 bytes, the head ends at one.
     """
-    archive = _Zip(b"\x80\x02" + _tensor_opcodes(shape, dtype, "0") + b".")
+    archive = TorchZip(b"\x80\x02" + tensor_opcodes(shape, dtype, "0") + b".")
     start = archive.reserve("data/0", nbytes)
     archive.close()
     head = b"".join(data for offset, data in archive.fixed if offset < start)
     return head, b"".join(data for offset, data in archive.fixed if offset >= start)
 
 
-def plan_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
-    """One file with a dict of tensors; tied names share a storage."""
-    keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
-    table = {tensor.name: tensor for tensor in tensors}
-    opcodes = bytearray(b"\x80\x02}(")
-    for key, owner in [*((n, n) for n in keys), *tied.items()]:
-        tensor = table[owner]
-        opcodes += _value_opcodes(key) + _tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
-    archive = _Zip(bytes(opcodes + b"u."))
-    spans: list[FileSpan] = []
-    for tensor in tensors:
-        start = archive.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
-        spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
-    archive.close()
-    return Output((OutputFile(name, archive.size, tuple(archive.fixed), tuple(spans)),))
-
-
 @dataclass
-class _Zip:
+class TorchZip:
     """Headers and directory of a zip of stored records, with 64-bit records where they are needed.
 
     Attributes:
@@ -147,17 +129,17 @@ class _Zip:
         self._put(data + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *counts, *bounds, 0))
 
 
-def _tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:
+def tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:
     """What pushes a row-major tensor over a storage, by opcode: protocol 2."""
     legacy = LEGACY_STORAGES.get(dtype)
     numel = torch.Size(shape).numel()
     stored = numel if legacy else numel * dtype.itemsize
     storage = _global("torch", legacy) if legacy else _global("torch.storage", "UntypedStorage")
-    named = _value_opcodes(storage_key) + _value_opcodes("cpu") + _value_opcodes(stored)
-    key = b"(" + _value_opcodes("storage") + storage + named + b"tQ"
+    named = value_opcodes(storage_key) + value_opcodes("cpu") + value_opcodes(stored)
+    key = b"(" + value_opcodes("storage") + storage + named + b"tQ"
     hooks = _global("collections", "OrderedDict") + b")R"
-    sizes = _value_opcodes(tuple(shape)) + _value_opcodes(row_major(shape))
-    arguments = key + _value_opcodes(0) + sizes + b"\x89" + hooks
+    sizes = value_opcodes(tuple(shape)) + value_opcodes(row_major(shape))
+    arguments = key + value_opcodes(0) + sizes + b"\x89" + hooks
     if legacy is None:
         arguments += _global("torch", dtype_name(dtype))
     rebuild = _global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}")
@@ -168,6 +150,6 @@ def _global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-def _value_opcodes(value: object) -> bytes:
+def value_opcodes(value: object) -> bytes:
     """The opcodes that push a plain value, without the frame around them."""
     return pickle.dumps(value, 2)[2:-1]

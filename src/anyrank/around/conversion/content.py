@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from anyrank.around.conversion.output import FileSpan
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.output import FileSpan
 from anyrank.files.reader import Reader, copy_into
 from anyrank.files.segments import Job, jobs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from anyrank.around.conversion.output import OutputTensor
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
-from anyrank.files.output import OutputTensor
 from anyrank.files.quantised import without_scales
 from anyrank.formats.tables import tables_named
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused

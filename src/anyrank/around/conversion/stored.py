@@ -14,6 +14,13 @@ from anyrank.around.conversion.copies import companions
 from anyrank.around.conversion.destination import STORE, Destination, destination
 from anyrank.around.conversion.file_names import as_files, configuration
 from anyrank.around.conversion.options import SHARD_BYTES, ConvertOptions
+from anyrank.around.conversion.output import Output, OutputTensor
+from anyrank.around.conversion.planned_files import (
+    plan_dcp_folder,
+    plan_safetensors,
+    plan_safetensors_folder,
+    plan_torch_file,
+)
 from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection, outputs_of, select
 from anyrank.around.conversion.writing import write
@@ -21,12 +28,9 @@ from anyrank.errors import LoadError
 from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
-from anyrank.files.output import Output, OutputTensor
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path, write_file
-from anyrank.formats import dcp_output, torch_zip
-from anyrank.formats.safetensors import plan_file, plan_folder
 from anyrank.formats.sources import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
@@ -221,10 +225,10 @@ def _plan(
         LoadError: a tensor that has no place in the format.
     """
     if options.to == "dcp":
-        return dcp_output.plan_folder(tensors, tied)
+        return plan_dcp_folder(tensors, tied)
     if options.to == "torch":
-        return torch_zip.plan_file(target.name, tensors, tied)
+        return plan_torch_file(target.name, tensors, tied)
     texts = {**metadata, **FOR_TRANSFORMERS, **tied}
     if target.is_file:
-        return Output((plan_file(target.name, tensors, texts),))
-    return plan_folder(tensors, texts, options.shard_bytes or SHARD_BYTES, stem)
+        return Output((plan_safetensors(target.name, tensors, texts),))
+    return plan_safetensors_folder(tensors, texts, options.shard_bytes or SHARD_BYTES, stem)

@@ -12,8 +12,8 @@ from operator import itemgetter
 import torch
 
 from anyrank.around.conversion.content import StoredContent
+from anyrank.around.conversion.output import FileSpan, OutputFile
 from anyrank.files.block_sums import BlockDigester
-from anyrank.files.output import FileSpan, OutputFile
 from anyrank.files.progress import Progress
 from anyrank.files.segments import memory_of
 from anyrank.files.storage import LocalStorage, join_path, storing

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.around.foreign import optimizer as foreign_optimizer
 from anyrank.around.foreign.checkpoint import ForeignCheckpoint, is_plain_number
 from anyrank.around.foreign.read import read_foreign
+from anyrank.around.verify.weights import compare_duplicates
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
@@ -26,7 +27,6 @@ from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source,
 from anyrank.filling.read import fill_from_files
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
-from anyrank.model.verify import compare_duplicates
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.state.optimizer import Names, match_optimizer

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from anyrank.around.inspection.inspect import name_of
 from anyrank.around.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.around.inspection.tool_folders import is_tool_folder, with_optimizers
+from anyrank.around.verify.checksums import bytes_to_compare, compared, mismatches
 from anyrank.checks import check_bool
 from anyrank.errors import AnyrankError, LoadError
-from anyrank.files.checksums import bytes_to_compare, compared, mismatches
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.progress import Progress, progress_of_tool

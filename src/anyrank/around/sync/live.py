@@ -18,12 +18,12 @@ from anyrank.around.sync.merge import Adapters, LiveMemory
 from anyrank.around.sync.planning import Agreement, SyncCall
 from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.verify import check_before, check_equal
+from anyrank.around.verify.weights import compare_replicas
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Moved, Side, fill
 from anyrank.model.fits import SourceMemory, check_memory, unwritable
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
-from anyrank.model.verify import compare_replicas
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.box import row_major
 from anyrank.world.ranks import Ranks

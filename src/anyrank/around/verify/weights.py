@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping
 
+from anyrank.around.verify.checksums import compared, mismatches
 from anyrank.errors import LoadError
-from anyrank.files.checksums import compared, mismatches
 from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
-from anyrank.model.tensors import ModelTensor
+from anyrank.model.dialects import ModelMatch
+from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.sharded_tensor import Described
 from anyrank.world.ranks import Ranks
+
+NO_CHECKSUMS = "the source has no checksums, so a flipped bit in it cannot be noticed"
+
+
+def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> list[str]:
+    """Compare a source with its checksums; what was compared, in words. All ranks.
+
+    Args:
+        match: what is loaded of it.
+        readers: the ranks that read, and share the work.
+        ranks: of the call.
+
+    Raises:
+        LoadError: as `check_files` and `compare_duplicates`.
+    """
+
+    def check() -> list[str]:
+        if ranks.rank not in readers:
+            return []
+        compare_duplicates(match.listing, match.stored_twice)
+        return check_files(match.listing, readers.index(ranks.rank), len(readers))
+
+    checked = next((words for words in ranks.together("checking the files", check) if words), [])
+    return ["replicas", *(checked or [NO_CHECKSUMS])]
+
+
+def verify_loaded(match: ModelMatch, ranks: Ranks) -> dict[str, int]:
+    """Compare the replicas of what was loaded; its NaN and infinities by tensor. All ranks.
+
+    Raises:
+        LoadError: replicas differ.
+    """
+    loaded = in_state_dict(match.tensors)
+    compare_replicas(loaded, ranks)
+    return count_nonfinite(loaded, ranks)
 
 
 def check_files(listing: Listing, number: int, count: int) -> list[str]:
@@ -76,29 +110,6 @@ def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
             f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
         )
     return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
-
-
-def check_alike(models: Sequence[Sequence[Described]], ranks: Ranks) -> None:
-    """Compare the ranks' models, as `ShardedTensor.describe` describes their tensors.
-
-    Raises:
-        LoadError: the first difference.
-    """
-    first = ranks.ranks[0]
-    for rank, model in zip(ranks.ranks[1:], models[1:], strict=True):
-        for ours, others in zip_longest(models[0], model):
-            if ours != others:
-                raise LoadError(
-                    f"the ranks' models differ: rank {first} has {_in_words(ours)}, rank {rank} "
-                    f"has {_in_words(others)}"
-                )
-
-
-def _in_words(described: Described | None) -> str:
-    if described is None:
-        return "no further tensor"
-    name, shape, dtype, layout = described
-    return f"{name} {list(shape)} {dtype}" + ("" if layout == "None" else f" {layout}")
 
 
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
