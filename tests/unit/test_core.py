@@ -18,7 +18,7 @@ SRC = Path(__file__).parents[2] / "src" / "anyrank"
 
 # Lines of each room, with comments and empty ones.
 BUDGETS = {
-    "around/conversion": 1560,
+    "around/conversion": 1790,
     "around/exact": 1660,
     "around/first_values": 420,
     "around/foreign": 2050,
@@ -26,20 +26,24 @@ BUDGETS = {
     "around/inspection": 1360,
     "around/pace": 270,
     "around/peers": 400,
-    "around/readers": 1410,
+    "around/readers": 1550,
     "around/remote": 180,
     "around/sharing": 1330,
     "around/streams": 2280,
     "around/sync": 2600,
-    "around/verify": 999,
+    "around/verify": 270,
     "cli": 1290,
     "data": 1080,
     "files": 2460,
     "filling": 1480,
     "formats": 1440,
     "integrations": 3470,
+    "files": 2190,
+    "filling": 1470,
+    "formats": 1230,
+    "integrations": 3460,
     "memory": 3290,
-    "model": 3100,
+    "model": 3010,
     "random_state": 500,
     "resume": 2420,
     "saving": 1370,
@@ -48,11 +52,11 @@ BUDGETS = {
     "tensors": 1860,
     "testing": 1373,
     "watching": 3470,
-    "world": 1670,
+    "world": 1660,
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 22_500
+CORE_LINES = 21_900
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 
@@ -110,7 +114,7 @@ dist.init_process_group("gloo", init_method=f"file://{{{{path}}}}.ranks", rank=r
 anyrank.load(model, path, strategy="{strategy}")
 if rank == 0: os.wait()"""
 LOADS = {
-    "anyrank.load(model, saved.state_dict())": set[str](),
+    "anyrank.load(model, saved.state_dict())": {"readers"},
     "torch.save(saved.state_dict(), path + '.pt'); anyrank.load(model, path + '.pt')": {"readers"},
     """
 from safetensors.torch import save_file
@@ -127,14 +131,14 @@ anyrank.load(model, "memory://a.safetensors")""": {"remote"},
     """
 with anyrank.meta():
     model = torch.nn.Linear(4, 1)
-anyrank.load(model, saved.state_dict())""": set[str](),
+anyrank.load(model, saved.state_dict())""": {"readers"},
     """
 with anyrank.meta():
     model = torch.nn.Linear(4, 1)
-anyrank.load(model, dict(weight=saved.weight), missing="init")""": {"first_values"},
+anyrank.load(model, dict(weight=saved.weight), missing="init")""": {"first_values", "readers"},
     RANKS.format(strategy="auto"): set[str](),
     RANKS.format(strategy="stripe"): {"sharing"},
-    "anyrank.load(model, saved.state_dict(), verify=True)": {"verify"},
+    "anyrank.load(model, saved.state_dict(), verify=True)": {"readers", "verify"},
     "anyrank.sync(model, saved)": {"sync", "sharing"},
     """
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor

@@ -67,17 +67,8 @@ MAY_IMPORT = {
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
     "foreign": MODEL
-    | {
-        "readers",
-        "verify",
-        "filling",
-        "random_state",
-        "data",
-        "steps",
-        "state",
-        "saving",
-        "resume",
-    },
+    | {"filling", "random_state", "data", "steps", "state", "saving", "resume"}
+    | {"readers", "verify"},
     "inspection": (CORE - {"world"}) | {"formats", "verify"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"readers", "saving", "verify"},
@@ -94,11 +85,11 @@ DOORS = {
     "anyrank.model.share": ("first_values", "frozen"),
     "anyrank.filling.fill": ("first_values",),
     "anyrank.filling.load": ("sync", "verify"),
-    "anyrank.filling.plan_load": ("sharing",),
+    "anyrank.filling.plan_load": ("readers", "sharing"),
     "anyrank.filling.read": ("sharing",),
     "anyrank.filling.reading": ("sharing",),  # for the type checkers
     "anyrank.files.storage": ("remote",),
-    "anyrank.files.reader": ("remote",),  # for the type checkers
+    "anyrank.files.reader": ("readers", "remote"),
     "anyrank.formats.sources": ("foreign", "readers"),
     "anyrank.formats.weight_files": ("readers",),
     "anyrank.model.wrappers": ("frozen",),

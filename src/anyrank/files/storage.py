@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from anyrank.errors import CheckpointError, LoadError, WrongValue
-from anyrank.files.listing import FileInfo
 from anyrank.files.local import LocalStorage, NewLocalFile
 
 if TYPE_CHECKING:
@@ -110,31 +109,6 @@ def _naming(path: str, done: str, way_out: str) -> Generator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{path}: cannot be {done}: {reason}: {way_out}") from error
-
-
-END_BYTES = 64 << 10  # headers, directories with checksums, and some of the weights
-BLOCK_BYTES = 4096  # of a tensor
-
-
-def fingerprint(info: FileInfo) -> str:
-    """A digest of a file's first and last 64 KiB and of its `blocks`, which tells a copy from
-    another file.
-
-    Raises:
-        LoadError: the file cannot be read.
-    """
-    import xxhash  # only files that are written or verified need it
-
-    length, digest = min(END_BYTES, info.size), xxhash.xxh3_64()
-    ranges = [(offset, length) for offset in sorted({0, info.size - length})]
-    ranges += [(offset, min(BLOCK_BYTES, info.size - offset)) for offset in info.blocks]
-    try:
-        with contextlib.closing(storage_for(info.path).open(info.path)) as file:
-            for offset, nbytes in ranges:
-                digest.update(read_range(file, offset, nbytes))
-    except OSError as error:
-        raise LoadError(f"{info.path}: cannot be read: {error}") from error
-    return digest.hexdigest()
 
 
 def absolute(path: str) -> str:

@@ -16,7 +16,7 @@ from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.filling.reading import Reading, caches_of, why_own
-from anyrank.formats.sources import Source, list_source, with_fingerprints
+from anyrank.formats.sources import Source, list_source
 from anyrank.model.alike import check_alike
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.frozen_parts import FrozenSource, frozen_parts, frozen_sources
@@ -270,6 +270,8 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
 
 def _with_fingerprints(headers: Headers) -> Headers:
     """The same, by which ranks that see copies of the files know them."""
+    from anyrank.around.readers.copies import with_fingerprints  # a door
+
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
 

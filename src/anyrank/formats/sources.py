@@ -8,29 +8,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import (
-    EXTRA_STATE,
-    FileInfo,
     Listing,
-    extra_of,
     join,
 )
 from anyrank.files.manifest import MANIFEST, STEP
-from anyrank.files.storage import BLOCK_BYTES, Storage, fingerprint, storage_for
-from anyrank.files.threads import spread
+from anyrank.files.storage import Storage, storage_for
 from anyrank.formats import run_folder, weight_files
 from anyrank.formats.run_folder import METADATA
-from anyrank.tensors.box import Box
-from anyrank.tensors.names import NESTED
-from anyrank.tensors.spec import Chunk, StoredTensor
 
-FINGERPRINT_THREADS = 8
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
 
@@ -138,6 +127,8 @@ def list_source(source: Source) -> Listing:
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
     if isinstance(source, Mapping):
+        from anyrank.around.readers.memory import list_memory  # a door
+
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
         return _list_path(os.fspath(source))
@@ -147,38 +138,6 @@ def list_source(source: Source) -> Listing:
         raise LoadError(f"{parts[0]}: is {weight_files.OF_META}")
     listings = [_list_path(path) for path in paths]
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
-
-
-def with_fingerprints(listing: Listing) -> Listing:
-    """The listing, by which ranks with other copies of its local files know them.
-
-    It takes two reads a file and one a tensor, so it is for ranks that see files in other places.
-    """
-    files, blocks = [*listing.files], _blocks_of(listing)
-    local = (number for number, info in enumerate(files) if info.location)
-
-    def add(number: int) -> None:
-        info = replace(files[number], blocks=tuple(sorted(blocks.get(number, ()))))
-        files[number] = replace(info, fingerprint=fingerprint(info))
-
-    spread(local, [add] * min(FINGERPRINT_THREADS, len(files) or 1))
-    return replace(listing, files=tuple(files))
-
-
-def _blocks_of(listing: Listing) -> dict[int, set[int]]:
-    """File -> where a block begins in the middle of each tensor; of one in pieces, in one of them.
-
-    The middle differs where a tensor does, more likely than its start: embeddings begin with rows
-    that are never trained.
-    """
-    blocks: dict[int, set[int]] = {}
-    for number, stored in enumerate([*listing.tensors.values(), *listing.beside.values()]):
-        if stored.numel:
-            chunk = stored.chunks[number % len(stored.chunks)]
-            middle = chunk.box.numel * stored.dtype.itemsize // 2
-            start = chunk.offset + max(0, middle - BLOCK_BYTES // 2)
-            blocks.setdefault(chunk.file, set()).add(start)
-    return blocks
 
 
 def _list_path(path: str) -> Listing:
@@ -202,59 +161,3 @@ def _list_folder(storage: Storage, path: str) -> Listing:
     from anyrank.around.foreign.read import list_weights  # around the core: a door in test_house
 
     return list_weights(name, storage, path)
-
-
-def _tensors_in(value: Any) -> int:
-    inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-    return sum(isinstance(tensor, torch.Tensor) for tensor in inner.values())
-
-
-def list_memory(tensors: Mapping[str, Any]) -> Listing:
-    """A dict of tensors in memory: each tensor is a "file" whose bytes are its storage.
-
-    Raises:
-        LoadError: a value is not a plain dense tensor.
-        ValueError: there are no tensors, or they are in an inner dict.
-    """
-    files: list[FileInfo] = []
-    stored: dict[str, StoredTensor] = {}
-    skipped: list[str] = []
-    extras: dict[str, tuple[Any] | None] = {}
-    first: dict[Any, StoredTensor] = {}  # by memory
-    direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
-    inner = next((name for name in NESTED if _tensors_in(tensors.get(name)) > direct), None)
-    if inner is not None or not direct:
-        if inner is None:
-            keys = ", ".join(map(str, list(tensors)[:20]))
-            raise WrongValue(
-                f"the dict {f'holds no tensors, only {keys}' if keys else 'is empty'}: give the "
-                "dict of weights"
-            )
-        raise WrongValue(
-            "the dict holds the weights in an inner dict: give the inner one, for instance "
-            f"source[{inner!r}]"
-        )
-    for key, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            if key.rsplit(".", 1)[-1] == EXTRA_STATE:
-                extras[key] = extra_of(value)
-            else:
-                skipped.append(f"{key}: not a tensor")
-            continue
-        wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
-        if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
-            raise LoadError(
-                f"{key}: a {type(value).__name__} of {value.dtype}, layout {value.layout}, on "
-                f"{value.device} has no bytes that anyrank can read here: give plain tensors; a "
-                "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
-            )
-        shape = tuple(value.shape)
-        memory = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
-        if memory in first and value.numel():  # tied
-            stored[key] = first[memory].renamed(key)
-            continue
-        chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
-        stored[key] = first[memory] = StoredTensor(key, shape, value.dtype, (chunk,))
-        nbytes = value.numel() * value.element_size()
-        files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
-    return Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
