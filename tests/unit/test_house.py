@@ -92,6 +92,7 @@ DOORS = {
     "anyrank.files.reader": ("readers", "remote"),
     "anyrank.formats.sources": ("foreign", "readers"),
     "anyrank.formats.weight_files": ("readers",),
+    "anyrank.formats.tables": ("readers",),
     "anyrank.model.wrappers": ("frozen",),
     "anyrank.state.modules": ("frozen",),
     "anyrank.resume.resume": ("foreign",),

@@ -1,25 +1,17 @@
-"""Which tensors of a source are the weights, where it holds several tables of tensors.
-
-A table is what a checkpoint keeps under one name: `model`, `ema`, `optimizer`. Names that the
-caller's `rename=` gives decide. Only where none of them fits is a table guessed, by its name.
-"""
+"""Which tensors of a source are the weights: all of them, or those of one of its tables."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 
-from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
-from anyrank.tensors.names import Near, Rename, candidates, inner_prefix, is_other_part, unused
-from anyrank.tensors.spec import StoredTensor
-
-Renamer = Callable[[str], str]
+from anyrank.tensors.names import Rename
 
 
-def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
+def weights_for(
+    known: Collection[str], listing: Listing, rename: Callable[[str], str] | None
+) -> Listing:
     """The weights of a source that may hold an optimizer, averages or other parts as well.
 
     Args:
@@ -27,26 +19,12 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
         listing: the source.
         rename: of the caller, from keys of the source, or of its table of weights, to these names.
     """
+    # A source whose keys are all names of the model leaves nothing to choose.
+    if rename is None and all(key in known for key in listing.tensors):
+        return replace(listing, table="", beside={})
+    from anyrank.around.readers.tables import chosen_weights  # a door: see test_house
 
-    def fits(key: str, name: str) -> bool:
-        return name != key and any(other in known for other in candidates(name))
-
-    if rename is not None:
-        rename = partial(_renamed, rename)
-        named = _tables_named(listing, rename, fits)
-        if named is not None:
-            return named
-    prefix = inner_prefix(listing.tensors, known, rename)
-    inner: dict[str, StoredTensor] = {}
-    others: list[str] = []
-    for key, stored in listing.tensors.items():
-        if prefix and key.startswith(prefix):
-            inner[key[len(prefix) :]] = stored
-        elif _is_beside(key, known, listing, prefix or ""):
-            others.append(key)
-        else:
-            inner.setdefault(key, stored)
-    return _chosen(listing, inner, others)
+    return chosen_weights(known, listing, rename)
 
 
 def idle_renames(
@@ -63,121 +41,8 @@ def idle_renames(
     Raises:
         LoadError: such an entry of a dict, where a guess has chosen one of several tables.
     """
-    used = {id(stored) for stored in chosen.tensors.values()}
-    left = [key for key, stored in _by_whole_keys(source).items() if id(stored) not in used]
-    # What is left out needs no renaming, and whoever names it is not told that it is not there.
-    others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
-    idle = unused(rename, {*chosen.tensors, *keys, *others})
-    if not idle:
-        return []
-    tables = _alternatives(source, chosen) if isinstance(rename, Mapping) else []
-    near = Near({*chosen.tensors, *others, *tables})
-    if tables:
-        raise LoadError(
-            f"rename= names {idle[0]!r}{near.hint(idle[0])}, and no key of the source begins with "
-            f"it, which has the tables {', '.join(tables)}: name the one that is meant"
-        )
-    return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
-
-
-def _alternatives(source: Listing, chosen: Listing) -> list[str]:
-    """The tables of a source that hold most of the chosen names, where one of them was guessed."""
-    whole = _by_whole_keys(source)
-    if whole.keys() >= chosen.tensors.keys():  # by whole keys: nothing was guessed
-        return []
-    names = {id(stored): key for key, stored in chosen.tensors.items()}
-    counts: Counter[str] = Counter()
-    for key, stored in whole.items():
-        if _is_other_part(key, source):
-            continue
-        parts = key.split(".")
-        ends = (".".join(parts[n:]) for n in range(1, len(parts)))
-        end = names.get(id(stored)) or next((end for end in ends if end in chosen.tensors), None)
-        if end is not None:
-            counts[key.removesuffix(end).rstrip(".")] += 1
-    tables = [name for name, count in counts.items() if name and 2 * count >= len(names)]
-    return sorted(tables) if len(tables) > 1 else []
-
-
-def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
-    """The tables that `rename=` takes tensors out of, by their whole keys; None where it names no
-    table. What is to be filled is not known.
-    """
-
-    def leaves_table(key: str, name: str) -> bool:
-        table = _table_of(key, listing).rpartition(".")[2]
-        return name not in ("", key) and f"{table}." not in f"{name}."
-
     if rename is None:
-        return None
-    return _tables_named(listing, partial(_renamed, rename), leaves_table)
+        return []
+    from anyrank.around.readers.tables import idle_entries  # a door
 
-
-def _tables_named(
-    listing: Listing, rename: Renamer, is_named: Callable[[str, str], bool]
-) -> Listing | None:
-    """The tables of which `rename` names a tensor, by whole keys; None where there is none."""
-    known_tables = bool(listing.table or listing.tables)
-    whole = _by_whole_keys(listing)
-    named = {
-        _table_of(key, listing)
-        for key in whole
-        if not (known_tables and _is_other_part(key, listing)) and is_named(key, rename(key))
-    }
-    if not named or (not known_tables and named == {""}):
-        return listing if named else None
-    chosen = {key: t for key, t in whole.items() if _table_of(key, listing) in named}
-    others = [key for key in whole if key not in chosen]
-    stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], named)]
-    return _chosen(replace(listing, skipped=tuple(stays)), chosen, others)
-
-
-def _by_whole_keys(listing: Listing) -> dict[str, StoredTensor]:
-    """Every tensor of every table."""
-    table = f"{listing.table}." if listing.table else ""
-    return {f"{table}{key}": t for key, t in listing.tensors.items()} | listing.beside
-
-
-def _renamed(rename: Renamer, key: str) -> str:
-    """What a key becomes; itself where a function was not written for keys of this table."""
-    try:
-        return rename(key)
-    except AnyrankError:
-        return key
-
-
-def _table_of(key: str, listing: Listing) -> str:
-    """The table that a whole key is in; "" for none."""
-    if listing.table:
-        return key.partition(".")[0]
-    parts = key.split(".")
-    tables = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
-    return next((table for table in tables if table in listing.tables), "")
-
-
-def _is_in(key: str, tables: Collection[str]) -> bool:
-    """Whether a key is one of these names, or lies below one of them."""
-    parts = key.split(".")
-    return any(".".join(parts[:n]) in tables for n in range(1, len(parts) + 1))
-
-
-def _is_other_part(key: str, listing: Listing) -> bool:
-    """Whether a whole key is of an optimizer or its like, also below one name above all."""
-    outer, _, inner = key.partition(".")
-    return is_other_part(key) or (outer in listing.tables and is_other_part(inner))
-
-
-def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) -> bool:
-    """Whether a key is of another part of the checkpoint, and not a tensor that nobody expects."""
-    if prefix and listing.tables:
-        return True
-    is_table = bool(prefix) or key.partition(".")[0] in listing.tables
-    return is_table and is_other_part(key) and key not in known
-
-
-def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
-    """The listing with these tensors alone; what else there was is said."""
-    noted = {note.partition(":")[0] for note in listing.skipped}
-    notes = (f"{key}: not weights" for key in others if not _is_in(key, noted))
-    skipped = (*listing.skipped, *notes)
-    return replace(listing, tensors=tensors, skipped=skipped, table="", beside={})
+    return idle_entries(rename, source, chosen, keys)
