@@ -21,8 +21,8 @@ import anyrank
 from anyrank import faults
 from anyrank.around.conversion.content import all_finite
 from anyrank.around.conversion.output import OutputTensor
+from anyrank.around.conversion.planned_files import plan_torch_file
 from anyrank.errors import CheckpointError, LoadError, UnsafeFile
-from anyrank.formats import torch_zip
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 
@@ -354,7 +354,7 @@ def test_a_dcp_folder_is_read_by_torch(tmp_path: Path) -> None:
 def test_a_zip_beyond_4_gib_has_64_bit_records(tmp_path: Path) -> None:
     wide = OutputTensor("wide", (1 << 31,), torch.float32)
     after = OutputTensor("after", (5,), torch.float32)
-    (file,) = torch_zip.plan_file("w.pt", [wide, after], {}).files
+    (file,) = plan_torch_file("w.pt", [wide, after], {}).files
     with open(tmp_path / "w.pt", "wb") as made:  # with a hole for the values
         made.truncate(file.size)
         for offset, data in file.fixed:

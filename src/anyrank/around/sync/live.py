@@ -18,7 +18,6 @@ from anyrank.around.sync.merge import Adapters, LiveMemory
 from anyrank.around.sync.planning import Agreement, SyncCall
 from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.verify import check_before, check_equal
-from anyrank.around.verify.weights import compare_replicas
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Moved, Side, fill
 from anyrank.model.fits import SourceMemory, check_memory, unwritable
@@ -140,6 +139,8 @@ class LiveSide(Side):
         """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
         check_before(self.plan.flows, self.places, self.ranks)
         if self.verify:
+            from anyrank.around.verify.weights import compare_replicas  # most syncs verify nothing
+
             sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
             replicas = compare_replicas(sent, self.ranks)
             moved = sum(not flow.is_compared for flow in self.plan.flows)

@@ -26,14 +26,14 @@ def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> 
         ranks: of the call.
 
     Raises:
-        LoadError: as `check_files` and `compare_duplicates`.
+        LoadError: as `_check_files` and `compare_duplicates`.
     """
 
     def check() -> list[str]:
         if ranks.rank not in readers:
             return []
         compare_duplicates(match.listing, match.stored_twice)
-        return check_files(match.listing, readers.index(ranks.rank), len(readers))
+        return _check_files(match.listing, readers.index(ranks.rank), len(readers))
 
     checked = next((words for words in ranks.together("checking the files", check) if words), [])
     return ["replicas", *(checked or [NO_CHECKSUMS])]
@@ -50,7 +50,7 @@ def verify_loaded(match: ModelMatch, ranks: Ranks) -> dict[str, int]:
     return count_nonfinite(loaded, ranks)
 
 
-def check_files(listing: Listing, number: int, count: int) -> list[str]:
+def _check_files(listing: Listing, number: int, count: int) -> list[str]:
     """Compare this rank's part of the files with the checksums that came with them.
 
     Args:
