@@ -102,6 +102,7 @@ ROOMS = {
         smoke="unit/test_faults",
         slow="crash/test_pool",
     ),
+    "verify": Room("verify", "unit/test_verify_and_diff"),
     "watching": Room(
         paths="watching hangs",
         smoke="unit/test_hang_verdicts",
