@@ -1,9 +1,10 @@
 """Twelve hangs on three ranks: does `anyrank.watch` name rank and line, and what does it cost?
 
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
-    python benchmarks/watch.py --parts uneven --minutes 60
+    python benchmarks/watch.py --parts uneven --minutes 20 --after 6
     python benchmarks/watch.py --quick            # two hangs and costs, nothing is written
     python benchmarks/watch.py --parts hangs --device cuda  # over NCCL, on one GPU or on several
+    python benchmarks/watch.py --parts hangs --device sim   # on the device that the tests simulate
 
 Each hang runs twice under torchrun: with `anyrank.watch("5s", exit=True)`, and alone with a
 time-out of 20 s and torch's flight recorder, whose records are written after 12 s and compared by
@@ -34,14 +35,18 @@ from typing import Any
 
 import bench
 import torch
+import torch.distributed as dist
 from bench import HERE, Case, Run, Runs, median, ratios, spread, tell
 from launch import ENVIRON, Launcher, torchrun
 from models import linears, wrapped
 
 import anyrank
+from anyrank.watching.mismatch import SHARE, CallDigests
+from anyrank.world.store import Store
 
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+PATHS = f"{ROOT / 'src'}:{ROOT}"
+sys.path[:0] = PATHS.split(":")
 
 from tests.hangs import HANGS, ON_DEVICE, PRELUDE, Hang  # noqa: E402 - the tests' own scripts
 
@@ -49,6 +54,7 @@ AFTER_SEC = 5
 ALONE_SEC = 20
 RECORD_SEC = 12
 LIMIT_SEC = 150.0
+RECORDED = 2000  # calls that torch's flight recorder keeps
 PARTS = ("hangs", "uneven", "cost")
 QUICK = ("skips a collective", "SIGSTOP")
 RECORDER = f"""
@@ -102,7 +108,7 @@ def launched(
     variables: dict[str, str] | None = None,
 ) -> Generator[tuple[Path, str, bool]]:
     """A script under torchrun: its folder, its error output, and whether it ended in time."""
-    environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT / "src"), **(variables or {})}
+    environ = {**os.environ, **ENVIRON, "PYTHONPATH": PATHS, **(variables or {})}
     with tempfile.TemporaryDirectory() as name:
         folder, has_ended = Path(name), True
         (folder / "train.py").write_text(script)
@@ -212,25 +218,28 @@ def debugged(hang: Hang) -> Run:
     return {"names": odd, "lines": lines, "is_line": is_line}
 
 
-def uneven(minutes: float) -> Run:
-    """An uneven job: does the watch keep still?"""
-    after = 4
+def uneven(minutes: float, after: int) -> Run:
+    """An uneven job: does the watch keep still? Its pauses go with the limit, in seconds."""
     body = UNEVEN.format(seconds=minutes * 60, after=after)
     arguments, limit = ("train.py", f"{after}s", "out"), minutes * 60 + 300
     with launched(PRELUDE + body, *arguments, limit_sec=limit) as (folder, said, has_ended):
         steps = (folder / "steps").read_text() if (folder / "steps").exists() else "0"
-        alarms = said.count("\nanyrank: ") + (folder / "out").exists()
+        report = json.loads((folder / "out").read_text()) if (folder / "out").exists() else {}
+        screens = [line for line in said.splitlines() if line.startswith("anyrank: ")]
     return {
         "minutes": minutes,
         "after_sec": after,
         "steps": int(steps),
-        "alarms": alarms,
+        "alarms": max(len(screens), len(report) > 0),
+        "said": [*screens, report.get("stacks", "")],
         "has_ended": has_ended,
     }
 
 
 def train(blocks: int, steps: int) -> Runs:
     """A rank's step time with and without a watch, in turns, and the CPU time of its threads."""
+    for _ in range(RECORDED):  # so that each look at the calls is as long as it can be
+        dist.all_reduce(torch.ones(1))
     net = wrapped("ddp", linears([256] * 8, bias=True), ())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     batch = torch.ones(64, 256)
@@ -248,9 +257,18 @@ def train(blocks: int, steps: int) -> Runs:
         share = seconds_of_threads() / (time.monotonic() - start)
         if watching is not None:
             watching.close()
-        return {"sec": statistics.median(times), "cpu_share": share}
+        return {"sec": statistics.median(times), "cpu_share": share, "look_sec": seconds_of_look()}
 
     return Case("watch", ("alone", "watched"), once).run(blocks, warm=1, is_told=False)
+
+
+def seconds_of_look() -> float:
+    """CPU time of a look at all recorded calls for their digests, the first of its kind."""
+    store = Store(dist.HashStore(), "look")  # pyright: ignore[reportPrivateImportUsage]
+    digests = CallDigests(store, dist.get_rank(), dist.get_world_size())
+    start = time.thread_time()
+    digests.tick()
+    return time.thread_time() - start
 
 
 def seconds_of_threads() -> float:
@@ -263,13 +281,15 @@ def seconds_of_threads() -> float:
 def cost(launcher: Launcher, blocks: int, steps: int) -> Run:
     """What a watch takes of a step, and of a core, on rank 0 of two.
 
-    The flight recorder keeps collectives in both, if it is not switched off.
+    The flight recorder is full in both, if it is not switched off.
     """
     runs = launcher.values(2, train, blocks, steps)[0]
     return {
         "step_ms": {way: round(1000 * median(of, "sec"), 3) for way, of in runs.items()},
         "step_ratio": ratios(runs["watched"], runs["alone"], "sec"),
         "cpu_share": spread(run["cpu_share"] for run in runs["watched"]),
+        "look_ms": spread(1000 * run["look_sec"] for run in runs["watched"]),
+        "look_share": 1 / SHARE,  # of the time, as long as that between two looks
     }
 
 
@@ -283,14 +303,17 @@ def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     found: Run = {}
     if "hangs" in options.parts:
         rows: Run = {}
-        if options.device == "cuda":  # several ranks may share a GPU
-            os.environ |= {"HANG_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        for name, hang in (ON_DEVICE if options.device == "cuda" else HANGS).items():
-            if name in options.hangs or options.device == "cuda":
-                rows[name] = Case(name, WAYS, lambda way, _, hang=hang: WAYS[way](hang)).once()
+        hangs = {name: hang for name, hang in HANGS.items() if name in options.hangs}
+        if options.device != "cpu":  # several ranks may share a GPU
+            os.environ |= {"HANG_DEVICE": options.device, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+            hangs = dict(ON_DEVICE)
+        if options.device == "sim":
+            del hangs["one long kernel"]
+        for name, hang in hangs.items():
+            rows[name] = Case(name, WAYS, lambda way, _, hang=hang: WAYS[way](hang)).once()
         found["hangs"] = {"rows": rows}
     if "uneven" in options.parts:
-        found["uneven"] = uneven(options.minutes)
+        found["uneven"] = uneven(options.minutes, options.after)
     if "cost" in options.parts:
         found["cost"] = cost(launcher, options.blocks, options.steps)
         tell("cost", found["cost"])
@@ -316,5 +339,5 @@ def goals_of(result: Run) -> list[Run]:
 if __name__ == "__main__":
     small = {"parts": ["hangs", "cost"], "hangs": [*QUICK], "blocks": 2, "steps": 20}
     parts: Run = {"parts": [*PARTS], "hangs": [*HANGS]}
-    sizes: Run = {"minutes": 4.0, "blocks": 12, "steps": 200, "device": "cpu"}
+    sizes: Run = {"minutes": 4.0, "after": 4, "blocks": 12, "steps": 200, "device": "cpu"}
     bench.main("watch", measure, small, ["hangs"], in_tables=True, **parts, **sizes)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -11,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.scripts import fork_ranks
 
 import anyrank
 from anyrank.testing import run_ranks
@@ -73,8 +78,30 @@ def test_a_call_that_differs_is_told_with_both_lines() -> None:
     first, *_ = text.splitlines()
     assert first.startswith(f"anyrank: rank {ODD} called ")
     assert f"#{NUMBER} of" in first
-    assert re.search(rf"{Path(__file__).name}:\d+ other_dtype; ranks 0, 1 called all_r", first)
+    assert re.search(rf"{Path(__file__).name}:\d+ other_dtype, under .*; ranks 0, 1 called", first)
     assert f"group {group}" in first
+
+
+def main_that_ends(folder: str) -> None:
+    """Calls until the watch ends the job, which goes on by itself."""
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    mismatch.SHARE = 0
+    with contextlib.closing(anyrank.watch("1h", exit=True, report="out")):  # as Python's end does
+        for number in range(1, 10_000):
+            (other_dtype if number == NUMBER and dist.get_rank() == ODD else same)(None)
+            time.sleep(0.005)
+
+
+def test_with_exit_a_call_that_differs_ends_the_job(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert fork_ranks(3, str(log), main_that_ends, str(tmp_path)) == [124] * 3, log.read_text()
+    (screen,) = [line for line in log.read_text().splitlines() if line.startswith("anyrank: ")]
+    report = json.loads((tmp_path / "out").read_text())
+    assert (report["culprits"], report["kind"], report["waiting"]) == ([ODD], "mismatch", [0, 1])
+    lines, first = inspect.getsourcelines(other_dtype)
+    assert (report["file"], report["line"]) == (__file__, first + len(lines) - 1)
+    assert f"#{NUMBER} of" in screen
 
 
 def test_calls_that_are_alike_are_not_told() -> None:

@@ -47,7 +47,7 @@ BUDGETS = {
     "steps": 2190,
     "tensors": 1860,
     "testing": 1373,
-    "watching": 3470,
+    "watching": 3510,
     "world": 1660,
     "": 700,
 }

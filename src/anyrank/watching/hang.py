@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from anyrank.steps.step_listeners import on_step
 from anyrank.watching.looks import Eyes, Look, look_from_outside
 from anyrank.watching.mismatch import CallDigests, calls_of_block
 from anyrank.watching.options import EXIT_CODE, VERDICT, read_options
+from anyrank.watching.ras import look_by_nccl
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.system import descendants
 from anyrank.watching.verdict import Verdict, conclude, conclude_mismatch
@@ -165,7 +165,8 @@ class Watching:
         self._stopped, self._woken = threading.Event(), threading.Event()
         self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
         self._digests = CallDigests(self._store, self._rank, self._size)
-        self._eyes = Eyes(self._rank, self._stopped)
+        self._tick_sec = min(TICK_SEC, after_sec / 4)
+        self._eyes = Eyes(self._rank, self._stopped, round(after_sec / self._tick_sec))
         self._process = self._eyes.describe()
         self._verdict_file = os.memfd_create(
             VERDICT
@@ -176,7 +177,6 @@ class Watching:
         self._next_look = 0.0
         self._steps_at_verdict = -1  # of all ranks: one verdict for each hang
         self._has_warned = False
-        self._tick_sec = min(TICK_SEC, after_sec / 4)
         Watching._count_steps()
         RUNNING.append(self)
         atexit.register(self.close)  # a daemon thread that is in C++ then would abort the process
@@ -235,7 +235,7 @@ class Watching:
         return not self._stopped.is_set()
 
     def _tick(self) -> None:
-        self._eyes.workers.tick()
+        self._eyes.tick()
         self._beat()
         if order := self._store.get("order"):
             self._follow(order)
@@ -264,12 +264,13 @@ class Watching:
         if what == "exit":
             self._exit()
         self._beat()  # the look takes time, and on a busy machine much
+        self._store.set(f"look/{number}/{self._rank}", self._see(what).to_json())
+
+    def _see(self, what: str) -> Look:
+        """Look at this process, or at its calls of the block that an order names."""
         if what == "look":
-            look = self._eyes.look()
-        else:
-            group, block = json.loads(what)
-            look = Look(self._rank, calls=calls_of_block(group, block))
-        self._store.set(f"look/{number}/{self._rank}", look.to_json())
+            return self._eyes.look()
+        return Look(self._rank, calls=calls_of_block(*json.loads(what)))
 
     # -- the others' signs of life ----------------------------------------------------------------
 
@@ -319,11 +320,8 @@ class Watching:
     def _conclude(self) -> None:
         """Have all ranks look, conclude, and say it. The first rank alone."""
         beats, steps, idle_sec = self._beats, self._all_steps(), self._all_idle_sec()
-        number = self._last_order = self._order("look")
-        looks = {self._rank: self._eyes.look()}
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        looks |= self._gather(f"look/{number}", others)
-        looks |= {rank: self._look_at(rank) for rank in others if rank not in looks}
+        looks = self._gather("look")
+        looks |= {rank: self._look_at(rank) for rank in range(self._size) if rank not in looks}
         self._listen()
         self._next_look = time.monotonic() + AGAIN_SEC
         silent = [rank for rank, look in looks.items() if look.state == "gil"]
@@ -341,10 +339,8 @@ class Watching:
 
     def _tell_mismatch(self, differing: tuple[str, int]) -> None:
         """Have all ranks show their calls of a block that differs, and say it. The first rank."""
-        number = self._last_order = self._order(json.dumps(differing))
         self._listen()
-        looks = {self._rank: Look(self._rank, calls=calls_of_block(*differing))}
-        looks |= self._gather(f"look/{number}", range(1, self._size))
+        looks = self._gather(json.dumps(differing))
         verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
         if verdict is None:  # the recorder had lost it meanwhile
             log.warning(
@@ -362,18 +358,18 @@ class Watching:
         self._store.set("order", f"{number} {what}")
         return number
 
-    def _gather(self, key: str, ranks: Sequence[int]) -> dict[int, Look]:
-        """What ranks have seen; those that do not answer in time are missing."""
-        looks: dict[int, Look] = {}
-        for rank in ranks:
-            text = self._beats[rank].text
-            if text in ("", LEFT):
-                looks[rank] = Look(rank, "left" if text else "absent")
+    def _gather(self, what: str) -> dict[int, Look]:
+        """What ranks see, this one included; those that do not answer in time are missing."""
+        number = self._last_order = self._order(what)
+        looks = {self._rank: self._see(what)}
+        for rank, beat in enumerate(self._beats):
+            if rank != self._rank and beat.text in ("", LEFT):
+                looks[rank] = Look(rank, "left" if beat.text else "absent")
         end = time.monotonic() + ANSWER_SEC
-        pending = {*ranks} - looks.keys()
+        pending = {*range(self._size)} - looks.keys()
         while pending:
             for rank in pending:
-                if text := self._store.get(f"{key}/{rank}"):
+                if text := self._store.get(f"look/{number}/{rank}"):
                     looks[rank] = Look.from_json(text)
             pending -= looks.keys()
             is_vain = all(self._beats[rank].is_silent for rank in pending)
@@ -385,7 +381,7 @@ class Watching:
         """Look at a rank that does not answer: through the system, if it is on this machine."""
         process = json.loads(self._store.get(f"process/{rank}"))
         if any(self._process[key] != process[key] for key in ("boot", "pid_namespace")):
-            return Look(rank, "lost")
+            return look_by_nccl(rank, self._size)
         return look_from_outside(rank, process)
 
     def _say(self, verdict: Verdict) -> None:

@@ -43,12 +43,13 @@ from anyrank.world.device import boot_id
 LOOKS = 20
 PAUSE_SEC = 0.1
 BUSY = 0.2  # of a core; a thread that polls takes less
-STANDS = 0.8  # of the looks at the same place, by a thread that takes little time
+STANDS = 0.8  # of the looks at the same place, by a thread that takes little time; of the limit too
 MOVED_BYTES = 1 << 20  # of files
 MOST_CHARACTERS = 6000  # of a rank's stacks in a report
 WORKER_LOOP = "_worker_loop"  # of torch; what is outside of it are the parent's lines
 MOST_WORKERS = 8  # of a rank's DataLoaders, that are looked at
 SIGNAL_SEC = 1.5  # for a stack that a signal asks for
+Functions = tuple[tuple[str, str, int], ...]
 
 
 @dataclass
@@ -116,10 +117,12 @@ class Eyes:
     Args:
         rank: this process's.
         stopped: set when there is no time left.
+        ticks: in the time without a step that makes a hang.
     """
 
-    def __init__(self, rank: int, stopped: threading.Event) -> None:
+    def __init__(self, rank: int, stopped: threading.Event, ticks: int) -> None:
         self.rank, self.stopped = rank, stopped
+        self.stood_in = collections.deque[Functions](maxlen=ticks)  # the main thread, at each tick
         self.file = os.memfd_create("anyrank-stacks")
         self.signal = _free_signal()
         if self.signal:
@@ -143,6 +146,11 @@ class Eyes:
         process = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
         return process | {"file": self.file, "signal": self.signal, "main": self.main}
 
+    def tick(self) -> None:
+        """Note where the main thread is, and which workers there are."""
+        self.workers.tick()
+        self.stood_in.append(_functions(read_faulthandler(self._dump()).get(self.main, ())))
+
     def look(self) -> Look:
         """Look for two seconds at this process."""
         stacks: list[Stack] = []
@@ -165,6 +173,8 @@ class Eyes:
         # Without a call under way, a wait that takes a core is for the rank's own device.
         computes = is_busy and waiting_in == "wait" and not is_waiting and not switched_off()
         at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
+        # A pause that follows on work is as long as the limit before it counts.
+        at_work |= self.stood_in.count(_functions(stack)) < STANDS * len(self.stood_in)
         kills = oom_kills() - self.killed_before
         return Look(
             self.rank,
@@ -264,7 +274,7 @@ def works(stacks: list[Stack], is_busy: bool, is_waiting: bool = False) -> bool:
     return is_busy or positions.most_common(1)[0][1] < STANDS * len(stacks)
 
 
-def _functions(stack: Stack) -> tuple[Any, ...]:
+def _functions(stack: Stack) -> Functions:
     """A stack without the line of its innermost frame, at which a loop turns."""
     return tuple(
         (frame.file, frame.function, number and frame.line) for number, frame in enumerate(stack)

@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -27,14 +28,12 @@ PASSED = 8  # the newest calls of each group that have ended
 FRAMES = 6  # of a call's own lines
 SAFE_NCCL = (2, 14)  # before, a dump of NCCL's recorder may crash a job that runs
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-VAGUE = (
-    "backward",
-    "wait",
-    "torch.distributed",
-    "",
-)  # of a stack's collective: the record has its name
+VAGUE = ("backward", "wait", "torch.distributed", "")  # by a stack; the record has its name
 UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls for which ranks may have other sizes
 AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
+MESSAGES = "messages "  # how those begin that stand for one direction between two ranks
+MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+COALESCED = "coalesced"  # an entry that ends with all calls of its number, which never do
 
 
 @dataclass
@@ -47,6 +46,7 @@ class Call:
         name: "all_gather", or what an agreement is for; none where it is not known any more.
         shown: the public function that was called, as all_gather_object.
         time_ns: when, by the rank's clock.
+        is_new: whether the rank has never come to it before from the calls between.
         sizes, dtypes: of its tensors; none where ranks may have others.
         is_done: whether it has ended on this rank.
         stack: the user's own lines at the call.
@@ -65,6 +65,7 @@ class Call:
     members: list[int] = field(default_factory=list)
     shown: str = ""
     time_ns: int = 0
+    is_new: bool = False
 
     def __post_init__(self) -> None:
         self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, where it was JSON
@@ -83,13 +84,15 @@ class Call:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the flight recorder has it."""
-        return bool(self.group) and not self.group.startswith(AGREEMENTS)
+        """Whether it is a collective of which the flight recorder has the number."""
+        return bool(self.group) and not self.group.startswith((AGREEMENTS, MESSAGES))
 
     def describe(self, with_sizes: bool = False) -> str:
         """As text: "all_gather #412 of group mesh_tp 3"."""
         if self.group.startswith(AGREEMENTS):
             return f'anyrank\'s agreement "{self.name}"'
+        if self.group.startswith(MESSAGES):
+            return self.name
         number = f" #{self.number}" if self.group else ""
         tensors = ", ".join([*map(str, self.sizes), *sorted({*self.dtypes})])
         group = "" if self.group in ("", "0") else f" of group {self.group}"
@@ -136,42 +139,82 @@ def read_calls(with_stacks: bool) -> list[Call]:
 
 
 def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
-    """All calls but messages, whose number both ends do not share, and those of our own groups,
-    which have no name there: `own_calls` has them.
+    """All calls but those of our own groups, which have no name there (`own_calls` has them), and
+    messages that have arrived, whose number both ends do not share.
     """
     groups: dict[str, list[Call]] = {}
+    ends = {_launch(entry): entry for entry in entries if _name(entry) == COALESCED}
     for entry in entries:
-        if entry["process_group"][0] and not entry.get("is_p2p"):
-            call = _read(entry)
-            calls = groups.setdefault(call.group, [])
-            if calls and call.number < calls[-1].number:  # a new group has the name of a former one
-                calls.clear()
-            calls.append(call)
+        if not entry["process_group"][0] or _name(entry) == COALESCED:
+            continue
+        call = _read(entry, ends.get(_launch(entry), entry))
+        if entry.get("is_p2p"):
+            call = None if call.is_done else _message(call, entry)
+        if call is None:
+            continue
+        calls = groups.setdefault(call.group, [])
+        if calls and call.number < calls[-1].number:  # a new group has the name of a former one
+            calls.clear()
+        calls.append(call)
     return sorted(itertools.chain(*groups.values()), key=lambda call: call.time_ns)
+
+
+def _launch(entry: dict[str, Any]) -> tuple[object, ...]:
+    """The same for all calls that NCCL launches together."""
+    number = "p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"
+    return *entry["process_group"], number, entry.get(number)
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """What an entry is of, without its backend: "all_gather", "send 0->1"."""
+    return str(entry["profiling_name"]).rpartition(":")[2].strip("_")
 
 
 def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     """The calls of a recorder's entries that are under way, and of each group the newest others."""
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
+    keys = [(call.group, call.name, call.stack) for call in calls]
+    for call in active:
+        call.is_new = _is_new(keys[: calls.index(call) + 1])
     groups = dict.fromkeys(call.group for call in calls)
     ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
     members = {group: _members(group.rpartition(" ")[2]) for group in groups}
     kept = [*(call for of_group in ended for call in of_group[-PASSED:]), *active]
     for call in kept:
-        call.members = members[call.group]
+        call.members = call.members or members[call.group]
     return kept
 
 
-def _read(entry: dict[str, Any]) -> Call:
-    """A call from a recorder's entry."""
-    backend, _, name = str(entry["profiling_name"]).rpartition(":")
-    name = name.strip("_").split(" ")[0]
+def _is_new(keys: Sequence[object]) -> bool:
+    """Whether the last of these has not followed on itself by the same ones before."""
+    places = [number for number, key in enumerate(keys) if key == keys[-1]]
+    *before, last = [None, *(keys[a + 1 : b] for a, b in itertools.pairwise(places))]
+    return last not in before
+
+
+def _message(call: Call, entry: dict[str, Any]) -> Call | None:
+    """A `send` or `recv` under way; its two ends have one group, and nobody else."""
+    match = MESSAGE.match(_name(entry))
+    if match is None:
+        return None
+    ends = (match[2], match[3]) if match[1] == "send" else (match[3], match[2])
+    ranks = _members(call.group.rpartition(" ")[2])
+    call.members = [ranks[int(end)] if ranks else int(end) for end in ends]
+    call.name = call.shown = match[0]
+    call.group, call.number = f"{MESSAGES}{'->'.join(ends)} {call.group}", 0
+    return call
+
+
+def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
+    """A call from a recorder's entry, and from the one that says whether it has ended."""
+    backend = str(entry["profiling_name"]).rpartition(":")[0]
+    name = _name(entry).split(" ")[0]
     group, description = map(str, entry["process_group"])
     if description not in ("", "undefined", "default_pg", "default"):
         group = f"{description} {group}"
     # A call of NCCL is retired at its time-out too; gloo's recorder knows no other end.
-    is_done = entry["state"] == "completed" or (bool(entry["retired"]) and backend != "nccl")
+    is_done = end["state"] == "completed" or (bool(end["retired"]) and backend != "nccl")
     side = (
         "output" if (name.startswith("all") and "gather" in name) or name == "scatter" else "input"
     )

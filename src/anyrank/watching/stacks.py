@@ -30,7 +30,6 @@ AGREEING = re.compile(r"anyrank/world/")
 AGREEMENT = "an agreement of anyrank"
 END = "destroy_process_group"
 # In the test of an `if` that asks for the rank; lora_rank is none.
-RANK_CALLS = re.compile(r"get_rank\(|environ\W.*rank|process_index|is_main_process")
 RANK = re.compile(
     r"\b(?!lora|low)(\w+_)?rank\b|(rank|global|process)_zero"
     r"|(main|master)_process|\bis_(main|master)\b|process_index"
@@ -141,7 +140,7 @@ class Branch(NamedTuple):
         line: of the `if`.
         test: as text.
         is_else: whether the line is in its `else`.
-        asks_for_rank: whether the test does, by a usual name or by one that the script gives it.
+        asks_for_rank: whether the test does, by a usual name.
     """
 
     line: int
@@ -160,29 +159,27 @@ def branches_around(frame: Frame) -> list[Branch]:
             parent.lineno,
             ast.unparse(parent.test),
             child in parent.orelse,
-            _asks_for_rank(parent.test, frame.file),
+            bool(RANK.search(ast.unparse(parent.test).lower())),
         )
         for parent, child in itertools.pairwise(_nodes_around(frame))
         if isinstance(parent, ast.If)
     ]
 
 
-def _asks_for_rank(test: ast.expr, file: str) -> bool:
-    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-    return bool(RANK.search(ast.unparse(test).lower()) or names & _rank_names(file))
-
-
-@functools.lru_cache(64)
-def _rank_names(file: str) -> set[str]:
-    """Names to which a source assigns the rank: `R = dist.get_rank()`."""
-    tree = _tree(file)
-    return {
-        target.id
-        for node in (ast.walk(tree) if tree else ())
-        if isinstance(node, ast.Assign) and RANK_CALLS.search(ast.unparse(node.value).lower())
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def branches_apart(stack: Stack, other: Stack) -> list[Branch]:
+    """Each `if` that one call is within, and another is not, where their ways part; further in,
+    those that ask for the rank.
+    """
+    branches: list[Branch] = []
+    have_parted = False
+    others = itertools.chain(other[::-1], itertools.repeat(None))
+    for frame, beside in zip(stack[::-1], others, strict=False):
+        is_beside = not have_parted and beside and beside[::2] == frame[::2]  # in one function
+        shared = branches_around(beside) if beside and is_beside else []
+        around = [branch for branch in branches_around(frame) if branch not in shared]
+        branches += around if is_beside else [branch for branch in around if branch.asks_for_rank]
+        have_parted = frame != beside
+    return branches
 
 
 def _nodes_around(frame: Frame) -> list[ast.AST]:

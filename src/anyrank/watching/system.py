@@ -23,11 +23,8 @@ def state_of(pid: int) -> str:
 
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, which would end it else."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            masks = [line.split()[1] for line in file if line.startswith("SigCgt")]
-    except OSError:
-        return False
+    lines = _text(f"/proc/{pid}/status").splitlines()
+    masks = (line.split()[1] for line in lines if line.startswith("SigCgt"))
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
@@ -36,9 +33,8 @@ def memory_file(pid: int, name: str) -> str:
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for number in os.listdir(folder):
-            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
-                with open(f"{folder}/{number}", encoding="utf-8", errors="replace") as file:
-                    return file.read()
+            if _link(f"{folder}/{number}").startswith(f"/memfd:{name} "):
+                return _text(f"{folder}/{number}")
     return ""
 
 
@@ -75,7 +71,9 @@ class Workers:
         """
         if time.monotonic() >= self.next_scan:
             start = time.thread_time()
-            self.known |= {pid for pid in children(os.getpid()) if _name(pid) == WORKER}
+            self.known |= {
+                pid for pid in children(os.getpid()) if _text(f"/proc/{pid}/comm").strip() == WORKER
+            }
             self.next_scan = time.monotonic() + SCAN_SHARE * (time.thread_time() - start)
         for pid in list(self.known - self.dead.keys()):
             fields = _stat_fields(pid)
@@ -94,12 +92,11 @@ class Workers:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and that are its own still."""
-    pids: list[int] = []
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                pids += map(int, file.read().split())
-    return pids
+        tasks = os.listdir(f"/proc/{pid}/task")
+        texts = (_text(f"/proc/{pid}/task/{task}/children") for task in tasks)
+        return [int(child) for text in texts for child in text.split()]
+    return []
 
 
 def descendants(pid: int) -> list[int]:
@@ -109,13 +106,9 @@ def descendants(pid: int) -> list[int]:
 
 def variable_of(pid: int, name: str) -> str:
     """An environment variable that a process was started with; "" without it."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return ""
-    start = f"{name}=".encode()
-    return next((text[len(start) :].decode() for text in variables if text.startswith(start)), "")
+    variables = _text(f"/proc/{pid}/environ").split("\0")
+    values = (text.partition("=")[2] for text in variables if text.startswith(f"{name}="))
+    return next(values, "")
 
 
 def parent_of(pid: int) -> int:
@@ -126,62 +119,55 @@ def parent_of(pid: int) -> int:
 
 def program_of(pid: int) -> str:
     """The name of the program that a process runs."""
-    try:
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:
-        return ""
+    return os.path.basename(_link(f"/proc/{pid}/exe"))
 
 
 def seconds_wanted(thread: int, pid: int | None = None) -> float:
     """Seconds that a thread ran, or waited for a core; of this process, or of another."""
-    try:
-        with open(f"/proc/{pid or 'self'}/task/{thread}/schedstat", encoding="ascii") as file:
-            ran, waited, _ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0.0
-    return (ran + waited) / 1e9
+    ran_and_waited = _text(f"/proc/{pid or 'self'}/task/{thread}/schedstat").split()[:2]
+    return sum(map(int, ran_and_waited)) / 1e9
 
 
 def bytes_moved() -> int:
     """Bytes that this process has read from and written to files."""
-    try:
-        with open("/proc/self/io", encoding="ascii") as file:
-            lines = dict(line.split(": ") for line in file.read().splitlines())
-        return int(lines["rchar"]) + int(lines["wchar"])
-    except (OSError, ValueError, KeyError):
-        return 0
+    counts = _table("/proc/self/io")
+    return int(counts.get("rchar:", 0)) + int(counts.get("wchar:", 0))
 
 
 def oom_kills() -> int:
     """Processes that were killed for memory in this process's cgroup, by cgroup v2's count."""
-    with contextlib.suppress(OSError, ValueError, LookupError):
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            path = file.read().rpartition("0::")[2].strip()
-        with open(f"/sys/fs/cgroup{path}/memory.events", encoding="ascii") as file:
-            return int(dict(line.split() for line in file)["oom_kill"])
-    return 0
+    path = _text("/proc/self/cgroup").rpartition("0::")[2].strip()
+    return int(_table(f"/sys/fs/cgroup{path}/memory.events").get("oom_kill", 0))
 
 
 def pid_namespace() -> str:
     """The namespace of this process's ids; "" where the system has none."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _name(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return _link("/proc/self/ns/pid")
 
 
 def _stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may have brackets
+
+
+def _table(path: str) -> dict[str, str]:
+    """A file of names and numbers."""
+    rows = (line.split() for line in _text(path).splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def _text(path: str) -> str:
+    """A file's; "" where there is none, or no right to it."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()  # the name may have brackets of its own
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
     except OSError:
-        return []
+        return ""
+
+
+def _link(path: str) -> str:
+    """Where a link leads; "" where there is none, or no right to it."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

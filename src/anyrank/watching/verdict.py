@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from anyrank.watching.looks import Look
-from anyrank.watching.recorder import AGREEMENTS, Call
+from anyrank.watching.recorder import Call
 from anyrank.watching.stacks import (
-    Branch,
     Frame,
     Stack,
+    branches_apart,
     branches_around,
     collective_of,
     ends,
@@ -25,23 +25,22 @@ from anyrank.watching.stacks import (
     own_frames,
     waits_for_store,
 )
-from anyrank.wording import printable
+from anyrank.wording import first_few, printable
 from anyrank.world.group import name_ranks
 
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
-# What a rank does, after its name: where it does not answer, by its state, else by the kind.
-STATES = {
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+# What a rank does that is in no call, after its name: by its state, else by the kind.
+DOES = {
     "killed": "has ended",
     "lost": "does not answer, on another machine: see `anyrank stacks` there",
     "stopped": "is stopped (SIGSTOP, a debugger, or a batch system)",
-    "gil": "holds the GIL in C, so that no other thread of it runs",
+    "gil": "holds the GIL in C",
     "absent": "has never called anyrank.watch",
     "left": "has ended its group",
-}
-KINDS = {
-    "worker": "has lost a worker of its DataLoader, and does not go on",
-    "ending": "is at the end of its script, and does not end",
+    "worker": "has lost a worker of its DataLoader, and stands",
+    "ending": "is at the end of its script",
     "store": "waits for a key of the store",
     "loader": "is in its loader",
 }
@@ -50,12 +49,11 @@ ADVICE = {
     "skipped": "every rank has to call it as often as the others",
     "order": "every rank has to call the groups in the same order",
     "mismatch": "every rank has to make the same calls, with as many elements of the same dtype",
-    "branch": "every rank has to call it",
     "loader": "the others wait for its data",
     "worker": "start it with fewer workers, or look for what killed it (memory, /dev/shm)",
     "stopped": "kill -CONT goes on",
     "killed": "its processes may still hold its sockets",
-    "gil": "the call has to release the GIL, or to return",
+    "gil": "no other thread of it runs: the call has to release the GIL, or to return",
     "store": "no rank sets the key, or the process with the store has ended",
     "slow": "the others wait for it",
     "ending": "it has finished, and the others have not",
@@ -114,8 +112,7 @@ def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
     if any(look.at_work for look in scene.answering):
         return None
     if dispute := scene.disputed_calls():
-        culprits, others = _vote(dispute)
-        return scene.verdict(culprits, _kind(dispute, culprits, others, "mismatch"), dispute)
+        return scene.verdict(_odd_ranks(dispute), "mismatch", dispute)
     return scene.judge_free() or scene.judge_waiting()
 
 
@@ -129,7 +126,7 @@ def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
     for key in sorted({call.key for look in looks for call in look.calls}):
         calls = {rank: call for rank, call in scene.calls_of(key).items() if call.name}
         if len({call.signature for call in calls.values()}) > 1:
-            return scene.verdict(_vote(calls)[0], "mismatch", calls, hangs=False)
+            return scene.verdict(_odd_ranks(calls), "mismatch", calls, hangs=False)
     return None
 
 
@@ -150,9 +147,10 @@ class _Scene:
         self.blamed = set[int]().union(*self.waits_for.values())
 
     def _behind(self, call: Call) -> set[int]:
-        """Ranks that have never made a call; by stacks alone, those that are in none."""
+        """Ranks that have never made a call; by stacks alone, those that are not in it."""
         if not call.group:
-            return {look.rank for look in self.answering if look.rank not in self.pending}
+            within = {rank for rank, other in self.pending.items() if not other.group}
+            return {look.rank for look in self.answering} - within
         members = call.members or self.by_rank
         return {
             look.rank
@@ -165,7 +163,7 @@ class _Scene:
         those that ranks wait in.
         """
         positions = collections.Counter(
-            call.key for call in self.pending.values() if not call.group.startswith(AGREEMENTS)
+            call.key for call in self.pending.values() if call.is_counted
         )
         for key in dict(positions.most_common()):
             calls = self.calls_of(key)
@@ -179,14 +177,11 @@ class _Scene:
 
     def calls_of(self, key: tuple[str, int]) -> dict[int, Call]:
         """The call of one number of one group, of each rank that has made it."""
-        group, number = key
-        if not group:  # stacks alone
-            return {rank: call for rank, call in self.pending.items() if not call.group}
         calls: dict[int, Call] = {}
         for look in self.answering:
             call = next((call for call in look.calls if call.key == key), None)
-            if call is None and _newest(look, group) > number:
-                call = Call(group, number, "", is_done=True)  # it is not kept any more
+            if call is None and _newest(look, key[0]) > key[1]:
+                call = Call(*key, "", is_done=True)  # it is not kept any more
             if call is not None:
                 calls[look.rank] = call
         return calls
@@ -201,8 +196,16 @@ class _Scene:
         if not self.pending:  # those at their end hold up nobody
             free = [look for look in free if not _is_ending(look)]
         free = [look for look in free if not waits_for_store(look.stack)] or free
-        ranks = [look.rank for look in free]
-        return self.verdict(ranks, _kind_of_free(free[0])) if free else None
+        if not free:
+            return None
+        first, kind = free[0], "slow"
+        if _is_ending(first):
+            kind = "ending"
+        elif waits_for_store(first.stack):
+            kind = "store"
+        elif fetches(first.stack):
+            kind = "loader"
+        return self.verdict([look.rank for look in free], kind)
 
     def judge_waiting(self) -> Verdict | None:
         """Where all wait: ranks that others wait for and that wait for nobody, those that do not
@@ -211,19 +214,18 @@ class _Scene:
         if not self.pending:
             return None
         last = [rank for rank in self.pending if rank in self.blamed and not self.waits_for[rank]]
-        rest = [rank for rank in self.pending if rank not in last]
-        if last and rest:
-            return self.verdict(last, _kind(self.pending, last, rest, "skipped"), self.pending)
+        if last and len(last) < len(self.pending):
+            return self.verdict(last, "skipped")
         if missing := [look for look in self.looks if look.state in ("absent", "left")]:
             kind = "ending" if missing[0].state == "left" else "skipped"
             return self.verdict([look.rank for look in missing], kind)
         ring = {rank: call for rank, call in self.pending.items() if rank in self.blamed}
         ring = ring or self.pending
-        kind = "order" if len({call.key for call in ring.values()}) > 1 else "mismatch"
-        if kind == "mismatch" and any(call.on_device for call in ring.values()):
+        is_alike = len({call.key for call in ring.values()}) == 1
+        if is_alike and any(call.on_device for call in ring.values()):
             return None  # all have called, and a device may be busy with what came before
-        culprits, others = _vote(ring)
-        return self.verdict(culprits, _kind(ring, culprits, others, kind), ring)
+        is_order = not is_alike and all(call.is_counted for call in ring.values())
+        return self.verdict(_odd_ranks(ring), "order" if is_order else "mismatch", ring)
 
     def verdict(
         self,
@@ -246,8 +248,6 @@ class _Scene:
         waiting = [rank for rank in rest if rank in waits] or rest
         line = self.line(culprits[0], calls) if culprits else None
         shown = [calls[rank] for rank in (*culprits[:1], *waiting) if rank in calls]
-        words = _Words(self, calls, waiting)
-        sentences = words.sentences(culprits, kind) if hangs else words.mismatch(culprits)
         stacks = [f"rank {look.rank}, {look.state}\n{look.text}" for look in self.looks]
         return Verdict(
             [*culprits],
@@ -256,7 +256,7 @@ class _Scene:
             waiting,
             shown[0].describe() if shown else None,
             "\n".join(stacks),
-            "\n".join([*sentences, *_screen_of_stacks(self.looks, calls)]),
+            _Screen(self, calls, culprits, waiting, kind).text(hangs),
         )
 
     def line(self, rank: int, calls: Calls) -> Frame | None:
@@ -285,27 +285,11 @@ def _is_ending(look: Look) -> bool:
     return look.has_finished or ends(look.stack)
 
 
-def _kind_of_free(look: Look) -> str:
-    """Why a rank that is in no collective does not come to one."""
-    if _is_ending(look):
-        return "ending"
-    if waits_for_store(look.stack):
-        return "store"
-    return "loader" if fetches(look.stack) else "slow"
+def _odd_ranks(calls: Calls) -> list[int]:
+    """The ranks outside the largest group that has made one call.
 
-
-def _kind(calls: Calls, culprits: Sequence[int], others: Sequence[int], kind: str) -> str:
-    """The kind, where no `if` leads to the culprits' call alone."""
-    if not culprits or not others:
-        return kind
-    return "branch" if _branches_apart(calls[culprits[0]], calls[others[0]]) else kind
-
-
-def _vote(calls: Calls) -> tuple[list[int], list[int]]:
-    """The ranks whose calls are not those of the most, and the others.
-
-    Where no group is larger it is those whose way there hangs on their rank, and nobody where that
-    tells nothing.
+    Where several are as large it is those that have come there as never before, or by an `if` that
+    asks for the rank, and nobody where that does not leave one group.
     """
     groups: dict[object, list[int]] = collections.defaultdict(list)
     signatures = {(call.key, call.signature) for call in calls.values()}
@@ -314,11 +298,14 @@ def _vote(calls: Calls) -> tuple[list[int], list[int]]:
         groups[call.key, signature].append(rank)
     most = max(map(len, groups.values()))
     largest = [group for group in groups.values() if len(group) == most]
-    if len(largest) > 1:
-        largest = [group for group in largest if not _is_led_by_rank(calls[group[0]])]
+    for is_odd in (lambda call: call.is_new, _is_led_by_rank):
+        left = [group for group in largest if not is_odd(calls[group[0]])]
+        largest = left if len(left) == 1 else largest
+    if len(signatures) == 1 and any(call.name in ROOTED for call in calls.values()):
+        return []  # one that only sends has gone on, whoever is wrong
     if len(largest) != 1 or len(groups) == 1:
-        return [], [*calls]
-    return [rank for rank in calls if rank not in largest[0]], largest[0]
+        return []
+    return [rank for rank in calls if rank not in largest[0]]
 
 
 def _is_led_by_rank(call: Call) -> bool:
@@ -326,159 +313,117 @@ def _is_led_by_rank(call: Call) -> bool:
     return any(branch.asks_for_rank for frame in call.stack for branch in branches_around(frame))
 
 
-def _branches_apart(call: Call, other: Call) -> list[Branch]:
-    """Each `if` that one call is within, and another is not, where their ways part; further in,
-    those that ask for the rank.
-    """
-    parting: tuple[Frame, Frame] | None = None
-    frames = call.stack[::-1]
-    for pair in zip(frames, other.stack[::-1], strict=False):
-        if (pair[0].file, pair[0].function) != (pair[1].file, pair[1].function):
-            break
-        parting = pair
-        if pair[0].line != pair[1].line:
-            break
-    if parting is None:
-        return []
-    shared = branches_around(parting[1])
-    return [
-        *(branch for branch in branches_around(parting[0]) if branch not in shared),
-        *(
-            branch
-            for frame in frames[frames.index(parting[0]) + 1 :]
-            for branch in branches_around(frame)
-            if branch.asks_for_rank
-        ),
-    ]
-
-
 # -- words ----------------------------------------------------------------------------------------
 
 
-class _Words:
-    """What is said of a scene.
+@dataclass(frozen=True)
+class _Screen:
+    """What a person reads: a clause for each group of ranks that do the same, the culprits first.
 
-    Args:
-        scene: it is.
+    Attributes:
+        scene: that it is of.
         calls: that it is about, by rank.
+        culprits: ranks.
         waiting: ranks that wait.
+        kind: a key of ADVICE.
     """
 
-    def __init__(self, scene: _Scene, calls: Calls, waiting: Sequence[int]) -> None:
-        self.scene, self.calls, self.waiting = scene, calls, waiting
-        idle_sec = scene.idle_sec
-        self.since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
+    scene: _Scene
+    calls: Calls
+    culprits: Sequence[int]
+    waiting: Sequence[int]
+    kind: str
 
-    def sentences(self, culprits: Sequence[int], kind: str) -> list[str]:
-        """What is said before the stacks."""
-        if not culprits:
-            return [self._undecided(), f"  {ADVICE[kind]}", *self._notes()]
-        first = culprits[0]
-        look, line = self.scene.by_rank[first], self.scene.line(first, self.calls)
-        if first in self.calls:
-            is_last = first in self.scene.blamed and not self.scene.waits_for[first]
-            orders = "" if is_last else self._orders()
-            head = f"{orders}{self._call(culprits)}; {self._wait(first)}"
-            second = ADVICE[kind]
-        else:
-            verb, _, rest = _what(look, kind).partition(" ")
-            verb = PLURALS[verb] if len(culprits) > 1 else verb
-            head = f"{name_ranks(culprits)} {verb} {rest}"
-            if any(rank in self.calls for rank in self.waiting):
-                head += f"; {self._wait(first)}"
-            else:
-                head += f"; no step {self.since}" if self.waiting else f", {self.since}"
-            who = "it" if len(culprits) == 1 else name_ranks([first])
-            where = f"{who} is at {line}" if line else "no stack can be had of it"
-            second = f"{where}: {ADVICE[kind]}"
-        details = [*look.dead_workers, *look.workers, *filter(None, [look.detail])]
-        shown = [f"  {printable(detail)}" for detail in details]
-        return [f"anyrank: {head}", f"  {second}", *shown, *self._notes()]
+    def text(self, hangs: bool) -> str:
+        """All of it; of a job that hangs, or goes on with other calls."""
+        head = self._hang() if hangs else f"{self._clauses(self.calls)}: what came of it is wrong"
+        looks = [self.scene.by_rank[rank] for rank in self.culprits[:1]]
+        details = [d for look in looks for d in (*look.dead_workers, *look.workers, look.detail)]
+        off = {look.recorder for look in self.scene.answering if look.recorder}
+        notes = [f"torch's flight recorder is off ({name}): only stacks are seen" for name in off]
+        lines = [ADVICE[self.kind], *(printable(detail) for detail in details if detail), *notes]
+        return "\n".join([f"anyrank: {head}", *(f"  {line}" for line in lines), *self._stacks()])
 
-    def mismatch(self, culprits: Sequence[int]) -> list[str]:
-        """What is said of different calls in a job that goes on."""
-        groups = self._alike([*culprits, *(rank for rank in self.calls if rank not in culprits)])
-        clauses = "; ".join(map(self._call, groups))
-        return [f"anyrank: {clauses}: what came of it is wrong", f"  {ADVICE['mismatch']}"]
-
-    def _alike(self, ranks: Sequence[int]) -> list[list[int]]:
-        """The ranks, those with the same call together."""
-        groups: dict[object, list[int]] = collections.defaultdict(list)
-        for rank in ranks:
-            call = self.calls[rank]
-            groups[call.key, call.signature].append(rank)
-        return [*groups.values()]
-
-    def _orders(self) -> str:
-        """That ranks wait in several groups; nothing where one waits for an agreement of ours."""
-        places = [call for call in self.calls.values() if not call.is_done]
-        groups = dict.fromkeys(call.group for call in places)
-        if len(groups) < 2 or not all(call.is_counted for call in places):
-            return ""
-        return f"ranks call groups {' and '.join(groups)} in different orders: "
-
-    def _undecided(self) -> str:
-        """What is said where nothing tells which rank is wrong."""
-        groups = self._alike(self.waiting)
-        if len(groups) > 1:
-            clauses = "; ".join(map(self._call, groups))
+    def _hang(self) -> str:
+        """The sentence of a job that hangs."""
+        idle_sec = self.scene.idle_sec
+        since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
+        waiting = self._alike([rank for rank in self.waiting if rank in self.calls])
+        if self.culprits:
+            head = f"{self._orders()}{self._clauses(self.culprits)}"
+            if not waiting:
+                return f"{head}; no step {since}" if self.waiting else f"{head}, {since}"
+            verb = "waits" if len(waiting[0]) == 1 else "wait"
+            waits = f" and {verb} there" if self.calls[waiting[0][0]].is_counted else ""
+            return f"{head}; {self._clause(waiting[0])}{waits} {since}"
+        if len(waiting) > 1:
             head = self._orders() or "nothing tells which rank is wrong: "
-            return f"anyrank: {head}{clauses}; all wait {self.since}"
+            return f"{head}{self._clauses(self.waiting)}; all wait {since}"
         first = self.waiting[0]
         return (
-            f"anyrank: all ranks wait in {self.calls[first].describe()} {self.since}, at "
-            f"{self.scene.line(first, self.calls)}, and none is missing: look at the network, and "
-            "at ranks that are not in this group"
+            f"all ranks wait in {self.calls[first].describe()} {since}, at "
+            f"{self.scene.line(first, self.calls)}, and none is missing: look at the network, at "
+            "ranks that are not in this group, and at roots and reduce operations, of which there "
+            "is no record"
         )
 
-    def _wait(self, culprit: int) -> str:
-        """What the first of those that wait do, beside a culprit."""
-        waiting = [rank for rank in self.waiting if rank in self.calls]
-        first = self.calls[waiting[0]]
-        alike = self._alike(waiting)[0]
-        verb = "waits" if len(alike) == 1 else "wait"
-        waits = f" and {verb} there" if first.is_counted else ""
-        return f"{self._call(alike, culprit)}{waits} {self.since}"
+    def _orders(self) -> str:
+        """That ranks wait for each other in several groups."""
+        if self.kind != "order":
+            return ""
+        groups = dict.fromkeys(call.group for call in self.calls.values() if not call.is_done)
+        return f"ranks call groups {' and '.join(groups)} in different orders: "
 
-    def _call(self, ranks: Sequence[int], beside: int | None = None) -> str:
-        """The call of ranks that are alike: what, and at which line."""
-        call, line = self.calls[ranks[0]], self.scene.line(ranks[0], self.calls)
-        others = [self.calls[rank] for rank in self.calls if rank not in ranks]
-        alike = [other for other in others if (other.key, other.name) == (call.key, call.name)]
-        with_sizes = any(other.signature != call.signature for other in alike)
-        verb = "called" if call.is_counted else "waits in" if len(ranks) == 1 else "wait in"
-        unlike = next((other for other in others if other not in alike), None)
-        other = unlike if beside is None else self.calls.get(beside)
-        branches = _branches_apart(call, other) if other else []
-        under = f", under {', '.join(map(str, branches))}" if branches else ""
+    def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
+        """The ranks, those that do the same together."""
+        groups: dict[object, list[int]] = collections.defaultdict(list)
+        for rank in ranks:
+            call, line = self.calls.get(rank), self.scene.line(rank, self.calls)
+            groups[(call.key, call.signature) if call else line].append(rank)
+        return [*groups.values()]
+
+    def _clauses(self, ranks: Iterable[int]) -> str:
+        """What ranks do, each group of them for itself; the culprits first."""
+        groups = self._alike(sorted(ranks, key=lambda rank: rank not in self.culprits))
+        return "; ".join(first_few([*map(self._clause, groups)], SHOWN_RANKS))
+
+    def _clause(self, ranks: Sequence[int]) -> str:
+        """What ranks do that do the same, and at which line."""
+        call, line = self.calls.get(ranks[0]), self.scene.line(ranks[0], self.calls)
         where = f" at {line}" if line else ""
+        if call is None:
+            does = self._does(self.scene.by_rank[ranks[0]])
+            verb, _, rest = does.partition(" ")
+            verb = PLURALS[verb] if len(ranks) > 1 else verb
+            return f"{name_ranks(ranks)} {verb} {rest}{where}"
+        others = [self.calls[rank] for rank in self.calls if rank not in ranks]
+        with_sizes = any(
+            (other.key, other.name) == (call.key, call.name) and other.signature != call.signature
+            for other in others
+        )
+        verb = "called" if call.is_counted else "waits in" if len(ranks) == 1 else "wait in"
+        elsewhere = next((other.stack for other in others if other.stack != call.stack), None)
+        branches = branches_apart(call.stack, elsewhere) if elsewhere else []
+        under = f", under {', '.join(map(str, branches))}" if branches else ""
         return f"{name_ranks(ranks)} {verb} {call.describe(with_sizes)}{where}{under}"
 
-    def _notes(self) -> list[str]:
-        """What keeps this from being seen better."""
-        off = {look.recorder for look in self.scene.answering if look.recorder}
-        return [f"  torch's flight recorder is off ({name}): only stacks are seen" for name in off]
+    def _does(self, look: Look) -> str:
+        """What a rank does that is in no call."""
+        known = DOES.get(look.state) or DOES.get(self.kind)
+        return known or ("is at work in one place" if look.is_busy else "is in no collective")
 
-
-def _what(look: Look, kind: str) -> str:
-    """What a culprit does that waits in no call, after its name."""
-    if look.state != "answers":
-        return STATES[look.state]
-    return KINDS.get(kind) or ("is at work in one place" if look.is_busy else "is in no collective")
-
-
-def _screen_of_stacks(looks: Sequence[Look], calls: Calls) -> list[str]:
-    """The user's own lines of each group of ranks, the largest group first."""
-    groups: dict[tuple[str, Stack, Stack], list[int]] = collections.defaultdict(list)
-    for look in looks:
-        call = calls.get(look.rank)
-        shown = call.describe() if call else look.state.replace("answers", "in no collective")
-        groups[shown, call.stack if call else (), own_frames(look.stack)].append(look.rank)
-    lines: list[str] = []
-    for group, ranks in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN_RANKS]:
-        shown, call_lines, main_lines = group
-        lines.append(f"  {name_ranks(ranks)}: {shown}")
-        lines += [f"    {frame}" for frame in (call_lines or main_lines)[:SHOWN_FRAMES]]
-        if call_lines and main_lines and main_lines != call_lines:
-            lines.append(f"    now at {main_lines[0]}")
-    return lines
+    def _stacks(self) -> list[str]:
+        """The user's own lines of each group of ranks, the largest group first."""
+        groups: dict[tuple[str, Stack, Stack], list[int]] = collections.defaultdict(list)
+        for look in self.scene.looks:
+            call = self.calls.get(look.rank)
+            shown = call.describe() if call else look.state.replace("answers", "in no collective")
+            groups[shown, call.stack if call else (), own_frames(look.stack)].append(look.rank)
+        lines: list[str] = []
+        for group, ranks in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN_RANKS]:
+            shown, call_lines, main_lines = group
+            lines.append(f"  {name_ranks(ranks)}: {shown}")
+            lines += [f"    {frame}" for frame in (call_lines or main_lines)[:SHOWN_FRAMES]]
+            if call_lines and main_lines and main_lines != call_lines:
+                lines.append(f"    now at {main_lines[0]}")
+        return lines
