@@ -28,6 +28,8 @@ class Room(NamedTuple):
 
 
 ROOMS = {
+    "background": Room("background", "ranks/test_background_save"),
+    "base": Room("base", "unit/test_box_digest"),
     "cli": Room(
         paths="cli examples",
         smoke="cli/test_inspect",
@@ -44,6 +46,7 @@ ROOMS = {
         smoke="unit/test_docs",
         slow="unit/test_typing",
     ),
+    "elsewhere": Room("elsewhere", "unit/test_which_step"),
     "exact": Room(
         paths="exact exact_runs",
         smoke="unit/test_exact_checks",
@@ -94,6 +97,7 @@ ROOMS = {
     ),
     "readers": Room("readers", "hostile/test_bad_files"),
     "remote": Room("remote", "integrations/test_object_store"),
+    "script": Room("script", "unit/test_script_settings"),
     "sharing": Room("sharing", "unit/test_file_flows"),
     "streams": Room("streams", "unit/test_streams"),
     "sync": Room("sync", "unit/test_sync_local"),
@@ -108,6 +112,7 @@ ROOMS = {
         smoke="unit/test_hang_verdicts",
         slow="cli/test_check cli/test_stacks crash/test_watch ranks/test_slow_rank",
     ),
+    "weighted": Room("weighted", "unit/test_weighted"),
 }
 
 

@@ -34,6 +34,7 @@ AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "dat
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
 AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "verify"}
+AREAS |= {"background", "base", "elsewhere", "script", "weighted"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -65,11 +66,16 @@ MAY_IMPORT = {
     "saving": MODEL | {"random_state", "data", "steps", "state"},
     "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
+    "weighted": CORE | {"data"},
+    "base": MODEL,
+    "script": MODEL | {"random_state", "data", "steps", "state"},
+    "background": MODEL | {"random_state", "data", "steps", "state", "saving"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
     "foreign": MODEL
     | {"filling", "random_state", "data", "steps", "state", "saving", "resume"}
     | {"readers", "verify"},
     "inspection": (CORE - {"world"}) | {"formats", "verify"},
+    "elsewhere": CORE | {"formats", "saving", "resume"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"readers", "saving", "verify"},
     "watching": MODEL | {"random_state", "steps", "state", "pace"},
@@ -80,7 +86,7 @@ MAY_IMPORT = {
 # Modules of the core -> the rooms around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
 DOORS = {
-    "anyrank.steps.loader": ("exact", "streams"),
+    "anyrank.steps.loader": ("exact", "streams", "weighted"),
     "anyrank.steps.loader_position": ("exact",),
     "anyrank.model.share": ("first_values", "frozen"),
     "anyrank.filling.fill": ("first_values",),
@@ -95,10 +101,13 @@ DOORS = {
     "anyrank.formats.tables": ("readers",),
     "anyrank.model.wrappers": ("frozen",),
     "anyrank.state.modules": ("frozen",),
-    "anyrank.resume.resume": ("foreign",),
-    "anyrank.resume.restore": ("first_values",),
+    "anyrank.resume.resume": ("elsewhere", "foreign"),
+    "anyrank.resume.restore": ("first_values", "script"),
     "anyrank.around.inspection.tool_folders": ("foreign",),
+    "anyrank.resume.checkpoints": ("background",),
     "anyrank.resume.listeners": ("pace", "peers"),
+    "anyrank.saving.run_folder": ("foreign",),
+    "anyrank.state.train_state": ("base",),
 }
 
 

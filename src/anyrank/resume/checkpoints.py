@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.errors import CheckpointError
@@ -25,7 +26,6 @@ from anyrank.resume.options import ResumeArguments, SaveOptions
 from anyrank.resume.records import SaveRecords, warn_of_saved
 from anyrank.resume.resume import resume_run
 from anyrank.resume.signals import PendingSignals
-from anyrank.saving.background import BackgroundSave
 from anyrank.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
@@ -40,6 +40,9 @@ from anyrank.tensors.names import Rename
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
+
+if TYPE_CHECKING:
+    from anyrank.around.background.save import BackgroundSave
 
 log = logging.getLogger("anyrank.resume")
 
@@ -121,7 +124,7 @@ class Checkpoints:
         self._writers: Ranks | None = None  # the same, for the thread of background=True
         self._signals = PendingSignals(lambda: f"{self.path}: step {state.step + 1}")
         self._lock = RunLock(self._folder.store, self._folder.absolute_path)
-        self._background = BackgroundSave(self._write) if background else None
+        self._background = _open_background(self._write) if background else None
         self._counter = StepCounter(state)
         self._is_training = False  # on all ranks alike: whether a loop was begun
         self._has_stepped = False
@@ -488,3 +491,10 @@ class Checkpoints:
             self._records.add_alone(record, self._ranks)
         except Exception as error:  # whatever on_commit raises
             log.error("while an exception ends the run: %s", error)
+
+
+def _open_background(write_snapshot: Callable[[Snapshot, Ranks], SaveRecord]) -> BackgroundSave:
+    """The door to `anyrank.around.background`, which runs with background=True alone load."""
+    from anyrank.around.background.save import BackgroundSave
+
+    return BackgroundSave(write_snapshot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,19 +23,20 @@ from anyrank.random_state.saved_streams import (
     derive_all,
     restore,
 )
-from anyrank.resume.hand_set import watch_rates
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable_error
 from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.saving.collect import rank_coords
 from anyrank.state.part_types import Matched
 from anyrank.state.report import Outcome, ResumeReport
-from anyrank.state.settings import Change, notes_on
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.around.script.comparison import Comparison
 
 log = logging.getLogger("anyrank.resume")
 
@@ -64,8 +65,7 @@ class _Restorer:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, Matched] = {}
-        self.changes: list[Change] = []
-        self.script_settings: dict[str, Any] = {}  # for the next saves
+        self.comparison: Comparison | None = None  # of the script's settings, once it is matched
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
@@ -84,16 +84,19 @@ class _Restorer:
             problems += [problem for part in self.matched.values() for problem in part.problems]
             if problems:
                 raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
-            groups = {n: part.groups for n, part in self.matched.items() if part.groups is not None}
-            self.changes, self.script_settings = self.inner.settings.compare(
-                self.source.settings, groups, self.matched
-            )
-            is_script = self.arguments.settings == "script"
-            if is_script and (problems := self.inner.settings.problems(self.changes)):
+            self.comparison = self._compare_settings()
+            if problems := self.comparison.problems():
                 raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
             return any(part.has_meta_buffers for part in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
+
+    def _compare_settings(self) -> Comparison:
+        """The door to `anyrank.around.script`, which a run that begins has no use for."""
+        from anyrank.around.script.comparison import Comparison
+
+        script, used = self.inner.settings, self.arguments.settings
+        return Comparison(script, self.source.settings, self.matched, used)
 
     def _unknown_names(self) -> list[str]:
         """The problem of names in skip= that are no part, if there are any.
@@ -172,19 +175,8 @@ class _Restorer:
         state.lineage = [*source.lineage, entry]
         for part in self.matched.values():
             part.commit()
-        self._settle()
-
-    def _settle(self) -> None:
-        """Use the settings of the saved run, which are in place, or those of the script."""
-        settings = self.inner.settings
-        watch_rates({name: self.inner.parts[name] for name in self.matched})
-        if self.arguments.settings == "saved":
-            settings.kept |= self.script_settings
-            return
-        for name in settings.take(self.source.settings, self.script_settings, self.matched):
-            part = self.matched[name]
-            reasons = [part.outcome.reason, 'settings as the script gives them (settings="script")']
-            part.outcome = Outcome("derived", "; ".join(filter(None, reasons)))
+        if self.comparison is not None:
+            self.comparison.settle()
 
     def _rebuild(self) -> None:
         # Hardly a resume has buffers on meta: a door, see test_house.
@@ -239,14 +231,8 @@ class _Restorer:
     def _warnings(self) -> list[str]:
         """Those of the notes that people have to know."""
         warnings = [text for part in self.matched.values() for text in part.warnings]
-        settings = self.inner.settings
-        is_saved = self.arguments.settings == "saved"
-        return [
-            *self.source.warnings(),
-            *warnings,
-            *(settings.notes_on_new_groups(self.matched) if is_saved else ()),
-            *notes_on(self.changes, self.arguments.settings),
-        ]
+        of_settings = [] if self.comparison is None else self.comparison.warnings()
+        return [*self.source.warnings(), *warnings, *of_settings]
 
     def _stream_outcome(self) -> Outcome:
         """What became of the random streams together."""

@@ -27,7 +27,6 @@ from anyrank.formats.run_folder import (
     list_steps,
     number_of,
 )
-from anyrank.saving.other_tools import find_other_content
 
 log = logging.getLogger("anyrank.saving")
 
@@ -99,12 +98,20 @@ class RunFolder:
         if self.whole_steps():
             return
         with reading(self.path):
-            # In an object store a save that died leaves files under the step's name.
-            own_names = TEMPORARY if self.store.renames else STEP
-            problem = find_other_content(self.store, self.absolute_path, own_names)
+            problem = self._find_other_content()
             problem = problem or self._find_parent_run() or self._find_write_problem()
         if problem is not None:
             raise CheckpointError(f"{self.path}: {problem}")
+
+    def _find_other_content(self) -> str | None:
+        """What is there and is no run's, or None."""
+        if not self.names() and not self.store.is_file(self.absolute_path):
+            return None
+        from anyrank.around.foreign.folders import find_other_content
+
+        # In an object store a save that died leaves files under the step's name.
+        own_names = TEMPORARY if self.store.renames else STEP
+        return find_other_content(self.store, self.absolute_path, own_names)
 
     def _find_parent_run(self) -> str | None:
         """A problem if the folder is, or is within, a step of another run, or None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from anyrank.checks import check_int, check_model, check_names, check_type
 from anyrank.errors import CheckpointError
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.random_state.saved_streams import capture, digests_of
-from anyrank.state.base import Base, base_problems
 from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer
 from anyrank.state.part_types import Matched, Saved, Stored
@@ -28,6 +27,9 @@ from anyrank.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.around.base.base import Base
 
 log = logging.getLogger("anyrank.state")
 
@@ -170,7 +172,7 @@ class RunParts:
                     f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
                 )
         self.first_rank = frozenset(first_rank)
-        self.base = None if base is None else Base(base)
+        self.base = None if base is None else _open_base(base)
         if base is not None and not isinstance(self.parts.get("model"), nn.Module):
             raise ValueError("base= is where a model's frozen parameters come from: give model=")
         self.seed = check_int("seed", seed)
@@ -300,8 +302,12 @@ class RunParts:
                 )
             if isinstance(value, nn.Module):
                 matched[part] = match_module(part, value, targets[part], record, stored)
-                wrong = base_problems(self.base if part == "model" else None, record)
-                matched[part].problems = wrong or matched[part].problems
+                base = self.base if part == "model" else None
+                if base is not None or "base" in record:
+                    from anyrank.around.base.base import base_problems
+
+                    wrong = base_problems(base, record)
+                    matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, stored, names, rank)
         groups = self._groups_of(matched)
@@ -359,6 +365,13 @@ class RunParts:
                     f"the checkpoint: make them in the same order, or leave {name} as it is with "
                     f"skip=[{name!r}]"
                 )
+
+
+def _open_base(source: Any) -> Base:
+    """The door to `anyrank.around.base`, which states with `base=` alone load."""
+    from anyrank.around.base.base import Base
+
+    return Base(source)
 
 
 def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:

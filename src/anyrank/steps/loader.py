@@ -22,7 +22,6 @@ from anyrank.data.order import Order
 from anyrank.data.position import OnBatchChange
 from anyrank.data.receipts import EpochVerdict
 from anyrank.data.schedule import Schedule, Tail
-from anyrank.data.weighted import weighted_order
 from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
 from anyrank.steps.loader_position import LoaderPosition
@@ -132,7 +131,7 @@ class ElasticLoader:
             may_change = None  # the lanes of an epoch are those of its global batch
             position_class = dataset.position_class or LoaderPosition
         elif weights is not None:
-            order = weighted_order(n, seed, weights)
+            order = _weighted(n, seed, weights)
         else:
             order = Order(n, seed, shuffle)
         schedule = Schedule(order, global_batch, microbatch, tail)
@@ -377,6 +376,13 @@ class ElasticLoader:
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
         """The batches of the requests, from the first one asked for: the model decides on those."""
         yield self._workers.watch(lambda: iter(self._fetcher))
+
+
+def _weighted(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> Order:
+    """The door to `anyrank.around.weighted`, which loaders with `weights=` alone load."""
+    from anyrank.around.weighted.order import weighted_order
+
+    return weighted_order(n, seed, weights)
 
 
 def _open_exact() -> ExactRun:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from anyrank.around.base.box_digest import digest_of_box
 from anyrank.checks import check_path, check_type
 from anyrank.errors import CheckpointError
-from anyrank.files.box_digest import digest_of_box
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.world.arguments import compare_arguments

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anyrank import faults
+from anyrank.around.background.staging import Staging
 from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.saving.collect import Snapshot
-from anyrank.saving.rank_file import Item, Staging
+from anyrank.saving.rank_file import Item
 from anyrank.saving.write import SaveRecord
 from anyrank.world.ranks import Ranks
 

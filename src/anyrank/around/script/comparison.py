@@ -1,0 +1,166 @@
+"""What a script gives otherwise than the saved run's script gave: compared at a resume.
+
+With settings="saved" the saved run's settings stay, and the report names what differs; with
+"script" those of the script are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from anyrank.around.script.differences import differences, group_differences
+from anyrank.around.script.hand_set import watch_rates
+from anyrank.around.script.taking import count_of, is_replayed, take
+from anyrank.state.part_types import Matched
+from anyrank.state.plain_values import as_json
+from anyrank.state.report import Outcome
+from anyrank.state.settings import FUNCTIONS, ScriptSettings, Settings, optimizer_of
+from anyrank.state.wrappers import innermost
+
+SHOWN_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that the script gives otherwise than the saved run's script gave.
+
+    Attributes:
+        part: of the state.
+        key: of the setting; within a schedule of schedules with a path, "schedulers.1.T_max".
+        value, saved: both, as text.
+        group: of the optimizer's, by number; None in other parts.
+        groups: that the optimizer has.
+    """
+
+    part: str
+    key: str
+    value: str
+    saved: str
+    group: int | None = None
+    groups: int = 0
+
+
+class Comparison:
+    """The settings of a script, beside those of the saved run's script.
+
+    Args:
+        script: what the script gives.
+        saved: `ScriptSettings.record` of the saved run.
+        matched: the parts that the saved run fills.
+        used: which settings are used.
+    """
+
+    def __init__(
+        self,
+        script: ScriptSettings,
+        saved: Mapping[str, Any],
+        matched: Mapping[str, Matched],
+        used: Settings,
+    ) -> None:
+        self._script, self._saved, self._matched = script, saved, matched
+        self._used: Settings = used
+        self._changes: list[Change] = []
+        self._kept: dict[str, Any] = {}  # of the saved script, in the order of now
+        self._new_groups: dict[str, list[int]] = {}  # of optimizers: those that the saved run lacks
+        for part, initial in script.initial.items():
+            self._compare(part, as_json(initial), saved.get(part) if part in matched else None)
+
+    def _compare(self, part: str, now: Any, before: Any) -> None:
+        """Compare the settings of one part; `before` is None where nothing is known."""
+        if isinstance(now, dict) and isinstance(before, dict):
+            table = cast("dict[str, Any]", before)
+            current = cast("dict[str, Any]", now)
+            self._changes += [Change(part, *row) for row in differences(current, table)]
+            # No checkpoint holds functions, so those of the script are the ones that are used.
+            self._kept[part] = (
+                {**table, FUNCTIONS: current[FUNCTIONS]} if FUNCTIONS in current else table
+            )
+        elif isinstance(now, list) and isinstance(before, list):
+            own_groups, saved_groups = cast("list[Any]", now), cast("list[Any]", before)
+            kept = self._kept[part] = own_groups
+            sources = self._matched[part].groups
+            self._new_groups[part] = [n for n, row in enumerate(sources or ()) if row is None]
+            rows = range(len(own_groups)) if sources is None else sources
+            for number, (group, row) in enumerate(zip(own_groups, rows, strict=False)):
+                if row is None or row >= len(saved_groups):
+                    continue
+                old = kept[number] = saved_groups[row]
+                size = len(own_groups)
+                self._changes += [
+                    Change(part, *values, number, size) for values in group_differences(group, old)
+                ]
+
+    def problems(self) -> list[str]:
+        """What cannot be used: options whose state an optimizer makes in its first step."""
+        return [
+            f"{change.part} {change.key}: {change.value} here, {change.saved} in the saved run, "
+            f"whose state has nothing for it: leave it as it was, or skip=[{change.part!r}]"
+            for change in self._changes
+            if self._used == "script" and self._cannot_take(change)
+        ]
+
+    def _cannot_take(self, change: Change) -> bool:
+        if change.key in ("amsgrad", "centered"):
+            return change.value == "True"
+        is_first_momentum = (change.key, change.saved) == ("momentum", "0")
+        optimizer = innermost(self._script.parts[change.part])
+        return is_first_momentum and isinstance(optimizer, torch.optim.RMSprop)
+
+    def settle(self) -> None:
+        """Use the settings of the saved run, which are in place, or those of the script. After all
+        parts are filled.
+        """
+        script, matched = self._script, self._matched
+        watch_rates({name: script.parts[name] for name in matched})
+        if self._used == "saved":
+            script.kept |= self._kept
+            return
+        for name in take(script, self._saved, self._kept, matched, self._new_groups):
+            part = matched[name]
+            reasons = [part.outcome.reason, 'settings as the script gives them (settings="script")']
+            part.outcome = Outcome("derived", "; ".join(filter(None, reasons)))
+
+    def warnings(self) -> list[str]:
+        """What people have to know of it, in sentences."""
+        new_groups = self._notes_on_new_groups() if self._used == "saved" else []
+        return [*new_groups, *_notes_on(self._changes, self._used)]
+
+    def _notes_on_new_groups(self) -> list[str]:
+        """A sentence for each optimizer whose new groups begin at a schedule's first rate."""
+        parts = self._script.parts
+        schedules = [(p, parts[p]) for p in self._matched if is_replayed(parts.get(p))]
+        return [
+            f"{owner} group {', '.join(map(str, numbers))}: new, so its rate begins as at the "
+            f"first step of {part}, which is at step {count}; "
+            'settings="script" gives it the rate that the schedule has there'
+            for owner, numbers in self._new_groups.items()
+            for part, thing in schedules
+            if numbers and optimizer_of(thing) is innermost(parts[owner])
+            if (count := count_of(thing.state_dict()))
+        ]
+
+
+def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
+    """A sentence for each value that differs; groups that differ alike share one."""
+    used = "the saved one is used" if settings == "saved" else "this script's is used"
+    alike: dict[tuple[str, str, str, str], list[Change]] = {}
+    for change in changes:
+        row = (change.part, change.key, change.value, change.saved)
+        alike.setdefault(row, []).append(change)
+    notes: list[str] = []
+    for (part, key, value, saved), rows in alike.items():
+        is_function = key.startswith(FUNCTIONS)
+        how = "this script's is used, as no checkpoint holds functions" if is_function else used
+        where = f"{part} {key.removeprefix(f'{FUNCTIONS}.')}"
+        if len(rows) < rows[0].groups:  # then they are not all of the optimizer's
+            numbers = ", ".join(str(change.group) for change in rows[:SHOWN_GROUPS])
+            more = ", ..." if len(rows) > SHOWN_GROUPS else ""
+            where += f" of group{'s' if len(rows) > 1 else ''} {numbers}{more}"
+        notes.append(f"{where}: {value} here, {saved} in the saved run; {how}")
+    if any(used in note for note in notes) and settings == "saved":
+        notes.append('settings="script" uses what this script gives')
+    return notes
