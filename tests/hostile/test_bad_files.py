@@ -59,7 +59,7 @@ def entry(start: int, stop: int, shape: list[int], dtype: Any = "F32") -> dict[s
 
 GOOD = {"0.weight": entry(0, 64, [4, 4]), "0.bias": entry(64, 80, [4])}
 
-NOT_ALLOWED = "its header is not what the safetensors format allows"
+NOT_ALLOWED = "its header breaks the safetensors format"
 HEADERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "length beyond the file": (struct.pack("<Q", 10**6) + b"{}", "claims 1000000 bytes"),

@@ -76,7 +76,7 @@ def test_files_of_ranks(tmp_path: Path) -> None:
             for kind, (losses, report, _) in found.items():
                 torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-12, atol=1e-12)
                 assert report.components["optimizer"] == "fresh", kind
-                assert "begin anew" in report.components["optimizer"].reason
+                assert "start at zero" in report.components["optimizer"].reason
                 assert (report.step, report.saved_on.ranks) == (3, WORLD)
                 assert report.components["scheduler"] == "exact"
                 assert report.components["model"] == "resharded"

@@ -37,7 +37,7 @@ def test_overwrite_renames_what_was_there(tmp_path: Path, to: Any, name: str) ->
     report = anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
     old = Path(report.replaced)
     assert old.match("out.replaced-*")
-    assert f"what was there is {old} now" in str(report)
+    assert f"the old result is {old} now" in str(report)
     assert (old / name).read_text() == "work of months"
     assert anyrank.diff(out, {"b": torch.ones(2)})
     assert sorted(os.listdir(tmp_path)) == sorted(["out", old.name])

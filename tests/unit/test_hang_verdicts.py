@@ -682,7 +682,7 @@ def test_of_calls_that_go_on_the_first_that_differs_is_told_with_both_lines() ->
     assert (verdict.culprits, verdict.kind, verdict.line) == ([1], "mismatch", 12)
     assert verdict.screen.splitlines()[0] == (
         "anyrank: rank 1 called reduce_scatter #2 at /u/train.py:12 main; ranks 0, 2 called "
-        "all_reduce #2 at /u/train.py:26 main: what came of it is wrong"
+        "all_reduce #2 at /u/train.py:26 main: the result is wrong"
     )
     assert conclude_mismatch([Look(0, calls=[first]), Look(1, calls=[first, usual])]) is None
 

@@ -347,7 +347,7 @@ def test_a_shard_with_other_rows_is_noticed(sizes: list[int]) -> None:
     if sizes[0] == 9:  # behind the place where it goes on: nothing is read there again
         assert again.take(4, True, False) is not None
         return
-    with pytest.raises(CheckpointError, match="shard 1, lane 0: it has other rows now"):
+    with pytest.raises(CheckpointError, match="shard 1, lane 0: its rows have changed"):
         again.take(4, True, False)
 
 

@@ -322,7 +322,7 @@ def test_an_iterator_that_is_kept_when_the_run_is_closed_counts_no_step_twice(
             if step.number == 2:
                 break
     with pytest.raises(
-        anyrank.CheckpointError, match=r"was left at step 2, .* go over steps\(\) anew"
+        anyrank.CheckpointError, match=r"was left at step 2, .* call steps\(\) again"
     ):
         next(steps)
     assert (run.state.step, run.loader.step, numbers(ckpts)) == (3, 3, [3])

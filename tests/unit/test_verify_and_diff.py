@@ -183,7 +183,7 @@ def test_a_run_whose_steps_were_set_aside_names_them(tmp_path: Path) -> None:
     state.step = 1
     save(tmp_path / "run", state)
     (tmp_path / "run/step-00000001").rename(tmp_path / "run/.aside-damaged-step-00000001")
-    said = "set aside were .aside-damaged-step-00000001"
+    said = ".aside-damaged-step-00000001 set aside: anyrank.verify()"
     (finding,) = anyrank.verify(tmp_path / "run").findings
     assert said in finding.what
     for look in (

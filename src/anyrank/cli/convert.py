@@ -21,7 +21,7 @@ def parse_bytes(text: str | None) -> int | None:
         return None
     match = SIZE.fullmatch(text)
     if match is None or not int(match[1]):
-        raise click.BadParameter(f"{text!r} is not a size: give for instance 5GB or 512MiB")
+        raise click.BadParameter(f"--shard-bytes {text!r}: give a size, such as 5GB or 512MiB")
     power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
     return int(match[1]) * (1024 if match[3] else 1000) ** power
 
@@ -49,7 +49,7 @@ def parse_bytes(text: str | None) -> int | None:
     help="A name or a prefix of names; may be given several times.",
 )
 @click.option("--shard-bytes", metavar="SIZE", help="Most bytes of a file.  [default: 5GB]")
-@click.option("--overwrite", is_flag=True, help="Rename what is there; nothing is deleted.")
+@click.option("--overwrite", is_flag=True, help="Rename an old result; nothing is deleted.")
 @click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
 def command(
     sources: tuple[str, ...],

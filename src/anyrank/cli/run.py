@@ -54,7 +54,7 @@ class Attempt:
 )
 @click.option("--watch", metavar="TIME", help="Name the rank that holds up the job after TIME.")
 @click.option("--exit", "is_exit", is_flag=True, help="With --watch: end the job then, with 124.")
-@click.option("--report", metavar="PATH", help="With --watch: write what is named as JSON.")
+@click.option("--report", metavar="PATH", help="With --watch: write the findings as JSON.")
 @torchrun.machine_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

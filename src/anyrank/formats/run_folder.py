@@ -166,8 +166,8 @@ def no_step(names: Iterable[str]) -> str:
     if not aside:
         return text
     return (
-        f"{text}: set aside were {join_first(aside, 3)}; anyrank.verify() of one says what is "
-        "damaged in it, and one that is whole is a step again by its old name"
+        f"{text}, and {join_first(aside, 3)} set aside: anyrank.verify() says what is damaged in "
+        "one, and one that is whole is a step again by its old name"
     )
 
 

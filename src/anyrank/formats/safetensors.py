@@ -77,7 +77,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         end = _end_of(header)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnsafeFile(
-            f"{path}: its header is not what the safetensors format allows "
+            f"{path}: its header breaks the safetensors format "
             f"({type(error).__name__}: {str(error)[:300]}): copy it again"
         ) from error
     if 8 + length + end != info.size:

@@ -157,7 +157,7 @@ def check_other_checkpoints(output_dir: str, folder: str) -> None:
     if path is not None:
         raise ValueError(
             f"{path}: is the Trainer's own checkpoint, and {folder} is empty: begin the run with "
-            f"it by resume_from_checkpoint={path!r}, or anew by train()"
+            f"it by resume_from_checkpoint={path!r}, or without it by train()"
         )
 
 

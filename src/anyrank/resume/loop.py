@@ -156,7 +156,7 @@ class StepCounter:
         if self._body is None or self._body[0] is not step:
             raise CheckpointError(
                 f"the loop over steps() was left at step {step.number}, when the run was closed or "
-                "another loop began, and its iterator was kept: go over steps() anew"
+                "another loop began, and its iterator was kept: call steps() again"
             )
         (_, hooks), self._body = self._body, None
         if not self._has_warned and hooks.missed_gradients():

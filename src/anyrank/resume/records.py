@@ -52,8 +52,8 @@ class SaveRecords:
 def warn_of_saved(path: str, step: int) -> None:
     """Warn that a step is left as it is."""
     log.warning(
-        "%s: step %d is saved already, and a step is saved once: what was changed since is not "
-        "saved; it comes with the next step",
+        "%s: step %d is saved already, and a step is saved once: later changes are saved with the "
+        "next step",
         path,
         step,
     )

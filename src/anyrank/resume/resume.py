@@ -70,7 +70,7 @@ def resume_run(
     elif resumed is None and which == "must":
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
-            "starts anew: check the path, or use 'auto'"
+            "starts a new run: check the path, or use 'auto'"
         )
     return resumed
 

@@ -212,8 +212,8 @@ def _with_notes(matched: Matched, part: str, record: Any) -> Matched:
     """Say what the optimizer that was saved kept in attributes."""
     if unsaved := record.get("unsaved"):
         matched.notes.append(
-            f"{part}: {', '.join(unsaved)} held tensors that state_dict() leaves out, so they "
-            "begin anew"
+            f"{part}: {', '.join(unsaved)} held tensors that state_dict() leaves out: they "
+            "do not come back"
         )
     return matched
 
@@ -442,7 +442,7 @@ def _fit_groups(
         if unasked:
             problems.append(
                 listed(f"{part}: parameters that the checkpoint's had not", unasked)
-                + f": if they are to start anew, resume with fresh={unasked[:1]!r}, or a pattern"
+                + f": if they are new, resume with fresh={unasked[:1]!r}, or a pattern"
             )
             continue
         fresh += new

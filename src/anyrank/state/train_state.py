@@ -160,8 +160,8 @@ class RunParts:
             if not isinstance(part, (nn.Module, Optimizer, Stateful)):
                 hint = "; anyrank.ElasticLoader has both" if name == "data" else ""
                 raise TypeError(
-                    f"{name} is a {type(part).__name__}: a part is a module, an optimizer, or has "
-                    f"state_dict() and load_state_dict(){hint}"
+                    f"{name}= takes a module, an optimizer, or an object with "
+                    f"state_dict() and load_state_dict(), not a {type(part).__name__}{hint}"
                 )
         check_names("first_rank", first_rank)
         for name in first_rank:
@@ -202,7 +202,7 @@ class RunParts:
             CheckpointError: a resume failed in the middle, or a step moved it and does not count.
         """
         if self.unusable is not None:
-            raise CheckpointError(f"{self.unusable}: resume again, or build the objects anew")
+            raise CheckpointError(f"{self.unusable}: resume again, or build the objects again")
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """The tensors of each module that a run writes, by part."""
@@ -280,7 +280,7 @@ class RunParts:
             self.warned.add(part)
             log.warning(
                 "%s: %s of a %s hold tensors that its state_dict() leaves out, so they are not "
-                "saved, and a resume begins them anew: if they are state, keep them in "
+                "saved, and a resume does not bring them back: if they are state, keep them in "
                 "optimizer.state, or in a state_dict() and load_state_dict() of its own",
                 part,
                 ", ".join(unsaved),
@@ -332,16 +332,16 @@ class RunParts:
         if "data" in self.first_rank:
             matched.outcome = Outcome(
                 "derived",
-                f"a {name} has what it saved on {count(num_ranks, 'rank')}, which "
-                "first_rank=['data'] says is the same place on any number of ranks",
+                f"a {name} has its place of {count(num_ranks, 'rank')}, which by "
+                "first_rank=['data'] is the same on any number of ranks",
             )
             return
         matched.problems.append(
             f"data: a {name} was saved on {count(num_ranks, 'rank')}, and if it splits its samples "
             "by rank its place means others now: resume on as many ranks, or give TrainState an "
             "anyrank.ElasticLoader, for shards ElasticLoader.from_shards(lengths=...); if all "
-            "ranks read the same samples, say so with TrainState(first_rank=['data']), else begin "
-            "its data anew with skip=['data']"
+            "ranks read the same samples, say so with TrainState(first_rank=['data']), else start "
+            "its data from the begin with skip=['data']"
         )
 
     def _groups_of(self, matched: Mapping[str, Matched]) -> dict[int, Sequence[int | None]]:

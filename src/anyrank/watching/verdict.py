@@ -336,7 +336,7 @@ class _Screen:
 
     def text(self, hangs: bool) -> str:
         """All of it; of a job that hangs, or goes on with other calls."""
-        head = self._hang() if hangs else f"{self._clauses(self.calls)}: what came of it is wrong"
+        head = self._hang() if hangs else f"{self._clauses(self.calls)}: the result is wrong"
         looks = [self.scene.by_rank[rank] for rank in self.culprits[:1]]
         details = [d for look in looks for d in (*look.dead_workers, *look.workers, look.detail)]
         off = {look.recorder for look in self.scene.answering if look.recorder}

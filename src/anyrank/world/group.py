@@ -98,8 +98,8 @@ def check_has_group(process_group: Group, call: str) -> None:
         raise AnyrankError(
             f"{call}: WORLD_SIZE={os.environ['WORLD_SIZE']} processes were started, and they are "
             "in no process group, so each would train by itself: call "
-            "torch.distributed.init_process_group() before; what this process is to do by itself "
-            "takes process_group=anyrank.ALONE"
+            "torch.distributed.init_process_group() before, or pass process_group=anyrank.ALONE "
+            "for this process by itself"
         )
 
 

@@ -122,7 +122,7 @@ def destination(
     if "://" in path:
         raise ValueError(
             f"{path}: is a URL, and convert writes to local paths: give a local path, and copy "
-            "what is there then"
+            "the result"
         )
     storage_for(path)  # refuses what is no path here
     if not path or path == "/":

@@ -56,7 +56,7 @@ class ConvertReport:
         tensors = count(self.tensors, "tensor")
         lines = [f"{self.path}: {self.format}, {tensors}, {size}, from {self.source}"]
         groups: list[tuple[str, list[str]]] = [
-            ("replaced", [f"what was there is {self.replaced} now"] if self.replaced else []),
+            ("replaced", [f"the old result is {self.replaced} now"] if self.replaced else []),
             ("tied", [f"{name} = {kept}" for name, kept in self.tied.items()]),
             ("cast", [f"{name}: {change}" for name, change in self.cast.items()]),
             ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),

@@ -359,7 +359,7 @@ def _record_of(
     try:
         tree = to_json(tree, part, put)
     except CheckpointError as error:
-        return f"the checkpoint holds what is not read: {str(error).partition(': a ')[2]}", {}
+        return f"the checkpoint's value is not read: {str(error).partition(': a ')[2]}", {}
     record = {"kind": "stateful", "class": type(thing).__name__, "layout": "", "tree": tree}
     return record, tensors
 

@@ -20,7 +20,7 @@ from anyrank.tensors.spec import StoredTensor
 V = TypeVar("V")
 
 MAX_JSON_BYTES = 1 << 30
-MOMENTS_STAY = "its moments lie as the tool's parallelism cut them: they begin anew"
+MOMENTS_STAY = "its moments are cut by the tool's parallelism: they start at zero"
 
 
 @dataclass(frozen=True)

@@ -229,8 +229,8 @@ def _assembled(parts: Parts, shapes: Shapes) -> dict[str, StoredTensor]:
 
 def _not_read(folder: str, what: str) -> LoadError:
     return LoadError(
-        f"{folder}: {what}, which is not read: run the zero_to_fp32.py beside it, and load what it "
-        "writes"
+        f"{folder}: {what}, which is not read: run the zero_to_fp32.py beside it, and load the "
+        "weights that it writes"
     )
 
 

@@ -15,7 +15,7 @@ from anyrank.files.storage import Storage, read_range
 
 HEAD_BYTES = 4096
 SHOWN_BYTES = 80  # of a text
-UNPACK = "unpack it, and give what was in it"
+UNPACK = "unpack it, and give its contents"
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ KINDS = (
     ),
     _kind(
         rb"\s*<(!doctype|html|head|\?xml|error)",
-        "is a web page (HTML or XML): what was downloaded is a log-in or an error, and not the "
-        "file; download it again with access to it",
+        "is a web page (HTML or XML), a log-in or an error in place of the file: download it again "
+        "with access to it",
     ),
-    _kind(rb"\0{64}", "is zeros where it begins: the download was not finished; do it again"),
+    _kind(rb"\0{64}", "begins with zeros: the download was not finished; do it again"),
     _kind(
         rb"GGUF|lmgg|tjgg|fmgg",
         "is a GGUF file (llama.cpp): give the safetensors or torch files that it was made from",
@@ -148,4 +148,4 @@ def _text(head: bytes) -> str | None:
     if not text or not all(letter.isprintable() or letter.isspace() for letter in text):
         return None
     kind = "JSON" if text.startswith(("{", "[")) else "text"
-    return f"is {kind} and no weights; it begins with {text!r}: look what was downloaded"
+    return f"is {kind} and no weights; it begins with {text!r}: check the download"

@@ -355,9 +355,9 @@ class Lane:
     def _changed(self, passed: int) -> CheckpointError:
         name = self.source.name(self.shards[passed - self.first])
         return CheckpointError(
-            f"shard {name}, lane {self.number}: it has other rows now than when "
-            "it was read before, or the transform made something else of them: both have to be the "
-            "same each time; put back what they were, or start a new run from the weights"
+            f"shard {name}, lane {self.number}: its rows have changed since it was read before, or "
+            "the transform makes something else of them: put back the old rows and transform, or "
+            "start a new run from the weights"
         )
 
     def _call(self, name: str, *row: Any) -> list[Any]:

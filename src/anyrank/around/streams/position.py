@@ -432,8 +432,8 @@ class StreamPosition(LoaderPosition):
                 if state_dict[name] != own_state[name]:
                     raise CheckpointError(
                         f"data position: the run has {TITLES.get(name, name)} "
-                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: give what the run "
-                        "had, which works on any number of ranks, or start a new run from its "
+                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: give the run's "
+                        "value, which works on any number of ranks, or start a new run from its "
                         "weights"
                     )
             saved = {name: int(state_dict[name]) for name in COUNTS}
