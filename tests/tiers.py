@@ -28,6 +28,7 @@ class Room(NamedTuple):
 
 
 ROOMS = {
+    "averaging": Room("averaging", "ranks/test_elastic_ranks"),
     "background": Room("background", "ranks/test_background_save"),
     "base": Room("base", "unit/test_box_digest"),
     "cli": Room(
@@ -65,6 +66,7 @@ ROOMS = {
         """,
     ),
     "frozen": Room("frozen", "unit/test_freeze"),
+    "fsdp2": Room("fsdp2 fsdp_groups", "unit/test_fsdp_groups"),
     "inspection": Room("inspection", "unit/test_inspect"),
     "integrations": Room(
         paths="integrations examples",
@@ -84,6 +86,7 @@ ROOMS = {
             unit/test_memory_transforms unit/test_tiled_loss
         """,
     ),
+    "own_methods": Room("own_methods", "unit/test_optimizer_methods"),
     "pace": Room("pace", "unit/test_run_log"),
     "peers": Room(
         paths="peers run_memory",
@@ -113,6 +116,7 @@ ROOMS = {
         slow="cli/test_check cli/test_stacks crash/test_watch ranks/test_slow_rank",
     ),
     "weighted": Room("weighted", "unit/test_weighted"),
+    "workers": Room("workers", "unit/test_elastic"),
 }
 
 

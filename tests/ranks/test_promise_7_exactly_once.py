@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.data.fetch import MicrobatchDataset
 from anyrank.data.order import Order
-from anyrank.data.position import Position, RankAccounts
 from anyrank.data.schedule import Schedule, StepPlan, Tail
+from anyrank.steps.position import Position, RankAccounts
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 
@@ -34,7 +35,8 @@ class At(Position):
 
     def __init__(self, schedule: Schedule, rank: int, size: int) -> None:
         self.at = rank, size
-        super().__init__(schedule, None, None, "rescale")
+        dataset = MicrobatchDataset(range(schedule.order.n), 0, None)
+        super().__init__(schedule, None, None, "rescale", dataset, 0, None)
 
     def data_rank(self) -> tuple[int, int]:
         self.schedule.check_size(self.at[1])

@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anyrank
+from anyrank.around.workers.exit import WorkerExit
 from anyrank.data.order import Order
 from anyrank.data.schedule import slots_of_rank
-from anyrank.data.workers import WorkerExit
 from anyrank.random_state.streams import ambient
 
 pytestmark = [

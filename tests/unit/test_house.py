@@ -34,7 +34,8 @@ AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "dat
 AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
 AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
 AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "verify"}
-AREAS |= {"background", "base", "elsewhere", "script", "weighted"}
+AREAS |= {"averaging", "background", "base", "elsewhere", "own_methods", "script"}
+AREAS |= {"fsdp2", "weighted", "workers"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     "random_state": CORE,
     "data": CORE | {"random_state"},
     "steps": CORE | {"random_state", "data"},
-    "exact": CORE | {"random_state", "data", "steps"},
+    "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
     "frozen": MODEL | {"state"},
     "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
@@ -68,6 +69,10 @@ MAY_IMPORT = {
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "weighted": CORE | {"data"},
     "base": MODEL,
+    "workers": set[str](),
+    "fsdp2": CORE,
+    "averaging": CORE | {"random_state", "data", "steps"},
+    "own_methods": MODEL | {"random_state", "data", "steps", "state"},
     "script": MODEL | {"random_state", "data", "steps", "state"},
     "background": MODEL | {"random_state", "data", "steps", "state", "saving"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
@@ -86,8 +91,10 @@ MAY_IMPORT = {
 # Modules of the core -> the rooms around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
 DOORS = {
-    "anyrank.steps.loader": ("exact", "streams", "weighted"),
-    "anyrank.steps.loader_position": ("exact",),
+    "anyrank.data.fetch": ("workers",),
+    "anyrank.steps.gradient_sync": ("averaging", "fsdp2"),
+    "anyrank.steps.loader": ("exact", "streams", "weighted", "workers"),
+    "anyrank.steps.position": ("exact",),
     "anyrank.model.share": ("first_values", "frozen"),
     "anyrank.filling.fill": ("first_values",),
     "anyrank.filling.load": ("sync", "verify"),
@@ -107,6 +114,8 @@ DOORS = {
     "anyrank.resume.checkpoints": ("background",),
     "anyrank.resume.listeners": ("pace", "peers"),
     "anyrank.saving.run_folder": ("foreign",),
+    "anyrank.resume.log_listener": ("inspection",),
+    "anyrank.state.optimizer": ("own_methods",),
     "anyrank.state.train_state": ("base",),
 }
 

@@ -16,9 +16,10 @@ from torch import nn
 
 import anyrank
 from anyrank.around.inspection.plot import draw
+from anyrank.around.inspection.run_time import sum_up
 from anyrank.around.pace.pace import PARTS, WINDOW, Pace, slow_rank
 from anyrank.cli import main
-from anyrank.formats.run_log import LogLine, read_log, sum_up
+from anyrank.formats.run_log import LogLine, read_log
 
 SECONDS = {"steps_sec", "saves_sec", "restart_sec", "waiting_sec"}
 KEYS = {"time", "step", "ranks", "redone_steps"} | SECONDS

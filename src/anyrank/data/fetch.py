@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from anyrank.checks import check_function
 from anyrank.data.order import Order
 from anyrank.data.schedule import Schedule, StepPlan
-from anyrank.data.workers import leave_to_rank
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import reseed
 from anyrank.tensors.hashing import derive
@@ -136,9 +135,13 @@ def unchanged(batch: Any) -> Any:
 
 
 def make_fetcher(
-    samples: MicrobatchDataset, requests: RequestSampler, **options: Any
+    samples: MicrobatchDataset, requests: RequestSampler, num_workers: int, **options: Any
 ) -> DataLoader[FetchedBatch]:
     """A DataLoader from requests to batches. Iterating it draws from no stream of this process."""
+    if num_workers:
+        from anyrank.around.workers.exit import leave_to_rank
+
+        options["worker_init_fn"] = leave_to_rank
     private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
     return DataLoader(
         samples,
@@ -146,7 +149,7 @@ def make_fetcher(
         sampler=requests,
         collate_fn=unchanged,
         generator=private,
-        worker_init_fn=leave_to_rank,
+        num_workers=num_workers,
         **options,
     )
 

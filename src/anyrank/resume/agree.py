@@ -37,13 +37,13 @@ def agree_on_run(
         state.data.position.check_same(ranks)
     state.parts.agree(ranks)
 
-    def look() -> bool:
+    def check_own() -> bool:
         if ranks.index == 0:
             folder.check_no_other()
         state.parts.check_optimizers(ranks.index)  # before hours of training
         return has_callback
 
-    return ranks.together("opening the run", look)
+    return ranks.together("opening the run", check_own)
 
 
 def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from anyrank.formats.run_log import END, ERROR, LOG, START, LogLine, read_log, sum_up
+from anyrank.formats.run_log import END, ERROR, LOG, START, LogLine, read_log
 from anyrank.resume.listener import OfferedStep, RunListener
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
@@ -109,9 +109,10 @@ class LogListener(RunListener):
         event = ERROR if isinstance(error, Exception) else END
         # An error of a connection to other ranks is no end of this process's own: a rank has died.
         self._write(self._state.step, event="" if is_of_others(error) else event)
-        summary = sum_up(read_log(self._folder.absolute_path)) if self._writes else None
-        if summary is not None:
-            log.info("%s: %s", self._folder.path, summary)
+        if self._writes and log.isEnabledFor(logging.INFO):
+            from anyrank.around.inspection.run_time import sum_up
+
+            log.info("%s: %s", self._folder.path, sum_up(read_log(self._folder.absolute_path)))
 
     def _since_last(self) -> float:
         return time.monotonic() - self._last

@@ -17,7 +17,7 @@ from anyrank.resume.listener import OfferedStep
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_folder import DAMAGED, RunFolder
-from anyrank.state.part_types import Matched, Stored
+from anyrank.state.part_types import Matched, StoredStep
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
@@ -50,7 +50,7 @@ class StepOfRun(ResumeSource):
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
-        stored = Stored(self.listing, self.saved_on.ranks, same_ranks, fresh, drop)
+        stored = StoredStep(self.listing, self.saved_on.ranks, same_ranks, fresh, drop)
         try:
             matched = inner.match(records, stored, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:

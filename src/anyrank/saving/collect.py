@@ -27,7 +27,7 @@ from anyrank.random_state.saved_streams import (
 )
 from anyrank.saving.rank_file import Item, make_items
 from anyrank.state.digests import check_memory
-from anyrank.state.part_types import Saved, differences
+from anyrank.state.part_types import PartState, differences
 from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
@@ -135,9 +135,10 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         CheckpointError: something cannot be saved, or ranks differ that must be equal.
     """
     if isinstance(state.data, ElasticLoader):
+        # A checkpoint with a wrong position would repeat or lose samples in every later resume.
         state.data.position.check_receipt(ranks)
 
-    def collect_own() -> tuple[tuple[dict[str, Saved], dict[str, StreamState]], RankSummary]:
+    def collect_own() -> tuple[tuple[dict[str, PartState], dict[str, StreamState]], RankSummary]:
         check()
         inner = state.parts
         parts, streams = inner.save(ranks.index), capture(inner.generators)
@@ -183,7 +184,7 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
 
 
 def _plan_items(
-    parts: Mapping[str, Saved],
+    parts: Mapping[str, PartState],
     records: Mapping[str, Any],
     coordinates: Mapping[int, Coordinates],
     ranks: Ranks,
@@ -192,6 +193,7 @@ def _plan_items(
     tensors = _shared_tensors(parts)
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     writes = plan_writes(tensors, coordinates, by_first=may_differ)
+    # What all ranks have alike is written once, by the first; what differs, by each rank.
     own_tensors = [
         tensor
         for part, saved in parts.items()
@@ -206,6 +208,7 @@ def _select_streams(
 ) -> SavedStreams:
     """The random streams; each state is saved by the first rank that has it."""
     digests = [summary.streams for summary in summaries]
+    # Ranks whose streams are at the same state save it once: a restart has N equal ones.
     earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
     to_save = {
         digest: states[name]
@@ -231,7 +234,7 @@ def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
 
 def _summarize(
     state: TrainState,
-    parts: Mapping[str, Saved],
+    parts: Mapping[str, PartState],
     rank: RankCoords,
     streams: Mapping[str, StreamState],
 ) -> RankSummary:
@@ -272,12 +275,12 @@ def _summarize(
     )
 
 
-def _shared_tensors(parts: Mapping[str, Saved]) -> list[ShardedTensor]:
+def _shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
     """The tensors that the ranks hold together: the same list on all of them."""
     return [tensor for saved in parts.values() for tensor in saved.tensors]
 
 
-def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
+def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
     """Refuse two values under one name, as a checkpoint has one tensor for each.
 
     Raises:
@@ -297,7 +300,7 @@ def _refuse_duplicates(parts: Mapping[str, Saved]) -> None:
             seen.add(name)
 
 
-def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks) -> None:
+def _compare(parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks) -> None:
     """Raise an error for what differs between the ranks. All ranks."""
     first = answers[0]
     for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
@@ -320,6 +323,7 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: 
     differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
     if not differing:
         return
+    # Only now: the descriptions of a large model are more than ranks exchange in each save.
     part = differing[0]
     saved = parts[part]
     tables = [[str(line) for line in tensor.describe()] for tensor in saved.tensors]
@@ -336,7 +340,7 @@ def _compare(parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: 
 
 
 def _build_records(
-    parts: Mapping[str, Saved], answers: Sequence[RankSummary], ranks: Ranks
+    parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
 ) -> dict[str, Any]:
     """The parts' records; a record that differs between ranks has the tree of each. All ranks."""
     records = {part: saved.record for part, saved in parts.items()}

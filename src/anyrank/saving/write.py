@@ -98,6 +98,7 @@ def write(
         small_files = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
         for file, data in small_files.items():
             manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
+        # The step exists from here on. Older ones are removed only then, as it may be the only one.
         name = folder.commit(temporary, step, manifest)
         removed = folder.tidy(name, keep_newest, keeps_forever)
         nbytes = sum(file.size for file in manifest.files.values())
@@ -121,7 +122,7 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
     Raises:
         CheckpointError: a write failed.
     """
-    name = f"__{ranks.index}_0.distcp"
+    name = f"__{ranks.index}_0.distcp"  # as DCP names a rank's file, which its readers expect
     boxes, files = write_share(store, folder, name, snapshot.items)
     return RankShare(boxes, files, snapshot.streams.states)
 

@@ -22,8 +22,8 @@ from anyrank.model.share import default_device, room_for
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.state.part_types import (
     Matched,
-    Saved,
-    Stored,
+    PartState,
+    StoredStep,
     check_has_bytes,
     hold_to_save,
     layout_digest,
@@ -55,7 +55,7 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
 
 def save_module(
     part: str, module: nn.Module, targets: Sequence[ModelTensor], stepped: Container[int]
-) -> Saved:
+) -> PartState:
     """What a module contributes to a save. This rank's view; the ranks compare it.
 
     Args:
@@ -93,8 +93,10 @@ def save_module(
     named = [_in_part(part, target) for target in written]
     for target in named:
         check_has_bytes(target.name, target.tensor)
-    saved = Saved(None, [*named])
+    saved = PartState(None, [*named])
     saved.aliases = {f"{part}.{alias.name}": t.name for t in named for alias in t.registrations[1:]}
+    # Each rank updates a plain buffer by itself, and an average that no optimizer steps: nothing
+    # keeps these equal, so they are no proof that replicas differ.
     is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
     saved.may_differ = {
         t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
@@ -125,7 +127,7 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
     return owners
 
 
-def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
+def _save_extra(part: str, name: str, module: nn.Module, saved: PartState) -> Any:
     def put(where: str, tensor: torch.Tensor) -> Any:
         sharded = hold_to_save(where, tensor.detach())
         saved.tensors.append(sharded)
@@ -137,7 +139,7 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: Saved) -> Any:
 
 
 def match_module(
-    part: str, module: nn.Module, targets: list[ModelTensor], record: Any, stored: Stored
+    part: str, module: nn.Module, targets: list[ModelTensor], record: Any, stored: StoredStep
 ) -> Matched:
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
@@ -149,6 +151,7 @@ def match_module(
 
         problems, fills = match_frozen(part, module, record, device)
     checked = {id(fill.target.tensor) for fill in fills}
+    # The source of a frozen part has its tensors, and the checkpoint does not.
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
     wanted = [
         _in_part(part, target)
@@ -166,6 +169,7 @@ def match_module(
         for fill in fills:
             if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
                 Replacement(fill.target, fill.local).toggle()
+        # After the tensors, as a module's code may look at its own.
         for submodule, value in restored:
             submodule.set_extra_state(value)
         if parts:
@@ -181,7 +185,11 @@ def match_module(
 
 
 def _fit_tensors(
-    part: str, wanted: Sequence[ModelTensor], device: torch.device, stored: Stored, matched: Matched
+    part: str,
+    wanted: Sequence[ModelTensor],
+    device: torch.device,
+    stored: StoredStep,
+    matched: Matched,
 ) -> tuple[list[str], list[str]]:
     """Add what fills these tensors, and what does not fit. Names of those that start fresh, and of
     the checkpoint's that are left out.
@@ -201,7 +209,7 @@ def _fit_tensors(
             is_fresh = stored.is_fresh(name) and not target.is_meta
             (fresh if is_fresh else missing).append(name)
             continue
-        used.update({key, *names})
+        used.update({key, *names})  # all names of a tied tensor are one tensor of the checkpoint
         others = [saved[name] for name in names if name in saved]
         if any(other.chunks != saved[key].chunks for other in others):
             matched.problems.append(
@@ -229,9 +237,9 @@ def _fit_tensors(
 
 
 def _fit_extra(
-    part: str, modules: Mapping[str, nn.Module], record: Any, stored: Stored, matched: Matched
+    part: str, modules: Mapping[str, nn.Module], record: Any, stored: StoredStep, matched: Matched
 ) -> list[tuple[nn.Module, Any]]:
-    """Modules with the extra state that they are to have; adds fills and what is wrong with it."""
+    """Pair each module with its saved extra state. Adds fills and problems to `matched`."""
 
     def take(table: Any) -> torch.Tensor:
         saved = stored.listing.tensors[table["~whole"]]

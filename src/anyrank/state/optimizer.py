@@ -7,7 +7,7 @@ shape and type is kept, and hyperparameters belong to the parameters rather than
 A tensor of the state lies like its parameter, whole on each rank, or is each rank's own; beside a
 plain parameter, a DTensor lies as it says itself. What an optimizer keeps in its attributes is not
 in torch's `state_dict()`: it is named, and not saved. One with a `state_dict()` of its own goes
-through that (`state.stateful`).
+through that (`anyrank.around.own_methods`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from anyrank.model.share import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import (
     Matched,
-    Saved,
-    Stored,
+    PartState,
+    StoredStep,
     differences,
     hold_to_save,
     layout_digest,
@@ -43,9 +43,7 @@ from anyrank.state.part_types import (
 from anyrank.state.stateful import (
     attribute_tensors,
     has_own_methods,
-    match_own_methods,
     overrides,
-    save_own_methods,
 )
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
@@ -59,7 +57,7 @@ NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
-def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> Saved:
+def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> PartState:
     """What an optimizer contributes to a save. This rank's view; the ranks compare it.
 
     Args:
@@ -73,8 +71,10 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     """
     parameters = _parameters(part, optimizer, names)
     if has_own_methods(optimizer):
+        from anyrank.around.own_methods.optimizer import save_own_methods
+
         return save_own_methods(part, optimizer, rank)
-    saved = Saved({})
+    saved = PartState({})
     state = {
         name: to_json(
             optimizer.state[parameter],
@@ -125,7 +125,7 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
 
 
 def _putter(
-    saved: Saved, parameter: ShardedTensor | None, rank: int
+    saved: PartState, parameter: ShardedTensor | None, rank: int
 ) -> Callable[[str, torch.Tensor], Any]:
     """Keeps tensors of the state, and says how each lies in terms of its parameter."""
 
@@ -162,14 +162,17 @@ def _is_count(where: str) -> bool:
 
 
 def match_optimizer(
-    part: str, optimizer: Optimizer, record: Any, stored: Stored, names: Names, rank: int
+    part: str, optimizer: Optimizer, record: Any, stored: StoredStep, names: Names, rank: int
 ) -> Matched:
     """What fills an optimizer. Nothing is changed."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer) and "opaque" in record:
+        from anyrank.around.own_methods.optimizer import match_own_methods
+
         return _with_notes(match_own_methods(part, optimizer, record, stored, rank), part, record)
     matched = Matched(stored.moved("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
+        # Only its own methods know what is in such a state.
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
@@ -236,6 +239,7 @@ def _put_state(
     """
 
     def fill() -> None:
+        # A parameter without state in the checkpoint had no step yet, and begins so again.
         for parameter in parameters.values():
             optimizer.state.pop(parameter, None)
         for name, state in states.items():
@@ -268,7 +272,9 @@ class _Room:
         tensors: of which all ranks have memory.
     """
 
-    def __init__(self, stored: Stored, matched: Matched, optimizer: Optimizer, rank: int) -> None:
+    def __init__(
+        self, stored: StoredStep, matched: Matched, optimizer: Optimizer, rank: int
+    ) -> None:
         self.stored, self.matched, self.rank = stored, matched, rank
         self.state = optimizer.state
         self.tensors: list[ShardedTensor] = []
@@ -424,7 +430,7 @@ def _fit_groups(
     optimizer: Optimizer,
     record: Any,
     names: Names,
-    stored: Stored,
+    stored: StoredStep,
     problems: list[str],
 ) -> tuple[list[int | None], list[str]]:
     """For each group of the optimizer, the saved group whose hyperparameters it takes; and the

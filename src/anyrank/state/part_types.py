@@ -22,7 +22,7 @@ SHOWN = 10
 
 
 @dataclass
-class Saved:
+class PartState:
     """What one part contributes to a save.
 
     Attributes:
@@ -76,7 +76,7 @@ class Matched:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredStep:
     """A committed step, as the parts see it.
 
     Attributes:

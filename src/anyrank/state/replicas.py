@@ -19,7 +19,7 @@ import torch
 
 from anyrank.errors import CheckpointError
 from anyrank.state.digests import digests_of
-from anyrank.state.part_types import SHOWN, Saved
+from anyrank.state.part_types import SHOWN, PartState
 from anyrank.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
 from anyrank.wording import first_few
@@ -42,7 +42,7 @@ class _Replica:
 
 
 def compare_replicas(
-    parts: Mapping[str, Saved],
+    parts: Mapping[str, PartState],
     coordinates: Mapping[int, Coordinates],
     turn: int,
     step: int,
@@ -88,13 +88,13 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
         CheckpointError: a tensor differs that must not; names it, the ranks and the step.
     """
 
-    def look() -> tuple[dict[str, Saved], tuple[int, Coordinates]]:
+    def list_own() -> tuple[dict[str, PartState], tuple[int, Coordinates]]:
         parts = state.parts.save_tensors(ranks.index)
         tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
         names = "\n".join(sharded.name for sharded in tensors)
         return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
 
-    parts, answers = ranks.run_and_gather("looking at the replicas", look)
+    parts, answers = ranks.run_and_gather("looking at the replicas", list_own)
     if len({names for names, _ in answers}) > 1:
         raise CheckpointError(
             f"step {state.step}: the ranks hold tensors of different names: build the model and "
@@ -138,7 +138,10 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
 
 
 def _replicas(
-    parts: Mapping[str, Saved], coordinates: Mapping[int, Coordinates], turn: int | None, rank: int
+    parts: Mapping[str, PartState],
+    coordinates: Mapping[int, Coordinates],
+    turn: int | None,
+    rank: int,
 ) -> list[_Replica]:
     """What is compared of the tensors that this rank holds with others."""
     own_replicas: list[_Replica] = []
@@ -172,7 +175,7 @@ def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[str]) -> dic
 def _in_words(
     head: str,
     wrong: Mapping[str, list[list[int]]],
-    parts: Mapping[str, Saved],
+    parts: Mapping[str, PartState],
     others: Sequence[str],
 ) -> str:
     """What differs, and what has happened: replicas have diverged, or an optimizer is sharded.

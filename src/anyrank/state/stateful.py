@@ -23,11 +23,10 @@ from anyrank.files.listing import Fill
 from anyrank.model.dtensors import as_sharded
 from anyrank.state.part_types import (
     Matched,
-    Saved,
-    Stored,
+    PartState,
+    StoredStep,
     hold_to_save,
     layout_digest,
-    listed,
     other_class,
     own_name,
 )
@@ -59,7 +58,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
+def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
     """What a stateful object contributes to a save. This rank's view.
 
     Its plain tensors go with its record: kept once when all ranks have the same record, else for
@@ -68,7 +67,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     Raises:
         CheckpointError: a value that is neither tensor nor plain; names its key.
     """
-    saved = Saved({}, agreement="per rank")
+    saved = PartState({}, agreement="per rank")
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         sharded = hold_to_save(where, tensor.detach())
@@ -88,6 +87,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> Saved:
     }
     for sharded in saved.tensors:  # as where they are plain: `diff` compares them by name
         sharded.name = own_name(sharded.name, 0)
+    # Nothing keeps them equal: a tracker may average over the batches of its own rank.
     saved.may_differ = {sharded.name for sharded in saved.tensors}
     return saved
 
@@ -96,7 +96,7 @@ def match_stateful(
     part: str,
     thing: Any,
     record: Any,
-    stored: Stored,
+    stored: StoredStep,
     rank: int,
     groups: Sequence[int | None] | None = None,
 ) -> Matched:
@@ -129,12 +129,13 @@ def match_stateful(
             return matched
         record = record | {"tree": record["by_rank"][rank]}
     current: Any = thing.state_dict()
+    # An empty state is no state to load: some objects refuse it. A position always has one.
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return Matched(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
         record = record | {"tree": _in_groups(record["tree"], current, groups)}
     own_rank = rank if "by_rank" in record else 0
-    now = cache(lambda: _tensors_now(part, thing))
+    now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
 
     def take(table: Mapping[str, str]) -> torch.Tensor:
@@ -144,6 +145,7 @@ def match_stateful(
         saved = stored.listing.tensors[key]
         like = now().get(where)
         is_sharded = hasattr(like, "placements") and "by_rank" not in record
+        # What the object has now says where its tensor lies: its code may never move it.
         if like is not None and (kind == "~whole" or is_sharded):
             tensor = torch.empty_like(like)
         else:
@@ -247,7 +249,7 @@ def _in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
     return result
 
 
-def _tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
+def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
     """The tensors that the object has now: what it loads is where they are, and laid out so."""
     tensors: dict[str, torch.Tensor] = {}
 
@@ -270,62 +272,6 @@ def overrides(optimizer: Optimizer, method: str) -> bool:
     """Whether a method of an optimizer is not torch's own."""
     is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
     return not is_inherited or method in vars(optimizer)
-
-
-def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> Saved:
-    """What such an optimizer contributes to a save: its state_dict(). This rank's view.
-
-    Raises:
-        CheckpointError: it has no state_dict() for this rank, or one with sharded tensors.
-    """
-    name = type(optimizer).__name__
-    try:
-        saved = save_stateful(part, optimizer, rank)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{part}: a {name} has no state_dict() on this rank ({error}): it cannot be saved; use "
-            "a torch optimizer, with fully_shard (FSDP2) where its state is to be sharded"
-        ) from error
-    if saved.tensors:
-        raise CheckpointError(
-            f"{part}: a {name} keeps more than torch's state, and its state_dict() has sharded "
-            f"tensors ({saved.tensors[0].name}), which it alone could lay out: it cannot be saved; "
-            "use a torch optimizer with sharded parameters"
-        )
-    saved.record["kind"] = "optimizer"
-    saved.record["opaque"] = True
-    saved.unsaved = attribute_tensors(optimizer, [sharded.tensor for sharded in saved.own_tensors])
-    return saved
-
-
-def match_own_methods(
-    part: str, optimizer: Optimizer, record: Any, stored: Stored, rank: int
-) -> Matched:
-    """What fills such an optimizer: its load_state_dict(). Nothing is changed.
-
-    It is "derived" where its state_dict() then has other values than it was given, as of an inner
-    optimizer that the call leaves out.
-    """
-    matched = match_stateful(part, optimizer, record, stored, rank)
-    load = matched.commit
-
-    def commit() -> None:
-        load()
-        now = _tensors_now(part, optimizer)
-        filled = {fill.target.name: fill.local for fill in matched.fills}
-        lost = [key for key, value in filled.items() if not _is_same(now.get(key), value)]
-        if lost:
-            call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"
-            matched.outcome = Outcome("derived", listed(call, lost))
-
-    matched.commit = commit
-    return matched
-
-
-def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    if actual is None or actual.dtype != expected.dtype:
-        return False
-    return actual is expected or content_hash(actual) == content_hash(expected)
 
 
 def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:

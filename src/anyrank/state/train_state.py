@@ -18,7 +18,7 @@ from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.random_state.saved_streams import capture, digests_of
 from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer
-from anyrank.state.part_types import Matched, Saved, Stored
+from anyrank.state.part_types import Matched, PartState, StoredStep
 from anyrank.state.report import Outcome
 from anyrank.state.settings import ScriptSettings
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
@@ -246,9 +246,9 @@ class RunParts:
                 saved = save_optimizer(part, value, names, rank)
                 self._warn_of_unsaved(part, saved.unsaved, rank)
 
-    def save(self, rank: int) -> dict[str, Saved]:
+    def save(self, rank: int) -> dict[str, PartState]:
         """What every part contributes to a save, as this rank sees it."""
-        tensors, saved = self.save_tensors(rank), dict[str, Saved]()
+        tensors, saved = self.save_tensors(rank), dict[str, PartState]()
         for part, value in self.parts.items():
             if part in tensors:
                 saved[part] = tensors[part]
@@ -261,12 +261,12 @@ class RunParts:
             saved["model"].record["base"] = self.base.record(targets, self._trained())
         return saved
 
-    def save_tensors(self, rank: int) -> dict[str, Saved]:
+    def save_tensors(self, rank: int) -> dict[str, PartState]:
         """The same of the modules and the optimizers alone."""
         targets = self.targets()
         names = names_of(targets)
         stepped = self._trained()
-        saved: dict[str, Saved] = {}
+        saved: dict[str, PartState] = {}
         for part, value in self.parts.items():
             if isinstance(value, nn.Module):
                 saved[part] = save_module(part, value, targets[part], stepped)
@@ -287,7 +287,9 @@ class RunParts:
                 type(self.parts[part]).__name__,
             )
 
-    def match(self, records: Mapping[str, Any], stored: Stored, rank: int) -> dict[str, Matched]:
+    def match(
+        self, records: Mapping[str, Any], stored: StoredStep, rank: int
+    ) -> dict[str, Matched]:
         """What fills every part that `records` has; nothing is changed."""
         targets = self.targets()
         names = names_of(targets)

@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.data.schedule import MicrobatchSlot
 from anyrank.files.content_hash import content_hash
-from anyrank.steps.buckets import average, local
-from anyrank.steps.fsdp_groups import check_names, drop_accumulated, parameter_groups
 from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT, StepRecord
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp1, is_fsdp2
 from anyrank.wording import count
@@ -56,7 +54,10 @@ class GradientSync:
             raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in kinds if is_fsdp2(module)]
-        check_names(self.fsdp, is_exact=False)
+        if self.fsdp:
+            from anyrank.around.fsdp2.groups import check_names
+
+            check_names(self.fsdp, is_exact=False)
         reshard(self.fsdp)
         self.named = _parameters_of(self.modules)
         self.parameters = [param for param in self.named.values() if param.requires_grad]
@@ -79,10 +80,12 @@ class GradientSync:
 
     def _check_sizes(self) -> None:
         groups: list[Any] = [module.process_group for module in self.ddp]
-        meshes = {
-            group.mesh_info.mesh for module in self.fsdp for group in parameter_groups(module)
-        }
-        for number in [group.size() for group in groups] + [mesh.size() for mesh in meshes]:
+        if self.fsdp:
+            from anyrank.around.fsdp2.groups import parameter_groups
+
+            units = [group for module in self.fsdp for group in parameter_groups(module)]
+            groups += {unit.mesh_info.mesh for unit in units}
+        for number in [group.size() for group in groups]:
             if number % self.ranks.size:
                 raise ValueError(
                     f"the model averages gradients over {count(number, 'rank')}, and the data is "
@@ -131,8 +134,11 @@ class GradientSync:
 
     def drop_unfinished(self) -> None:
         """Drop gradients that FSDP2 has not exchanged yet, which `zero_grad` does not reset."""
-        for module in self.fsdp:
-            drop_accumulated(module)
+        if self.fsdp:
+            from anyrank.around.fsdp2.groups import drop_accumulated
+
+            for module in self.fsdp:
+                drop_accumulated(module)
 
     def values(self) -> dict[str, str]:
         """Shape and hash of each parameter that no wrapper keeps equal."""
@@ -179,7 +185,10 @@ class GradientSync:
         for parameter in used.values():  # a gradient that no rank has stays None, as on one rank
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        average(used, self.ranks.size, self.group)
+        if used:
+            from anyrank.around.averaging.buckets import average
+
+            average(used, self.ranks.size, self.group)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -187,6 +196,11 @@ class GradientSync:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -19,17 +19,16 @@ from anyrank.data.fetch import (
     make_fetcher,
 )
 from anyrank.data.order import Order
-from anyrank.data.position import OnBatchChange
 from anyrank.data.receipts import EpochVerdict
 from anyrank.data.schedule import Schedule, Tail
-from anyrank.data.workers import WorkerExit
 from anyrank.errors import CheckpointError
-from anyrank.steps.loader_position import LoaderPosition
+from anyrank.steps.position import OnBatchChange, Position
 from anyrank.steps.step import Step
 from anyrank.world.ranks import open_ranks
 
 if TYPE_CHECKING:
     from anyrank.around.exact.run import ExactRun
+    from anyrank.around.workers.exit import WorkerExit
 
 
 class ElasticLoader:
@@ -123,13 +122,13 @@ class ElasticLoader:
         if weights is not None and not shuffle:
             raise ValueError("weights draw samples at random: remove shuffle=False")
         may_change: OnBatchChange | None = on_batch_change
-        position_class: type[LoaderPosition] = LoaderPosition
+        position_class: type[Position] = Position
         if isinstance(dataset, OwnOrder):
             if weights is not None:
                 raise ValueError("weights draw samples at random, which shards are not read for")
             order = dataset.order(seed, shuffle, global_batch, microbatch)
             may_change = None  # the lanes of an epoch are those of its global batch
-            position_class = dataset.position_class or LoaderPosition
+            position_class = dataset.position_class or Position
         elif weights is not None:
             order = _weighted(n, seed, weights)
         else:
@@ -152,7 +151,7 @@ class ElasticLoader:
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
         )
-        self._workers = WorkerExit()
+        self._workers = _open_workers() if num_workers else None
 
     @classmethod
     def from_shards(
@@ -254,7 +253,7 @@ class ElasticLoader:
         return cls(open_iterable(dataset, transform, window, options), **options)
 
     @property
-    def position(self) -> LoaderPosition:
+    def position(self) -> Position:
         """Its place in the data, and the verification of it. For anyrank's own use: may change."""
         return self._position
 
@@ -375,7 +374,11 @@ class ElasticLoader:
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
         """The batches of the requests, from the first one asked for: the model decides on those."""
-        yield self._workers.watch(lambda: iter(self._fetcher))
+
+        def start() -> Iterator[FetchedBatch]:
+            return iter(self._fetcher)
+
+        yield start() if self._workers is None else self._workers.watch(start)
 
 
 def _weighted(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> Order:
@@ -383,6 +386,13 @@ def _weighted(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> Ord
     from anyrank.around.weighted.order import weighted_order
 
     return weighted_order(n, seed, weights)
+
+
+def _open_workers() -> WorkerExit:
+    """The door to `anyrank.around.workers`, which loaders with `num_workers` alone load."""
+    from anyrank.around.workers.exit import WorkerExit
+
+    return WorkerExit()
 
 
 def _open_exact() -> ExactRun:

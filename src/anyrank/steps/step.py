@@ -24,7 +24,7 @@ What happens between two steps of the optimizer, in this order:
 7. The rest: with weights gradients are scaled by the step's total, and where no wrapper has done so
    they are averaged; with exact=True the other ordered sums are exchanged, scaled, and are `.grad`.
 8. The user clips, and steps the optimizer.
-9. The step counts: `LoaderPosition.commit`, when the next one is asked for or `commit` is called.
+9. The step counts: `Position.commit`, when the next one is asked for or `commit` is called.
    In a run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells
    them of signals; the step counts; replicas are compared; and what is due is saved.
 
@@ -57,8 +57,8 @@ from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import accelerators_of, kept, reseed
 from anyrank.steps.agreed_batches import one_ahead
 from anyrank.steps.gradient_sync import GradientSync, reshard
-from anyrank.steps.loader_position import LoaderPosition
 from anyrank.steps.norm import clip_gradients
+from anyrank.steps.position import Position
 from anyrank.steps.step_record import StepRecord, judge
 from anyrank.steps.step_run import StepRun
 from anyrank.tensors.hashing import derive
@@ -91,7 +91,7 @@ class Step:
             print(step.number, step.samples, step.loss(), step.rank_loss().item())
     """
 
-    def __init__(self, run: StepRun, position: LoaderPosition) -> None:
+    def __init__(self, run: StepRun, position: Position) -> None:
         self.number, self.epoch = run.plan.number, run.plan.epoch
         self._run, self._position = run, position
 

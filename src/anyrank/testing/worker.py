@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from anyrank.data.workers import kill
+from anyrank.around.workers.exit import kill
 from anyrank.testing import fault, transport
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 

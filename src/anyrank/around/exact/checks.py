@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anyrank.steps.fsdp_groups import parameter_groups
+from anyrank.around.fsdp2.groups import parameter_groups
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2

@@ -19,7 +19,7 @@ from torch import nn
 from anyrank.around.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.around.exact.rounds import Rounds
 from anyrank.around.exact.tree_sum import Span, TreeSum
-from anyrank.steps.fsdp_groups import parameter_groups
+from anyrank.around.fsdp2.groups import parameter_groups
 from anyrank.steps.norm import sum_dtype
 from anyrank.world.ranks import Ranks
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from anyrank.around.averaging.buckets import BUCKET_BYTES, MAX_STARTED, buckets
 from anyrank.around.exact.checks import sparse_gradient
 from anyrank.around.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.around.exact.rounds import Rounds
 from anyrank.around.exact.tree_sum import TreeSum
-from anyrank.steps.buckets import BUCKET_BYTES, MAX_STARTED, buckets, local
+from anyrank.steps.gradient_sync import local
 from anyrank.steps.norm import sum_dtype
 from anyrank.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT
 from anyrank.tensors.torch_classes import is_dtensor

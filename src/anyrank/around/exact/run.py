@@ -33,8 +33,7 @@ from anyrank.around.exact.rounds import Rounds
 from anyrank.around.exact.sync import ExactSync
 from anyrank.data.schedule import StepPlan
 from anyrank.errors import CheckpointError
-from anyrank.steps.buckets import local
-from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.gradient_sync import GradientSync, local
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks

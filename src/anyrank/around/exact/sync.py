@@ -28,8 +28,8 @@ from anyrank.around.exact.fsdp import (
 from anyrank.around.exact.groups import GradientSums
 from anyrank.around.exact.ordered_reduce import OrderedGroup
 from anyrank.around.exact.rounds import Rounds
+from anyrank.around.fsdp2.groups import check_names, parameter_groups
 from anyrank.data.schedule import MicrobatchSlot
-from anyrank.steps.fsdp_groups import check_names, parameter_groups
 from anyrank.steps.gradient_sync import GradientSync, used_on_any_rank
 from anyrank.steps.step_record import StepRecord
 from anyrank.world.ranks import Ranks

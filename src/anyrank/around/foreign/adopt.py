@@ -30,7 +30,7 @@ from anyrank.model.options import LoadOptions
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.state.optimizer import Names, match_optimizer
-from anyrank.state.part_types import Matched, Stored, listed
+from anyrank.state.part_types import Matched, StoredStep, listed
 from anyrank.state.report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
@@ -137,7 +137,7 @@ def _plan_module(
     """
     inner = state.parts
     ways = {kind: text.format(part=[part]) for kind, text in WAYS.items()}
-    is_fresh = Stored(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+    is_fresh = StoredStep(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
     module, listing = inner.parts[part], source.model(part)
     headers = header_reader(module, path, ranks, known=listing)
@@ -255,12 +255,12 @@ class ForeignStep(ResumeSource):
 
     def _stored(
         self, tensors: dict[str, StoredTensor], arguments: ResumeArguments | None = None
-    ) -> Stored:
+    ) -> StoredStep:
         listing = self.listing.with_tensors(tensors)
         if arguments is None:
-            return Stored(listing, 0, False, casts=True)
+            return StoredStep(listing, 0, False, casts=True)
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
-        return Stored(listing, 0, False, fresh, drop, casts=True)
+        return StoredStep(listing, 0, False, fresh, drop, casts=True)
 
     def _position(self, data: ElasticLoader, state: TrainState) -> Matched:
         position, outcome = _start_of(data, self.source)

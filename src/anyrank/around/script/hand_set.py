@@ -36,9 +36,9 @@ class _HandSet:
         self.name, self.schedule = name, schedule
         self.rates: list[float] | None = None  # that were set by hand
         self.is_over = False  # a hook cannot remove itself while torch goes over the hooks
-        innermost(schedule.optimizer).register_step_pre_hook(lambda *_: self.look())
+        innermost(schedule.optimizer).register_step_pre_hook(lambda *_: self.compare_rates())
 
-    def look(self) -> None:
+    def compare_rates(self) -> None:
         """Before a step of the optimizer."""
         if self.is_over:
             return

@@ -20,14 +20,13 @@ from anyrank.around.streams.lanes import OUT, READY, Report
 from anyrank.around.streams.readers import LaneAnswer, LaneRequest, LaneRequests, StreamReader
 from anyrank.around.streams.sources import Stream
 from anyrank.data.fetch import FetchedBatch
-from anyrank.data.position import COUNTS, KEPT_RECEIPTS
 from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.random_state.streams import kept
 from anyrank.steps.agreed_batches import Fetcher
-from anyrank.steps.loader_position import LoaderPosition
+from anyrank.steps.position import COUNTS, KEPT_RECEIPTS, Position
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
@@ -100,7 +99,7 @@ class LanePlan(StepPlan):
         return self.sizes[k]
 
 
-class StreamPosition(LoaderPosition):
+class StreamPosition(Position):
     """Where a run is in a stream.
 
     Attributes:

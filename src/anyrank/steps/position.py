@@ -1,27 +1,39 @@
-"""The position of a run in its data, counted in samples of completed steps, and its verification.
+"""Where a run is in the data of an `ElasticLoader`: its counts, the step under way, and the proof.
 
-The position does not depend on the ranks: a state saved on N ranks is loaded on M. Each rank also
-keeps a receipt of the samples that it has run, which `check_receipt` compares with the plan.
+The position is counted in samples of completed steps and does not depend on the ranks: a state
+saved on N ranks is loaded on M. Each rank also keeps a receipt of the samples that it has run,
+which `check_receipt` compares with the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from anyrank.checks import check_choice, check_type
+from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, check_length, request_for
 from anyrank.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
-from anyrank.data.schedule import Schedule, StepPlan
+from anyrank.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
+from anyrank.steps.agreed_batches import Fetcher, OwnBatches, fetch_first
+from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.step_listeners import fetching_ahead
+from anyrank.steps.step_run import StepRun
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import ALONE, check_group, find_members
 from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.around.exact.run import ExactRun
 
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
@@ -60,21 +72,29 @@ class RankAccounts:
 
 
 class Position:
-    """Where a run is in its data.
+    """Where a run is in the data of an `ElasticLoader`, and the step that is under way.
 
     Args:
         schedule: the run's plan.
         key: name or version of the dataset.
         group: the user's process group of the data-parallel ranks.
         on_batch_change: what a state with another global batch means; None: it is refused.
+        dataset: the loader's, by microbatch.
+        num_workers: processes that fetch; 0: this one does.
+        exact: sums gradients in an order that does not depend on the ranks; None: as they come.
 
     Attributes:
-        owner: name of the class that has it, for messages.
         accounts: of the current epoch, the last, and of those before that are not verified yet.
         epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticLoader`.
+        current: the step that was begun and is not counted.
+        begun: exchanges of this step's passes, and of those of earlier tries at it.
+        num_iterations: how often the loader was iterated, or loaded a state.
+        ranks: the data-parallel ranks; None outside of an iteration.
+        batches: those still to be fetched in it; the first one starts the fetching.
+        ahead: the first batches of the next step, if they were fetched.
+        checked: models whose gradient exchange was verified, by id.
+        exponent: of the power of two near the first `weight`; None before it.
     """
-
-    owner: str
 
     def __init__(
         self,
@@ -82,6 +102,9 @@ class Position:
         key: str | None,
         group: Any,
         on_batch_change: OnBatchChange | None,
+        dataset: MicrobatchDataset,
+        num_workers: int,
+        exact: ExactRun | None,
     ) -> None:
         if on_batch_change is not None:
             check_choice("on_batch_change", on_batch_change, get_args(OnBatchChange))
@@ -90,10 +113,19 @@ class Position:
         check_group(group)
         self.schedule, self.key, self.group = schedule, key, group
         self.on_batch_change: OnBatchChange | None = on_batch_change
+        self.dataset, self.num_workers, self.exact = dataset, num_workers, exact
         self.epoch = self.step = self.consumed = self.samples = self.dropped = 0
         self.notes: list[str] = []
         self.receipts: list[EpochVerdict] = []
         self.accounts = [EpochAccount(0)]
+        self.current: StepRun | None = None
+        self.begun: list[GradientSync] = []
+        self.num_iterations = 0
+        self.ranks: Ranks | None = None
+        self.batches: Iterator[FetchedBatch] = iter(())
+        self.ahead: OwnBatches | None = None
+        self.exponent: int | None = None
+        self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
         self.data_rank()
 
     def data_rank(self) -> tuple[int, int]:
@@ -115,10 +147,14 @@ class Position:
 
     def arguments(self) -> dict[str, object]:
         """What ranks must have given alike, by argument."""
-        return self.schedule.arguments() | {"key": self.key}
+        return self.schedule.arguments() | {
+            "key": self.key,
+            "exact": self.exact is not None,
+            "len(dataset)": len(self.dataset.dataset),
+        }
 
     def check_same(self, ranks: Ranks) -> None:
-        """Compare the owner's arguments, and the position, over the ranks. All ranks.
+        """Compare the loader's arguments, and the position, over the ranks. All ranks.
 
         Raises:
             CheckpointError: one of them differs; on all ranks, with each value.
@@ -130,24 +166,129 @@ class Position:
             if missing := sorted({*members} - {*ranks.ranks}):
                 raise ValueError(
                     f"the ranks {ranks.ranks} are not all of the {len(members)} data-parallel "
-                    f"ranks of the {self.owner}: call with {ranks.name_ranks(missing)} too"
+                    f"ranks of the ElasticLoader: call with {ranks.name_ranks(missing)} too"
                 )
 
         position = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
         arguments = self.arguments() | {"position": position}
-        compare_arguments(ranks, self.owner, arguments, CheckpointError, check)
+        compare_arguments(ranks, "ElasticLoader", arguments, CheckpointError, check)
+
+    # -- the step under way ------------------------------------------------------------------------
+
+    def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
+        """An iteration of the loader begins."""
+        self.ranks, self.batches, self.ahead = ranks, batches, None
+
+    def end_pass(self) -> None:
+        """Release workers and ranks: a user may keep a step after its loop."""
+        self.ranks, self.batches, self.ahead = None, iter(()), None
+
+    def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
+        """The microbatches of a step that this rank runs."""
+        return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
+
+    def requests(self) -> Iterator[Any]:
+        """This rank's microbatches for the rest of the epoch."""
+        for plan in self.schedule.rest(self.next_step()):
+            for slot in self.slots(plan):
+                yield request_for(self.schedule, plan, slot.k)
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Number of steps of a whole epoch."""
+        return self.schedule.steps_in_epoch
+
+    def check_dataset(self) -> None:
+        """Refuse a dataset that has got another length; raises as `check_length`."""
+        check_length(self.dataset.dataset, self.schedule.order.n)
+
+    def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
+        """How the batches of a step are fetched, in its first pass and in others."""
+        return Fetcher(partial(self.fetch if is_first else self.fetch_again, plan))
+
+    def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        """The next batch, which is that of a slot of a step.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        ids = self.schedule.ids(plan, slot.k)
+        fetched = next(self.batches, None)
+        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
+        if fetched is None or samples != (plan.epoch, ids):
+            got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
+            raise CheckpointError(
+                f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
+                f"workers returned {got}: start a new iteration of the loader"
+            )
+        return fetched
+
+    def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        """The batch of a slot, for a further pass over its step; in this process."""
+        return self.dataset[request_for(self.schedule, plan, slot.k)]
+
+    def fetch_ahead(self, step: StepPlan) -> None:
+        """Fetch the first batches of the step after this one, if its epoch has one.
+
+        Of workers alone: what this process reads may depend on what the loop does before the step,
+        and may draw from what a save between the two holds.
+        """
+        plan = self.following(step)
+        if plan is not None and self.num_workers:
+            with fetching_ahead():
+                self.ahead = fetch_first(self.fetcher(plan, True), self.slots(plan))
+
+    def following(self, step: StepPlan) -> StepPlan | None:
+        """The step after a step; None at the end of its epoch."""
+        return self.schedule.following(step)
+
+    def take_ahead(self) -> OwnBatches | None:
+        """What was fetched ahead, for the step that begins."""
+        ahead, self.ahead = self.ahead, None
+        return ahead
+
+    def begin_step(self) -> StepRun:
+        """The next step begins."""
+        self.current = StepRun(self.next_step())
+        return self.current
+
+    def drop_begun(self) -> None:
+        """Drop the gradients of earlier tries at the current step."""
+        for sync in self.begun:
+            sync.drop_gradients()
+        self.begun.clear()
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Whether all microbatches of the current step were run."""
+        return self.current is not None and self.current.is_complete
 
     def check_complete(self) -> None:
         """Check that `commit` may count a step. No collectives.
 
         Raises:
-            CheckpointError: there is no step, or it is not complete.
+            CheckpointError: the step that was begun is not complete.
         """
-        raise NotImplementedError
+        if self.current is not None and not self.current.is_complete:
+            raise CheckpointError(
+                f"step {self.current.plan.number} is not complete: run `for batch in "
+                "step.microbatches(model)` to its end in each step, or leave the loop over the "
+                "loader: the next iteration returns the same step again"
+            )
 
     def commit(self) -> None:
         """Count the current step as completed; raises as `check_complete`. No collectives."""
-        raise NotImplementedError
+        self.check_complete()
+        if self.current is not None:
+            self.advance(self.current.plan, self.current.seen)
+            self.current = None
+            self.begun.clear()
+
+    def abandon_step(self) -> None:
+        """Forget the current step, whose optimizer has not stepped: it will be repeated."""
+        self.current = None
+
+    # -- counting ---------------------------------------------------------------------------------
 
     def next_step(self) -> StepPlan:
         """The next step, in this epoch or the following one."""
@@ -181,7 +322,7 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """About 400 bytes of JSON values, equal on all ranks. No collectives."""
         order = self.schedule.order
-        return {
+        state = {
             "version": STATE_VERSION,
             "seed": order.seed,
             **{name: getattr(self, name) for name in COUNTS},
@@ -194,6 +335,10 @@ class Position:
             "receipt": self.accounts[-1].planned.to_json(),
             "receipts": [list(receipt) for receipt in self.receipts[-KEPT_RECEIPTS:]],
         }
+        if self.exact is not None:
+            known = {} if self.exponent is None else {"exponent": self.exponent}
+            state["exact"] = self.exact.record | known
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was saved; raises as `check_state_dict`, and changes nothing."""
@@ -204,6 +349,22 @@ class Position:
         self.receipts = [EpochVerdict(*row) for row in state_dict["receipts"]]
         self.accounts = [EpochAccount(self.epoch, earlier=receipt, planned=receipt)]
         self._leave_finished_epoch()
+        self._load_exact(state_dict.get("exact"))
+        self.current = None
+        self.num_iterations += 1
+        self.end_pass()
+
+    def _load_exact(self, saved: Any) -> None:
+        """Continue the record of exact=True, or note where it ends."""
+        if self.exact is not None:
+            record = dict(saved or {})
+            self.exponent = record.pop("exponent", None)
+            self.notes += self.exact.load(record, self.step)
+            self.checked.clear()  # the record is compared with the models' again
+        elif saved is not None:
+            self.notes.append(
+                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
+            )
 
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
@@ -226,7 +387,10 @@ class Position:
             receipt = Receipt.from_json(state_dict["receipt"])
             if receipt.count != saved["consumed"] or len(state_dict["receipts"]) > KEPT_RECEIPTS:
                 raise ValueError(f"{saved['consumed']} samples were consumed")
-            return saved, receipt, self._batch_note(state_dict["global_batch"], saved["step"])
+            note = self._batch_note(state_dict["global_batch"], saved["step"])
+        if self.exact is not None:
+            self.exact.check_saved(state_dict.get("exact") or {})
+        return saved, receipt, note
 
     def _batch_note(self, saved: int, step: int) -> str | None:
         """The entry in `notes` for a different global batch; an error where it is not allowed."""

@@ -13,15 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anyrank.tensors.torch_classes import is_dtensor
+from anyrank.steps.gradient_sync import local
 
 BUCKET_BYTES = 4 << 20  # of gradients exchanged together
 MAX_STARTED = 2  # buckets in flight, each in two copies or more
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def buckets(
