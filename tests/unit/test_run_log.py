@@ -111,6 +111,18 @@ def test_a_run_without_a_save_leaves_no_log(tmp_path: Path) -> None:
     assert sum_up(read_log(str(tmp_path))) is None
 
 
+def test_a_run_that_is_opened_again_counts_its_seconds_anew(tmp_path: Path) -> None:
+    ckpts = anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.Linear(2, 2)))
+    for _ in range(2):
+        ckpts.step_done()
+        ckpts.save()
+        ckpts.close()
+    first, first_end, second, _ = rows(tmp_path)
+    assert (first["event"], first_end["event"], second["event"]) == ("start", "end", "start")
+    assert first_end["saves_sec"] > 0
+    assert second["saves_sec"] == 0
+
+
 def test_a_log_that_cannot_be_written_ends_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
