@@ -654,6 +654,24 @@ def test_every_page_is_on_the_front_page() -> None:
     assert sorted(listed) == sorted(pages)
 
 
+def find_lost_rooms(text: str) -> list[str]:
+    """Rooms around the core that CONTRIBUTING.md does not name, and files in it that are gone."""
+    spans = set(re.findall(r"`([^`\n]+)`", text))
+    rooms = {path.name for path in SRC.glob("around/*") if (path / "__init__.py").exists()}
+    folders = (ROOT, SRC.parent, SRC, SRC / "around")
+    files = {span for span in spans if re.fullmatch(r"[\w/]+/\w+\.py", span)}
+    gone = {file for file in files if not any((folder / file).exists() for folder in folders)}
+    return sorted(rooms - spans) + sorted(gone)
+
+
+def test_the_map_of_the_rooms_is_that_of_the_tree() -> None:
+    assert find_lost_rooms((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) == []
+
+
+def test_a_lost_room_is_found() -> None:
+    assert {"exact", "steps/no.py"} <= set(find_lost_rooms("`steps/step.py` `steps/no.py`"))
+
+
 # -- private names of other packages --------------------------------------------------------------
 
 # os._exit is public; the others are parts of names of dtypes, keys and files
