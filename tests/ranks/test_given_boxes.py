@@ -153,4 +153,4 @@ def job_parts(path: str) -> str:
 def test_plain_parts_that_do_not_say_so_are_no_run(tmp_path: Path) -> None:
     for text in run_ranks(2, job_parts, str(tmp_path)):
         assert "weight: ranks [0] unlike ranks [1]" in text
-        assert "parts of a whole are to be held as DTensors" in text
+        assert "hold parts of a whole as DTensors" in text

@@ -203,8 +203,8 @@ def job_permuted() -> None:
     model: Any = fully_shard(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), mesh=mesh)
     swap: dict[str, Any] = {"rename": {"0": "1", "1": "0"}, "verify": True}
     a, b = (layer.weight.full_tensor().clone() for layer in model)
-    refused("has memory of", lambda: anyrank.sync(model, model, **swap))
-    refused("has memory of", lambda: anyrank.load(model, model.state_dict(), **swap))
+    refused("shares memory with", lambda: anyrank.sync(model, model, **swap))
+    refused("shares memory with", lambda: anyrank.load(model, model.state_dict(), **swap))
     assert torch.equal(model[0].weight.full_tensor(), a)
     anyrank.sync(model, model, atomic=True, **swap)
     assert torch.equal(model[0].weight.full_tensor(), b)

@@ -392,7 +392,7 @@ def test_a_save_never_moves_another_tools_checkpoint(tmp_path: Path) -> None:
     shutil.move(tmp_path / "a", tmp_path / "run-step")
     (tmp_path / "run").mkdir()
     shutil.move(tmp_path / "run-step", tmp_path / "run/step-00000000")
-    with pytest.raises(anyrank.CheckpointError, match="another tool saved"):
+    with pytest.raises(anyrank.CheckpointError, match="a checkpoint of another tool"):
         anyrank.Checkpoints(tmp_path / "run", state_of()).save()
     assert (tmp_path / "run/step-00000000/model.safetensors").is_file()
 

@@ -97,7 +97,9 @@ def test_another_tools_checkpoint_is_an_error_with_its_way_out(
 ) -> None:
     MAKERS[tool](tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(anyrank.CheckpointError, match=r"another tool saved.*anyrank\.load\(model"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"a checkpoint of another tool.*anyrank\.load\(model"
+    ):
         resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)), which)
     after = sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name)
     assert after == before
@@ -117,7 +119,7 @@ def test_the_error_names_the_path_that_is_read(tmp_path: Path, tool: str) -> Non
 def test_a_save_without_a_resume_is_refused_there_too(tmp_path: Path, tool: str) -> None:
     MAKERS[tool](tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(anyrank.CheckpointError, match="another tool saved"):
+    with pytest.raises(anyrank.CheckpointError, match="a checkpoint of another tool"):
         save(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -140,7 +142,7 @@ def test_an_object_store_is_asked_for_few_listings() -> None:
 @pytest.mark.parametrize("call", [save, resume])
 def test_a_folder_of_runs_is_refused_and_names_the_run(tmp_path: Path, call: Any) -> None:
     save(tmp_path / "a", anyrank.TrainState(nn.Linear(1, 1)))
-    match = f"holds runs, and is none: .*give Checkpoints\\('{tmp_path}/a'\\)"
+    match = f"holds runs, and is no run itself: give Checkpoints\\('{tmp_path}/a'\\)"
     with pytest.raises(anyrank.CheckpointError, match=match):
         call(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -150,7 +152,10 @@ def test_a_folder_of_runs_is_refused_and_names_the_run(tmp_path: Path, call: Any
 def test_a_run_whose_steps_are_all_damaged_is_still_a_run(tmp_path: Path, call: Any) -> None:
     save(tmp_path / "b", anyrank.TrainState(nn.Linear(1, 1)))
     (tmp_path / "b/step-00000000/anyrank.json").unlink()
-    for place, match in (("", "holds runs, and is none"), ("b/step-00000005", "is a step of")):
+    for place, match in (
+        ("", "holds runs, and is no run itself"),
+        ("b/step-00000005", "is a step of"),
+    ):
         with pytest.raises(anyrank.CheckpointError, match=match):
             call(tmp_path / place, anyrank.TrainState(nn.Linear(1, 1)))
 
@@ -230,7 +235,7 @@ def _resume(path: str) -> str:
 def test_every_rank_raises_the_error(tmp_path: Path) -> None:
     touch(tmp_path, "model.safetensors")
     for text in run_ranks(2, _resume, str(tmp_path)):
-        assert "what another tool saved" in text
+        assert "a checkpoint of another tool" in text
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_dst_in_the_memory_of_src_is_right_or_refused(view: Any) -> None:
         anyrank.sync({"w": dst}, {"w": src}, verify=True)
         assert torch.equal(dst, wanted)
         return
-    with pytest.raises(anyrank.LoadError, match="has memory of w in the source"):
+    with pytest.raises(anyrank.LoadError, match="shares memory with w of the source"):
         anyrank.sync({"w": dst}, {"w": src})
     assert torch.equal(whole, before)
     anyrank.sync({"w": dst}, {"w": src}, atomic=True)  # all is read before

@@ -90,9 +90,9 @@ def check_memory(
             number, source = givers[second - len(targets)]
             if not _is_itself(tensors[index], target_memory, stored[index], number, source):
                 raise LoadError(
-                    f"{tensors[index].name}: has memory of {source.tensor.name} in the source, "
-                    "which it is not filled from as it is, so it would be written to before that "
-                    "is read: give one of them memory of its own (copy.deepcopy, .clone())"
+                    f"{tensors[index].name}: shares memory with {source.tensor.name} of the "
+                    "source, and the load would overwrite that before it reads it: give one of "
+                    "them memory of its own (copy.deepcopy, .clone())"
                 )
 
 

@@ -162,7 +162,7 @@ def _unread(
     """
     wanted = {name for index in absent for name in targets[index].flat_names()}
     return [
-        f"{key}: is {what}, which is not read, and missing= stands for what a source has not"
+        f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks"
         for key, what in listing.unreadable.items()
         if not wanted.isdisjoint(candidates(rename(key)))
     ]

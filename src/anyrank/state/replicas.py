@@ -208,9 +208,9 @@ def _in_words(
     else:
         reason = (
             "the replicas have diverged (a forward around the wrapper; an update on one rank "
-            "alone, or from what each rank has by itself: a buffer, its data, its random "
-            "numbers): make them alike, or resume the last step; parts of a whole are to be held "
-            "as DTensors (DTensor.from_local)"
+            "alone, or from a rank's own values: a buffer, its data, its random numbers): make "
+            "them alike, or resume the last step; hold parts of a whole as DTensors "
+            "(DTensor.from_local)"
         )
         if others:
             names = ", ".join(others[:SHOWN])

@@ -63,8 +63,8 @@ def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
     names = [*_list_entries(storage, folder)]
     if list_steps(storage, folder, names):
         return (
-            f"holds runs, and is none: {folder} is one: give Checkpoints({folder!r}) to go on with "
-            "it, or a folder that does not exist yet for a new run"
+            f"holds runs, and is no run itself: give Checkpoints({folder!r}) to resume that one, "
+            "or a folder that does not exist yet for a new run"
         )
     if _has_run_files(names):
         return None  # a step without its manifest, or a renamed one
@@ -77,9 +77,9 @@ def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
 
 def _tool_message(path: str, sign: str) -> str:
     return (
-        f"holds no step of a run, but what another tool saved: {path} ({sign}); give Checkpoints "
-        f"a folder of its own, and go on from there with resume({path!r}), or for its weights "
-        f"alone call anyrank.load(model, {path!r})"
+        f"holds no step of a run, but a checkpoint of another tool, {path} ({sign}): give "
+        f"Checkpoints a folder of its own, and begin the run with resume({path!r}), or for the "
+        f"weights alone call anyrank.load(model, {path!r})"
     )
 
 

@@ -48,7 +48,7 @@ def row_counts(
         if path.suffix not in PARQUET + LINES:
             raise ValueError(
                 f"paths has {path}: rows are counted of {', '.join(PARQUET + LINES)}: give "
-                "lengths= from what you know, or none: rows are then counted while they are read"
+                "lengths= yourself, or leave it out: rows are then counted while they are read"
             )
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]

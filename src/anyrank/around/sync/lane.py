@@ -157,8 +157,8 @@ def _agree(
         for receiver in ranks.ranks:
             if digests.get(receiver) != by_rank[receiver][2].get(sender):
                 raise RankError(
-                    f"{WHAT}: ranks {sender} and {receiver} would cut what passes between them in "
-                    "different ways: report it, and give the tensors on the CPU meanwhile"
+                    f"{WHAT}: ranks {sender} and {receiver} would cut their messages in different "
+                    "ways: report it, and give the tensors on the CPU meanwhile"
                 )
     return Lane(kind, name, slot, max(number for number, *_ in answers_on_slots))
 
