@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
@@ -176,6 +175,9 @@ def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None
     Args:
         spent: of each rank, each part.
     """
+    # Here, as a run's first save opens this module, and would wait for all that statistics loads.
+    import statistics
+
     if len(spent) < 2:
         return None
     step = max(sum(median for median, _ in parts) for parts in spent)
@@ -191,6 +193,8 @@ def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None
 
 
 def _spent(seconds: Sequence[float]) -> Spent:
+    import statistics
+
     low, median, high = statistics.quantiles(seconds, n=4)
     return median, high - low
 
