@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
-from anyrank.around.sync import lane
+from anyrank.around.sync import lane, live
+from anyrank.around.sync.digests import sums_of_all
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.connections import Connections
 from anyrank.world.connections import _close as close  # pyright: ignore[reportPrivateUsage]
@@ -68,6 +69,7 @@ def lane_on(from_bytes: int = 0, buffer_bytes: int = BUFFER) -> Generator[Log]:
     kind = lane.LaneKind(names[0], open_raw, from_bytes, buffer_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane, "choose_lane", lambda devices: kind)
+        patch.setattr(live, "choose_digest", lambda accelerators: sums_of_all)
         yield log
 
 

@@ -235,12 +235,12 @@ def check_values(end: End) -> None:
 
 
 def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
-    """On which device of its own a rank has all tensors that may move; "" for the CPU's, and
-    "several" where they are not in one place, or on meta.
+    """On which device of its own a rank has all tensors that may move; "" for the CPU's, "meta"
+    where the others are on meta, and "several" where they are not in one place.
     """
     devices = {tensor.tensor.device for tensor in tensors if tensor.kind != "derived"}
     if len(devices) > 1:
-        return "several"
+        return "meta" if all(d.type in ("cpu", "meta") for d in devices) else "several"
     return name_device(devices.pop()) if devices else ""
 
 

@@ -12,6 +12,7 @@ from anyrank.around.sharing.flows import Flow
 from anyrank.around.sharing.messages import MESSAGE_BYTES, WHAT
 from anyrank.around.sharing.move import Mover
 from anyrank.around.sharing.places import LocalMemory
+from anyrank.around.sync.digests import choose_digest, parts_of
 from anyrank.around.sync.lane import LaneMover
 from anyrank.around.sync.live_flows import in_rounds
 from anyrank.around.sync.merge import Adapters, LiveMemory
@@ -74,6 +75,7 @@ class LiveSide(Side):
         self.meter = meter
         self.verify = verify
         self.atomic = atomic
+        self.digest_all = choose_digest(self.plan.accelerators)
         self.verified = ""
         self.factors: dict[int, torch.Tensor] = {}
         self.for_factors: Mover | None = None
@@ -137,12 +139,16 @@ class LiveSide(Side):
 
     def compare(self) -> None:
         """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
-        check_before(self.plan.flows, self.places, self.ranks)
+        check_before(self.plan.flows, self.places, self.ranks, self.digest_all)
         if self.verify:
             from anyrank.around.verify.weights import compare_replicas  # most syncs verify nothing
 
             sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
-            replicas = compare_replicas(sent, self.ranks)
+            replicas = compare_replicas(
+                sent,
+                self.ranks,
+                lambda held: [digest.hex() for digest in self.digest_all(map(parts_of, held))],
+            )
             moved = sum(not flow.is_compared for flow in self.plan.flows)
             self.verified = f"{moved} tensors at both ends, {replicas} among the ranks of src"
 
@@ -158,7 +164,7 @@ class LiveSide(Side):
         """With `verify`, compare both ends."""
         if self.verify:
             moved = [flow for flow in self.plan.flows if not flow.is_compared]
-            check_equal(moved, self.places, self.ranks)
+            check_equal(moved, self.places, self.ranks, self.digest_all)
 
     def moved(self) -> Moved:
         """Bytes so far."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
 from anyrank.around.sharing.flows import Flow
 from anyrank.around.sharing.places import LocalMemory
 from anyrank.around.sharing.transfers import Transfer
+from anyrank.around.sync.digests import DIGEST_BYTES, DigestAll
 from anyrank.errors import LoadError
-from anyrank.files.content_hash import BLOCK_BYTES, hash_of
+from anyrank.files.content_hash import BLOCK_BYTES
 from anyrank.world.ranks import Ranks
 
-DIGEST_BYTES = 16
 
-
-def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[str]:
+def differing(
+    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
+) -> list[str]:
     """Names of the tensors whose two ends do not hold the same values, on any rank. All ranks.
 
     Each transfer is digested where it comes from, cast as it was for the other end, and where it
@@ -24,50 +27,51 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
     """
     rank = ranks.rank
     pairs = [(flow, transfer) for flow in flows for transfer in flow.transfers]
+    given = [(flow, transfer) for flow, transfer in pairs if transfer.sender == rank]
+    taken = [(flow, transfer) for flow, transfer in pairs if transfer.receiver == rank]
 
-    def digest_here() -> tuple[set[str], dict[int, bytes], list[tuple[str, int, bytes]]]:
-        wrong: set[str] = set()
-        sent: dict[int, bytes] = {}
-        expected: list[tuple[str, int, bytes]] = []
-        for flow, transfer in pairs:
-            sent_digest = _digest_source(flow, transfer, places) if transfer.sender == rank else b""
-            target_digest = (
-                _digest_target(flow, transfer, places) if transfer.receiver == rank else b""
-            )
-            if sent_digest and target_digest and sent_digest != target_digest:
-                wrong.add(flow.name)
-            elif sent_digest and not target_digest:
-                sent[transfer.receiver] = sent.get(transfer.receiver, b"") + sent_digest
-            elif target_digest and not sent_digest:
-                expected.append((flow.name, transfer.sender, target_digest))
-        return wrong, sent, expected
+    def digest_here() -> list[bytes]:
+        sources = (_source(flow, transfer, places) for flow, transfer in given)
+        targets = (_target(flow, transfer, places) for flow, transfer in taken)
+        return digest_all(chain(sources, targets))
 
-    wrong, sent, expected = ranks.run("digesting both ends", digest_here)
-    counts: dict[int, int] = {}
-    for _, sender, _ in expected:
-        counts[sender] = counts.get(sender, 0) + DIGEST_BYTES
-    received = {sender: torch.empty(n, dtype=torch.uint8) for sender, n in counts.items()}
-    outgoing = [(_as_tensor(data), receiver) for receiver, data in sent.items()]
+    digests = ranks.run("digesting both ends", digest_here)
+    sources, targets = digests[: len(given)], digests[len(given) :]
+    sent, own = dict[int, bytes](), list[bytes]()
+    for (_, transfer), digest in zip(given, sources, strict=True):
+        if transfer.receiver == rank:
+            own.append(digest)
+        else:
+            sent[transfer.receiver] = sent.get(transfer.receiver, b"") + digest
+    counts = Counter(transfer.sender for _, transfer in taken if transfer.sender != rank)
+    received = {
+        sender: torch.empty(count * DIGEST_BYTES, dtype=torch.uint8, device="cpu")
+        for sender, count in counts.items()
+    }
     if ranks.size > 1:
+        outgoing = [(_as_tensor(data), receiver) for receiver, data in sent.items()]
         incoming = [(tensor, sender) for sender, tensor in received.items()]
         ranks.exchange(outgoing, incoming, "comparing both ends")
-    position = dict.fromkeys(received, 0)
-    for name, sender, target_digest in expected:
-        sent_digest = received[sender][position[sender] : position[sender] + DIGEST_BYTES]
-        position[sender] += DIGEST_BYTES
-        if bytes(sent_digest.tolist()) != target_digest:
-            wrong.add(name)
+    expected = {sender: _digests_in(tensor) for sender, tensor in received.items()}
+    expected[rank] = iter(own)
+    wrong = {
+        flow.name
+        for (flow, transfer), digest in zip(taken, targets, strict=True)
+        if next(expected[transfer.sender]) != digest
+    }
     by_rank = ranks.gather(sorted(wrong), "comparing both ends")
     return sorted(set().union(*by_rank))
 
 
-def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
+def check_equal(
+    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
+) -> None:
     """Refuse a `dst` that does not hold what `src` holds. All ranks.
 
     Raises:
         LoadError: names the tensors; on all ranks.
     """
-    wrong = differing(flows, places, ranks)
+    wrong = differing(flows, places, ranks, digest_all)
     if wrong:
         raise LoadError(
             f"{len(wrong)} tensors of dst do not hold what src holds: {', '.join(wrong[:10])}: "
@@ -75,14 +79,16 @@ def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> Non
         )
 
 
-def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
+def check_before(
+    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
+) -> None:
     """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
 
     Raises:
         LoadError: names the tensors; on all ranks.
     """
     compared = [flow for flow in flows if flow.is_compared]
-    wrong = differing(compared, places, ranks) if compared else []
+    wrong = differing(compared, places, ranks, digest_all) if compared else []
     twins = {flow.name for flow in compared if flow.twin >= 0}
     if twins.intersection(wrong):
         raise LoadError(
@@ -96,22 +102,21 @@ def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> No
         )
 
 
-def _digest_source(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
-    boxes = transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize)
-    parts = (
-        places.source_view(flow, transfer, box).to(flow.wire_dtype).to(flow.target_dtype)
-        for box in boxes
-    )
-    return _digest(parts)
+def _source(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
+    """What a rank sends, in parts, as it is to arrive."""
+    for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
+        yield places.source_view(flow, transfer, box).to(flow.wire_dtype).to(flow.target_dtype)
 
 
-def _digest_target(flow: Flow, transfer: Transfer, places: LocalMemory) -> bytes:
-    boxes = transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize)
-    return _digest(places.target_view(flow, transfer, box) for box in boxes)
+def _target(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
+    """What has arrived, in the same parts."""
+    for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
+        yield places.target_view(flow, transfer, box)
 
 
-def _digest(parts: Iterator[torch.Tensor]) -> bytes:
-    return bytes.fromhex(hash_of(parts))
+def _digests_in(data: torch.Tensor) -> Iterator[bytes]:
+    """Those that another rank has sent, in the order of both."""
+    return (bytes(row) for row in data.view(-1, DIGEST_BYTES).tolist())
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

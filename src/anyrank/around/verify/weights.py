@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
 
 from anyrank.around.verify.checksums import compared, mismatches
 from anyrank.errors import LoadError
@@ -85,15 +87,31 @@ def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
                 )
 
 
-def compare_replicas(targets: list[ModelTensor], ranks: Ranks) -> int:
+def content_hashes(tensors: Iterable[torch.Tensor]) -> Iterable[str]:
+    """`content_hash` of each."""
+    return map(content_hash, tensors)
+
+
+def compare_replicas(
+    targets: list[ModelTensor],
+    ranks: Ranks,
+    hash_all: Callable[[Iterable[torch.Tensor]], Iterable[str]] = content_hashes,
+) -> int:
     """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
+
+    Args:
+        targets: some of them on each rank.
+        ranks: of the call.
+        hash_all: a text for each tensor's values, the same on all ranks.
 
     Raises:
         LoadError: replicas differ; names the tensors and the ranks.
     """
 
     def hashes() -> dict[tuple[str, tuple[Piece, ...]], str]:
-        return {(t.name, t.pieces): content_hash(t.local()) for t in targets if t.pieces}
+        held = [target for target in targets if target.pieces]
+        texts = hash_all(target.local() for target in held)
+        return {(t.name, t.pieces): text for t, text in zip(held, texts, strict=True)}
 
     tables = ranks.together("hashing the replicas", hashes)
     seen: dict[tuple[str, tuple[Piece, ...]], dict[str, list[int]]] = {}
