@@ -87,7 +87,7 @@ def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
                 )
 
 
-def content_hashes(tensors: Iterable[torch.Tensor]) -> Iterable[str]:
+def _content_hashes(tensors: Iterable[torch.Tensor]) -> Iterable[str]:
     """`content_hash` of each."""
     return map(content_hash, tensors)
 
@@ -95,7 +95,7 @@ def content_hashes(tensors: Iterable[torch.Tensor]) -> Iterable[str]:
 def compare_replicas(
     targets: list[ModelTensor],
     ranks: Ranks,
-    hash_all: Callable[[Iterable[torch.Tensor]], Iterable[str]] = content_hashes,
+    hash_all: Callable[[Iterable[torch.Tensor]], Iterable[str]] = _content_hashes,
 ) -> int:
     """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
 
