@@ -60,9 +60,9 @@ def sums_of_all(items: Iterable[Parts]) -> list[bytes]:
                 known = sums[part.device] = BlockSums(part.device)
             blocks.append((part.device, known.add(part)))
         where.append(blocks)
-    found = {device: of_device.finish() for device, of_device in sums.items()}
+    totals = {device: of_device.finish() for device, of_device in sums.items()}
     return [
-        bytes.fromhex(hash_of(found[device][number] for device, number in blocks))
+        bytes.fromhex(hash_of(totals[device][number] for device, number in blocks))
         for blocks in where
     ]
 

@@ -147,7 +147,7 @@ class LiveSide(Side):
             replicas = compare_replicas(
                 sent,
                 self.ranks,
-                lambda held: [digest.hex() for digest in self.digest_all(map(parts_of, held))],
+                lambda parts: [digest.hex() for digest in self.digest_all(map(parts_of, parts))],
             )
             moved = sum(not flow.is_compared for flow in self.plan.flows)
             self.verified = f"{moved} tensors at both ends, {replicas} among the ranks of src"

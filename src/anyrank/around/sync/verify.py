@@ -27,23 +27,23 @@ def differing(
     """
     rank = ranks.rank
     pairs = [(flow, transfer) for flow in flows for transfer in flow.transfers]
-    given = [(flow, transfer) for flow, transfer in pairs if transfer.sender == rank]
-    taken = [(flow, transfer) for flow, transfer in pairs if transfer.receiver == rank]
+    sends = [(flow, transfer) for flow, transfer in pairs if transfer.sender == rank]
+    receives = [(flow, transfer) for flow, transfer in pairs if transfer.receiver == rank]
 
     def digest_here() -> list[bytes]:
-        sources = (_source(flow, transfer, places) for flow, transfer in given)
-        targets = (_target(flow, transfer, places) for flow, transfer in taken)
+        sources = (_source(flow, transfer, places) for flow, transfer in sends)
+        targets = (_target(flow, transfer, places) for flow, transfer in receives)
         return digest_all(chain(sources, targets))
 
     digests = ranks.run("digesting both ends", digest_here)
-    sources, targets = digests[: len(given)], digests[len(given) :]
+    sources, targets = digests[: len(sends)], digests[len(sends) :]
     sent, own = dict[int, bytes](), list[bytes]()
-    for (_, transfer), digest in zip(given, sources, strict=True):
+    for (_, transfer), digest in zip(sends, sources, strict=True):
         if transfer.receiver == rank:
             own.append(digest)
         else:
             sent[transfer.receiver] = sent.get(transfer.receiver, b"") + digest
-    counts = Counter(transfer.sender for _, transfer in taken if transfer.sender != rank)
+    counts = Counter(transfer.sender for _, transfer in receives if transfer.sender != rank)
     received = {
         sender: torch.empty(count * DIGEST_BYTES, dtype=torch.uint8, device="cpu")
         for sender, count in counts.items()
@@ -56,7 +56,7 @@ def differing(
     expected[rank] = iter(own)
     wrong = {
         flow.name
-        for (flow, transfer), digest in zip(taken, targets, strict=True)
+        for (flow, transfer), digest in zip(receives, targets, strict=True)
         if next(expected[transfer.sender]) != digest
     }
     by_rank = ranks.gather(sorted(wrong), "comparing both ends")

@@ -109,9 +109,9 @@ def compare_replicas(
     """
 
     def hashes() -> dict[tuple[str, tuple[Piece, ...]], str]:
-        held = [target for target in targets if target.pieces]
-        texts = hash_all(target.local() for target in held)
-        return {(t.name, t.pieces): text for t, text in zip(held, texts, strict=True)}
+        shares = [target for target in targets if target.pieces]
+        texts = hash_all(target.local() for target in shares)
+        return {(t.name, t.pieces): text for t, text in zip(shares, texts, strict=True)}
 
     tables = ranks.together("hashing the replicas", hashes)
     seen: dict[tuple[str, tuple[Piece, ...]], dict[str, list[int]]] = {}
