@@ -37,10 +37,10 @@ def differing(
 
     digests = ranks.run("digesting both ends", digest_here)
     sources, targets = digests[: len(sends)], digests[len(sends) :]
-    sent, own = dict[int, bytes](), list[bytes]()
+    sent, own_digests = dict[int, bytes](), list[bytes]()
     for (_, transfer), digest in zip(sends, sources, strict=True):
         if transfer.receiver == rank:
-            own.append(digest)
+            own_digests.append(digest)
         else:
             sent[transfer.receiver] = sent.get(transfer.receiver, b"") + digest
     counts = Counter(transfer.sender for _, transfer in receives if transfer.sender != rank)
@@ -53,7 +53,7 @@ def differing(
         incoming = [(tensor, sender) for sender, tensor in received.items()]
         ranks.exchange(outgoing, incoming, "comparing both ends")
     expected = {sender: _digests_in(tensor) for sender, tensor in received.items()}
-    expected[rank] = iter(own)
+    expected[rank] = iter(own_digests)
     wrong = {
         flow.name
         for (flow, transfer), digest in zip(receives, targets, strict=True)
