@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from click.testing import Result
 from tests.scripts import wait_for_the_end_of
 
 from anyrank.cli.run import environ
+from anyrank.testing.pool import find_port
 from anyrank.watching.system import descendants
 
 SCRIPT = """
@@ -104,11 +104,8 @@ def test_several_machines_take_the_flags_of_torchrun(tmp_path: Path) -> None:
         'seen = f"seen-{dist.get_rank()}-{dist.get_world_size()}"\n'
         'pathlib.Path(seen).write_text(os.environ["GROUP_RANK"] + sys.argv[1])\n'
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     code = "import sys; from anyrank.cli import main; main(sys.argv[1:])"
-    common = ["--ranks=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    common = ["--ranks=1", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={find_port()}"]
     machines = [
         subprocess.Popen(
             [sys.executable, "-c", code, "run", *common, f"--node-rank={n}", "train.py", "--x"],

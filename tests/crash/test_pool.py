@@ -44,6 +44,7 @@ from anyrank.testing import (
     run_ranks,
     worker,
 )
+from anyrank.testing.pool import LEAST_PORT
 
 POINT = "test.point"
 
@@ -253,6 +254,9 @@ def test_environment_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Non
     names = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FROM_CALLER", "EXTRA"]
     assert [results[2][name] for name in names] == ["3", "9", "127.0.0.1", "yes", "1"]
     assert len({result["MASTER_PORT"] for result in results}) == 1
+    # Else any connection of this machine may take it before rank 0 listens there.
+    given_by_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert int(results[0]["MASTER_PORT"]) < given_by_system or given_by_system <= LEAST_PORT
 
 
 def read_environment() -> dict[str, str]:

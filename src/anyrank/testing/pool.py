@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import shutil
 import socket
 import sys
@@ -23,6 +24,7 @@ from anyrank.testing.transport import Task
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - mkdtemp creates the folder in it
 CLOSE_SECONDS = 1.0
+LEAST_PORT = 20_000
 
 
 class RankPool:
@@ -177,17 +179,28 @@ class RankPool:
 
 def _fixed_environ(world_size: int) -> dict[str, str]:
     """The variables equal on all ranks: torchrun's, and one thread per rank, on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(find_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def find_port() -> int:
+    """A free port of this machine that the system gives to nobody who asks it for any.
+
+    One of those would be free now, and a moment later the end of some process's connection.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = first if first > LEAST_PORT else 65_536
+    while True:
+        port = random.SystemRandom().randrange(LEAST_PORT, end)  # no seed counts
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 pools: dict[int, RankPool] = {}

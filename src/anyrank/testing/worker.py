@@ -60,7 +60,8 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
                     answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
                 conn.send(answer)
                 if isinstance(answer, Raised):
-                    _clean_up()  # the other ranks notice their closed connections
+                    _clean_up()
+                    groups.clear()  # the other ranks notice their closed connections
                 # Closing the connections before END could cut off a rank that still receives.
                 ended = conn.recv()
                 assert ended == END
