@@ -337,6 +337,18 @@ def test_a_hang_ends_by_timeout_and_tells_where() -> None:
     assert run_ranks(2, pass_point) == ["all there"] * 2
 
 
+def test_a_hang_is_told_in_a_folder_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a \u00e9 \u4e2d"
+    folder.mkdir()
+    (folder / "slow_jobs.py").write_text("import time\ndef sleep_long(): time.sleep(100)\n")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(1, importlib.import_module("slow_jobs").sleep_long, timeout=0.5)
+    assert str(caught.value).endswith(f"[rank0] {folder}/slow_jobs.py:2 in sleep_long")
+
+
 def sleep_unseen() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sleep_long()

@@ -240,25 +240,25 @@ def test_the_source_is_never_the_destination(
     assert os.listdir("src") == ["model.safetensors"]
 
 
-def test_shards_of_a_torch_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="shard_bytes= is for"):
-        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out", to="torch", shard_bytes=5)
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(
-    ("name", "to", "other"),
+    ("name", "options", "text"),
     [
-        ("z.pt", "safetensors", "torch"),
-        ("z.bin", "dcp", "torch"),
-        ("z.safetensors", "torch", "safetensors"),
+        ("z", {"to": "torch", "shard_bytes": 5}, "shard_bytes= is for"),
+        (
+            "z.safetensors",
+            {"shard_bytes": 5},
+            "shard_bytes= is for a folder of weights, .*one file",
+        ),
+        ("z.pt", {}, "a file of torch, and to='safetensors': give to='torch'"),
+        ("z.bin", {"to": "dcp"}, "a file of torch, and to='dcp': give to='torch'"),
+        ("z.safetensors", {"to": "torch"}, "of safetensors, and to='torch': give to='safetensors'"),
     ],
 )
-def test_the_name_of_another_formats_file_is_refused(
-    tmp_path: Path, name: str, to: Any, other: str
+def test_what_does_not_fit_the_destination_is_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"a file of {other}, and to='{to}': give to='{other}'"):
-        anyrank.convert({"a": torch.ones(2)}, tmp_path / name, to=to)
+    with pytest.raises(ValueError, match=text):
+        anyrank.convert({"a": torch.ones(2)}, tmp_path / name, **options)
     assert os.listdir(tmp_path) == []
 
 
@@ -278,12 +278,6 @@ def test_tied_tensors_of_a_dict_are_written_once(tmp_path: Path, to: str) -> Non
     tied = nn.ParameterDict({name: nn.Parameter(torch.empty(8)) for name in ("embed", "own")})
     tied |= {"head": tied["embed"], "turned": nn.Parameter(torch.empty(2, 4))}
     assert not anyrank.load(tied, tmp_path / "out").duplicates  # one tensor in the file, too
-
-
-def test_a_file_is_not_cut_into_shards(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"shard_bytes= is for a folder of weights, .*one file"):
-        anyrank.convert({"a": torch.ones(2)}, tmp_path / "out.safetensors", shard_bytes=5)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

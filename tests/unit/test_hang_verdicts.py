@@ -867,3 +867,8 @@ def test_kills_for_memory_are_those_of_the_own_cgroup(monkeypatch: pytest.Monkey
     assert oom_kills() == 3
     files.clear()
     assert oom_kills() == 0
+
+
+def test_a_path_with_letters_beyond_ascii_is_read() -> None:
+    dump = 'Thread 0x1 (most recent call first):\n  File "/a \\xe9\\u4e2d/x.py", line 3 in f'
+    assert read_faulthandler(dump) == {1: (Frame("/a \u00e9\u4e2d/x.py", 3, "f"),)}

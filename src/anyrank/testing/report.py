@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyrank
+from anyrank.watching.stacks import unescape
 
 HARNESS = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(anyrank.__file__)), "")
@@ -96,7 +97,7 @@ def _place_of(stack: str) -> list[str]:
 def trim_stack(dump: str) -> str:
     """A faulthandler dump without this package's own frames."""
     harness = (f'File "{HARNESS}', 'File "<string>"')
-    lines = [line for line in dump.splitlines() if not line.lstrip().startswith(harness)]
+    lines = [line for line in unescape(dump).splitlines() if not line.lstrip().startswith(harness)]
     return "\n".join(lines).strip()
 
 

@@ -19,6 +19,7 @@ from anyrank.wording import printable
 
 HEADER = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)")
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_ESCAPED_LETTER = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 INSTALLED = re.compile(r"(^<)|([/\\](site|dist)-packages[/\\])|([/\\]lib(64)?/python3\.\d+/)")
 COLLECTIVES = re.compile(r"torch/distributed/distributed_c10d\.py$")
 DISTRIBUTED = re.compile(r"torch/(distributed|nn/parallel/distributed\.py)")
@@ -51,11 +52,16 @@ class Frame(NamedTuple):
 Stack = tuple[Frame, ...]  # the innermost frame first
 
 
+def unescape(dump: str) -> str:
+    """A dump of `faulthandler`, which writes no letter of a path or name that is not ASCII."""
+    return _ESCAPED_LETTER.sub(lambda match: chr(int(match[match.lastindex or 0], 16)), dump)
+
+
 def read_faulthandler(text: str) -> dict[int, Stack]:
     """Thread -> its stack, of one dump by `faulthandler`; what cannot be read is left out."""
     stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
-    for line in text.splitlines():
+    for line in unescape(text).splitlines():
         if head := HEADER.match(line):
             frames = stacks.setdefault(int(head[1], 16), [])
         elif match := FRAME.match(line):
