@@ -330,10 +330,10 @@ def test_a_hang_ends_by_timeout_and_tells_where() -> None:
     head, *ends = str(caught.value).splitlines()[-5:]
     assert head.startswith("The main threads stood at")
     inner, own, sleeper, job = ends
-    assert re.fullmatch(r"\[rank0\] .*distributed_c10d\.py:\d+ in barrier", inner)
-    assert re.fullmatch(r"\[rank0\] .*test_pool\.py:\d+ in hang_in_two_places", own)
-    assert re.fullmatch(r"\[rank1\] .*test_pool\.py:\d+ in sleep_long", sleeper)
-    assert re.fullmatch(r"\[rank1\] .*test_pool\.py:\d+ in hang_in_two_places", job)
+    assert re.fullmatch(r"\[rank0\] .*distributed_c10d\.py:\d+ barrier", inner)
+    assert re.fullmatch(r"\[rank0\] .*test_pool\.py:\d+ hang_in_two_places", own)
+    assert re.fullmatch(r"\[rank1\] .*test_pool\.py:\d+ sleep_long", sleeper)
+    assert re.fullmatch(r"\[rank1\] .*test_pool\.py:\d+ hang_in_two_places", job)
     assert run_ranks(2, pass_point) == ["all there"] * 2
 
 
@@ -346,7 +346,7 @@ def test_a_hang_is_told_in_a_folder_of_any_name(
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(RanksFailed) as caught:
         run_ranks(1, importlib.import_module("slow_jobs").sleep_long, timeout=0.5)
-    assert str(caught.value).endswith(f"[rank0] {folder}/slow_jobs.py:2 in sleep_long")
+    assert str(caught.value).endswith(f"[rank0] {folder}/slow_jobs.py:2 sleep_long")
 
 
 def sleep_unseen() -> None:

@@ -166,9 +166,7 @@ class Call:
         self.kill(stuck)
         for index in stuck:
             self.stacks[index] = self.read_stack(index)
-            if not isinstance(
-                self.answers.get(index), Raised
-            ):  # keep the cause, not its consequence
+            if not isinstance(self.answers.get(index), Raised):  # the cause, not its consequence
                 silent = "" if self.stacks[index] else f"; no stack came in {STACK_SECONDS:g} s"
                 self.answers[index] = TimeoutError(why + silent)
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import anyrank
-from anyrank.watching.stacks import unescape
+from anyrank.watching.stacks import INSTALLED, read_faulthandler, unescape
 
 HARNESS = os.path.dirname(os.path.abspath(__file__))
-_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(anyrank.__file__)), "")
-_LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib")})
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_SHOWN_FRAMES = 8
+_PACKAGE = os.path.join(os.path.dirname(HARNESS), "")
+_SHOWN_FRAMES = 9
 
 
 @dataclass(frozen=True)
@@ -79,19 +73,10 @@ def is_whole(dump: str) -> bool:
 
 
 def _place_of(stack: str) -> list[str]:
-    """Where the main thread of a dump stands: its last call, then those of the code under test.
-
-    Args:
-        stack: of all threads of a rank, the innermost call of each first, and the main thread last.
-    """
-    calls: Sequence[tuple[str, str, str]] = _FRAME.findall(stack.rpartition("\n\n")[2])
-    shown = [
-        f"{file}:{line} in {name}"
-        for number, (file, line, name) in enumerate(calls)
-        if number == 0 or file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)
-    ]
-    more = len(shown) - _SHOWN_FRAMES
-    return shown if more <= 0 else [*shown[:_SHOWN_FRAMES], f"and {more} calls before"]
+    """Where the main thread of a dump stands: its last call, then those of the code under test."""
+    frames = [(), *read_faulthandler(stack).values()][-1]
+    own = [f for f in frames[1:] if f.file.startswith(_PACKAGE) or not INSTALLED.search(f.file)]
+    return [str(frame) for frame in (*frames[:1], *own)][:_SHOWN_FRAMES]
 
 
 def trim_stack(dump: str) -> str:
