@@ -75,8 +75,8 @@ def is_whole(dump: str) -> bool:
 def _place_of(stack: str) -> list[str]:
     """Where the main thread of a dump stands: its last call, then those of the code under test."""
     frames = [(), *read_faulthandler(stack).values()][-1]
-    own = [f for f in frames[1:] if f.file.startswith(_PACKAGE) or not INSTALLED.search(f.file)]
-    return [str(frame) for frame in (*frames[:1], *own)][:_SHOWN_FRAMES]
+    tested = [f for f in frames[1:] if f.file.startswith(_PACKAGE) or not INSTALLED.search(f.file)]
+    return [str(frame) for frame in (*frames[:1], *tested)][:_SHOWN_FRAMES]
 
 
 def trim_stack(dump: str) -> str:
