@@ -43,7 +43,7 @@ html_copy_source = False
 WIDE = 6  # columns of a table that gets small print
 LONG = re.compile(r"\S{24,}")  # words that may break in any table
 LONGISH = re.compile(r"\S{10,}")  # words that may break in wide ones
-OPTION = re.compile(r"--[\w-]+( \S+)?")
+OPTION = re.compile(r"--[\w*-]+( \S+)?")
 # within CamelCase, names, calls and dotted names
 BREAKS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[_(=])(?=\w)|(?<=\.)(?=[a-z_])")
 
