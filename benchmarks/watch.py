@@ -231,7 +231,7 @@ def uneven(minutes: float, after: int) -> Run:
         "after_sec": after,
         "steps": int(steps),
         "alarms": max(len(screens), len(report) > 0),
-        "said": [*screens, report.get("stacks", "")],
+        "said": [*screens, *filter(None, [report.get("stacks")])],
         "has_ended": has_ended,
     }
 

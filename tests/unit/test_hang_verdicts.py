@@ -640,8 +640,11 @@ def test_calls_that_nccl_launches_together_end_together() -> None:
 )
 def test_a_call_is_new_where_other_calls_have_led_to_it(lines: list[int], is_new: bool) -> None:
     own = {"filename": "/u/train.py", "name": "main"}
-    calls = calls_of([entry(n, frames=[{**own, "line": at}]) for n, at in enumerate(lines)])
-    assert calls[-1].is_new is is_new
+    entries = [
+        entry(n, frames=[{**own, "line": at}], state="completed") for n, at in enumerate(lines)
+    ]
+    entries[-1]["state"] = "scheduled"
+    assert calls_of(entries)[-1].is_new is is_new
 
 
 def test_a_root_and_the_others_make_one_call() -> None:

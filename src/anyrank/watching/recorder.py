@@ -147,7 +147,7 @@ def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
     for entry in entries:
         if not entry["process_group"][0] or _name(entry) == COALESCED:
             continue
-        call = _read(entry, ends.get(_launch(entry), entry))
+        call = _read(entry, ends.get(_launch(entry), entry) if ends else entry)
         if entry.get("is_p2p"):
             call = None if call.is_done else _message(call, entry)
         if call is None:
@@ -174,9 +174,9 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     """The calls of a recorder's entries that are under way, and of each group the newest others."""
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
-    keys = [(call.group, call.name, call.stack) for call in calls]
-    for call in active:
-        call.is_new = _is_new(keys[: calls.index(call) + 1])
+    for call in active[:1]:  # in which the rank waits
+        until = calls[: calls.index(call) + 1]
+        call.is_new = _is_new([(past.group, past.name, past.stack) for past in until])
     groups = dict.fromkeys(call.group for call in calls)
     ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
     members = {group: _members(group.rpartition(" ")[2]) for group in groups}
