@@ -28,6 +28,8 @@ class Room(NamedTuple):
 
 
 ROOMS = {
+    "hugging": Room("hugging quantised transformers", "unit/test_quantised"),
+    "layouts": Room("layouts", "ranks/test_given_layouts"),
     "averaging": Room("averaging", "ranks/test_elastic_ranks"),
     "background": Room("background", "ranks/test_background_save"),
     "base": Room("base", "unit/test_box_digest"),

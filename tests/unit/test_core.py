@@ -24,7 +24,7 @@ BUDGETS = {
     "around/conversion": 1790,
     "around/elsewhere": 110,
     "around/exact": 1650,
-    "around/first_values": 420,
+    "around/first_values": 430,
     "around/foreign": 2140,
     "around/frozen": 720,
     "around/fsdp2": 100,
@@ -37,7 +37,7 @@ BUDGETS = {
     "around/script": 520,
     "around/sharing": 1330,
     "around/streams": 2280,
-    "around/sync": 2750,
+    "around/sync": 2630,
     "around/verify": 290,
     "around/weighted": 140,
     "around/workers": 80,
@@ -59,6 +59,9 @@ BUDGETS = {
     "watching": 3510,
     "world": 1660,
     "": 700,
+    "around/hugging": 990,
+    "around/layouts": 350,
+    "around/peft": 430,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
 CORE_LINES = 20_300
@@ -170,6 +173,36 @@ anyrank.load(model, dict(weight=saved.weight), missing="init")""",
     ),
     "verify": ("anyrank.load(model, path + '.safetensors', verify=True)", {"verify"}),
     "stripe": (TWO_RANKS % "strategy='stripe'", {"sharing"}),
+    "a frozen part": (
+        "anyrank.freeze(model); anyrank.load(model, path + '.safetensors')",
+        {"frozen"},
+    ),
+    "a layout": (
+        """
+from torch.distributed.tensor import Replicate
+anyrank.load(model, path + ".safetensors", layout=dict(weight=([0], [Replicate()])))""",
+        {"layouts"},
+    ),
+    "small numbers": (
+        """
+torch.nn.init.ones_(saved.weight)
+small = dict(weight=saved.weight.to(torch.float8_e4m3fn), weight_scale_inv=torch.ones(1, 1))
+save_file(saved.state_dict() | small, path + ".safetensors")
+anyrank.load(model, path + ".safetensors")""",
+        {"hugging", "readers"},
+    ),
+    "with transformers": (
+        """
+import types
+library = sys.modules["transformers.modeling_utils"] = types.ModuleType("transformers")
+library.PreTrainedModel = torch.nn.Identity
+anyrank.load(model, path + ".safetensors")""",
+        {"hugging"},
+    ),
+    "with peft": (
+        "sys.modules['peft'] = sys; anyrank.load(model, path + '.safetensors')",
+        {"peft"},
+    ),
     "a sync": ("anyrank.sync(model, saved)", {"sync", "sharing"}),
     "sharded tensors": (
         """

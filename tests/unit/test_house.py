@@ -36,6 +36,7 @@ AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
 AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "verify"}
 AREAS |= {"averaging", "background", "base", "elsewhere", "own_methods", "script"}
 AREAS |= {"fsdp2", "weighted", "workers"}
+AREAS |= {"hugging", "layouts", "peft"}  # and "frozen": dialects
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -79,14 +80,15 @@ MAY_IMPORT = {
     "foreign": MODEL
     | {"filling", "random_state", "data", "steps", "state", "saving", "resume"}
     | {"readers", "verify"},
-    "inspection": (CORE - {"world"}) | {"formats", "verify"},
+    "inspection": (CORE - {"world"}) | {"formats", "verify", "hugging"},
     "elsewhere": CORE | {"formats", "saving", "resume"},
     "integrations": {"anyrank", "versions", "world"},
-    "conversion": MODEL | {"readers", "saving", "verify"},
+    "conversion": MODEL | {"readers", "saving", "verify", "layouts", "hugging"},
     "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
     "__main__": {"cli"},
+    **dict.fromkeys(("hugging", "layouts", "peft"), MODEL),
 }
 # Modules of the core -> the rooms around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.
@@ -98,7 +100,7 @@ DOORS = {
     "anyrank.model.share": ("first_values", "frozen"),
     "anyrank.filling.fill": ("first_values",),
     "anyrank.filling.load": ("sync", "verify"),
-    "anyrank.filling.plan_load": ("readers", "sharing"),
+    "anyrank.filling.plan_load": ("readers", "sharing", "layouts"),
     "anyrank.filling.read": ("sharing",),
     "anyrank.filling.reading": ("sharing",),  # for the type checkers
     "anyrank.files.storage": ("remote",),
@@ -107,6 +109,13 @@ DOORS = {
     "anyrank.formats.weight_files": ("readers",),
     "anyrank.formats.tables": ("readers",),
     "anyrank.model.wrappers": ("frozen",),
+    "anyrank.model.fits": ("layouts",),
+    "anyrank.model.options": ("layouts",),
+    "anyrank.filling.plan": ("hugging",),
+    "anyrank.around.first_values.initialise": ("peft",),
+    "anyrank.around.sync.ends": ("layouts", "peft"),
+    "anyrank.around.sync.live_flows": ("layouts",),
+    "anyrank.around.sync.planning": ("layouts",),
     "anyrank.state.modules": ("frozen",),
     "anyrank.resume.resume": ("elsewhere", "foreign"),
     "anyrank.resume.restore": ("first_values", "script"),

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.errors import LoadError
 from anyrank.tensors.spec import StoredTensor
-from anyrank.tensors.symbolic import SymbolicTensor
 
 
 def symbolic(shape: tuple[int, ...]) -> tuple[SymbolicTensor, torch.Tensor]:

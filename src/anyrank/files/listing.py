@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import join_first
 
 SHOWN = 3  # names in a message
+Fetch = Callable[[StoredTensor, int, int], torch.Tensor]  # bytes [start, stop) of it, as uint8
+
+
+class Computed(Protocol):
+    """A tensor that is computed from others of its listing while it is read, as if its values were
+    the bytes of a file.
+    """
+
+    @property
+    def method(self) -> str:
+        """How, in a word for reports."""
+        ...
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """What is read for it; each lies row-major in one file."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored of it."""
+        ...
+
+    def with_file_offset(self, base: int) -> Computed:
+        """The same in a listing whose files start `base` later."""
+        ...
+
+    def open(self, path: str, fetch: Fetch) -> Any:
+        """The file that its values are, an `OpenFile`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +61,12 @@ class FileInfo:
         size: bytes.
         version: modification time in ns, or an object store's tag.
         in_memory: the bytes are a tensor's, not a file's.
-        location: machine and file number of a local file; another one is of another copy.
+        location: host and inode of a local file. Two hosts, two copies.
         fingerprint: digest of a local file's ends, and of a block of each of its tensors, by which
             copies in other places are known.
         blocks: where these blocks begin.
         tensor: for a tensor in memory, on the rank that has it, the tensor.
-        quantised: for one that is computed from others of its listing, how.
+        computed: for one that is computed from others of its listing, how.
     """
 
     path: str
@@ -43,18 +77,18 @@ class FileInfo:
     fingerprint: str = ""
     blocks: tuple[int, ...] = ()
     tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    quantised: Quantised | None = None
+    computed: Computed | None = None
 
     @property
     def is_cached(self) -> bool:
         """Whether a page cache holds what is read of it, so that short reads are cheap."""
-        return "://" not in self.path and self.quantised is None and not self.in_memory
+        return "://" not in self.path and self.computed is None and not self.in_memory
 
     def with_file_offset(self, base: int) -> FileInfo:
         """The same in a listing whose files start `base` later."""
-        if self.quantised is None or not base:
+        if self.computed is None or not base:
             return self
-        return replace(self, quantised=self.quantised.with_file_offset(base))
+        return replace(self, computed=self.computed.with_file_offset(base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +153,14 @@ class Listing:
 
     def stored_bytes(self, stored: StoredTensor, numel: int) -> int:
         """About how many bytes of the files hold `numel` elements of one of its tensors."""
-        computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
+        computed = self.files[stored.chunks[0].file].computed if stored.chunks else None
         if computed is None:
             return numel * stored.dtype.itemsize
         return numel * computed.nbytes // computed.numel
 
     def kind_of(self, stored: StoredTensor) -> str:
         """How the values of one of its tensors are stored: a dtype, or a way of quantising."""
-        computed = self.files[stored.chunks[0].file].quantised if stored.chunks else None
+        computed = self.files[stored.chunks[0].file].computed if stored.chunks else None
         return dtype_name(stored.dtype) if computed is None else computed.method
 
     def names_at(self, file: int, start: int, stop: int) -> str:

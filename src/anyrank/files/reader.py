@@ -7,16 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
-from anyrank.files.listing import FileInfo, Listing
+from anyrank.files.listing import Computed, FileInfo, Listing
 from anyrank.files.local import LocalFile
-from anyrank.files.quantised import DequantisedFile
 from anyrank.files.segments import (
     ALIGN,
     Job,
@@ -26,14 +25,10 @@ from anyrank.files.segments import (
     memory_of,
     segments_of,
 )
-from anyrank.files.storage import read_exactly, storage_for
+from anyrank.files.storage import OpenFile, read_exactly, storage_for
 from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
-from anyrank.tensors.quantised import Quantised
 from anyrank.tensors.spec import StoredTensor
-
-if TYPE_CHECKING:
-    from anyrank.around.remote.object_store import RemoteFile
 
 MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
 MAX_REQUESTS = 16  # to a remote storage at a time, which answers slowly
@@ -67,7 +62,7 @@ class Reader:
         self.progress = progress
         self.verify = verify
         self.bytes_read = 0
-        self.opened: dict[int, LocalFile | RemoteFile | DequantisedFile] = {}
+        self.opened: dict[int, OpenFile] = {}
         self.sums: dict[int, BlockSums] = {}
         self.lock = threading.Lock()
 
@@ -95,14 +90,13 @@ class Reader:
             info = self.listing.files[number]
             if info.in_memory or number in self.opened:
                 continue
-            if info.quantised is not None:
-                parts = (info.quantised.values, info.quantised.scales)
-                self.open({part.chunks[0].file for part in parts})
-                self.opened[number] = DequantisedFile(info.path, info.quantised, self.fetch)
+            if info.computed is not None:
+                self.open({part.chunks[0].file for part in info.computed.parts})
+                self.opened[number] = info.computed.open(info.path, self.fetch)
                 continue
             try:
-                file = self.opened[number] = storage_for(info.path).open(info.path)
-                now = file.info
+                file = storage_for(info.path).open(info.path)
+                self.opened[number], now = file, file.info
                 if self.verify and number in self.listing.sums:
                     self.sums[number] = read_sums(self.listing, number)
             except OSError as error:
@@ -130,9 +124,10 @@ class Reader:
         """
 
         def check(number: int) -> None:
-            info, file = self.listing.files[number], self.opened[number]
-            if isinstance(file, DequantisedFile):
-                return  # it is computed from others, which are open too
+            info = self.listing.files[number]
+            if info.computed is not None:
+                return  # from others, which are open too
+            file: Any = self.opened[number]
             try:
                 now = file.look()
             except OSError as error:
@@ -246,7 +241,7 @@ class Reader:
         copy_into(job.destination, view)
         self.count(read.nbytes)
 
-    def count(self, nbytes: int, computed: Quantised | None = None) -> None:
+    def count(self, nbytes: int, computed: Computed | None = None) -> None:
         """Add to the bytes read, from any thread; what is computed counted them as it read."""
         with self.lock:
             if computed is None:
@@ -329,7 +324,7 @@ class _Worker:
             most = high - low if "://" in file.path else READ_BYTES
             read_verified(file, views, low, sums, most)
         self._unstage(staged, slot)
-        self.reader.count(high - low, self.reader.listing.files[number].quantised)
+        self.reader.count(high - low, self.reader.listing.files[number].computed)
 
     def _take_mapped(self, number: int, segment: Segment) -> None:
         """Copy a segment out of a mapping of the file, which ends with it, or of what was read."""

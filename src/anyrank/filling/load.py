@@ -21,9 +21,8 @@ from anyrank.filling.plan_load import (
 from anyrank.filling.read import fill_from_files
 from anyrank.filling.report import LoadReport, log_report
 from anyrank.formats.sources import Source
-from anyrank.model.given_layouts import GivenLayout
 from anyrank.model.memory_meter import Meter
-from anyrank.model.options import LoadOptions
+from anyrank.model.options import GivenLayout, LoadOptions
 from anyrank.tensors.names import Rename
 from anyrank.tensors.spec import dtype_name
 from anyrank.world.group import Group

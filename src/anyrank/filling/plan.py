@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.files.quantised import check_method, dequantised
 from anyrank.filling.plan_load import (
     AgreedPlan,
     SourceInfo,
@@ -26,8 +25,7 @@ from anyrank.filling.plan_load import (
 )
 from anyrank.filling.report import MIB
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.model.given_layouts import GivenLayout
-from anyrank.model.options import LoadOptions
+from anyrank.model.options import GivenLayout, LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename
@@ -185,6 +183,8 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
     check_source(source)
     listing = list_source(source)
     if dtype is not None:
+        from anyrank.around.hugging.dequantise import check_method, dequantised
+
         check_method(listing)
         listing = dequantised(listing, {})
     share = read = 0

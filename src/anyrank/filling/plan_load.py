@@ -20,7 +20,6 @@ from anyrank.formats.sources import Source, list_source
 from anyrank.model.alike import check_alike
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.frozen_parts import FrozenSource, frozen_parts, frozen_sources
-from anyrank.model.given_layouts import apply_layout, check_parts, warn_of_unused
 from anyrank.model.match import match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
@@ -198,7 +197,10 @@ def plan_load(
     _compare_frozen([summary.frozen for summary in summaries], ranks)
     places = (summary.coordinates for summary in summaries)
     coordinates = dict(zip(ranks.ranks, places, strict=True))
-    check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
+    if options.layout is not None:
+        from anyrank.around.layouts.given import check_parts
+
+        check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
     buffer_bytes = min(summary.buffer_bytes for summary in summaries)
     visible = [info.visible for info in sources]
     caches = caches_of(ranks.ranks, ranks.nodes, [info.path for info in listing.files])
@@ -225,6 +227,8 @@ def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTe
     """The tensors of the model, if `layout=` says what they are parts of."""
     if options.layout is None:
         return None
+    from anyrank.around.layouts.given import apply_layout, warn_of_unused
+
     tensors = find_tensors(model)
     apply_layout(tensors, options.layout, ranks)
     warn_of_unused(options.layout, tensors)

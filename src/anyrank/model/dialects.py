@@ -5,9 +5,11 @@ match asks those that apply, each question of all of them, in the order of `DIAL
 
 1. `values`: numbers that a library stores in another form become the weights that they stand for.
 2. `names`: keys become the model's names. (Then the match gives each tensor its key.)
-3. `fill`: frozen parts are filled from sources of their own.
+3. `fill`: frozen parts are filled from sources of their own; then parts of a whole that `layout=`
+   names are cut as the source's tensors.
 4. `needs_no_tensor`: which keys are left over rightly.
-5. `problems`: what is wrong, when all else is known.
+5. `problems`: what is wrong, when all else is known; of adapters last, as they are judged by what
+   fills their base.
 
 That order is a promise. A conversion of names may fuse weights, so they have to be weights by then;
 and a part's own source is asked for what the keys left open.
@@ -15,6 +17,7 @@ and a part's own source is asked for what the keys left open.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -65,6 +68,12 @@ class Case:
         return dtypes_by_name(self.tensors)
 
     @cached_property
+    def derived(self) -> set[str]:
+        """Names of the non-persistent buffers, which no checkpoint has to hold."""
+        derived = (tensor for tensor in self.tensors if tensor.kind == "derived")
+        return {name for tensor in derived for name in tensor.flat_names()}
+
+    @cached_property
     def rename(self) -> Renamer:
         """From the source's keys to the names that the caller means."""
         return renamer(self.options.rename)
@@ -84,7 +93,7 @@ class ModelMatch:
         missing: names of the tensors that the source does not hold, adapters aside.
         unexpected: keys of the source that the model has no use for.
         duplicates: keys of a tied tensor's other ends -> the key that is loaded.
-        ignored: unexpected keys that need no tensor; `_ignorable` says which.
+        ignored: unexpected keys that need no tensor.
         frozen: frozen parts -> the source of their own that fills them.
         own_code: code of modules that load_state_dict would have run.
         idle: entries of `rename=` that match no key, in words.
@@ -170,6 +179,12 @@ class Dialect:
         return []
 
 
+def _has_small_numbers(case: Case) -> bool:
+    """Whether the source, or its config.json, may be quantised: each way that is read has bytes."""
+    tensors = case.source.tensors.values()
+    return bool(case.source.quantisation) or any(t.dtype.itemsize == 1 for t in tensors)
+
+
 def _has_frozen_parts(case: Case) -> bool:
     return any(owner.frozen is not None for owner in case.modules)
 
@@ -177,7 +192,11 @@ def _has_frozen_parts(case: Case) -> bool:
 # Module of a dialect, which names its class DIALECT -> whether it can have something to say. The
 # tests are cheap, and import nothing: a plain load opens none of them.
 DIALECTS: dict[str, Callable[[Case], bool]] = {
+    "anyrank.around.hugging.values": _has_small_numbers,
+    "anyrank.around.hugging.conversions": lambda case: "transformers.modeling_utils" in sys.modules,
     "anyrank.around.frozen.dialect": _has_frozen_parts,
+    "anyrank.around.layouts.dialect": lambda case: case.options.layout is not None,
+    "anyrank.around.peft.dialect": lambda case: any(owner.naming for owner in case.modules),
 }
 
 

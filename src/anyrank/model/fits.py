@@ -10,7 +10,6 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import misfit_of_parts
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -198,7 +197,12 @@ def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
 def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
     """Why a tensor of the source does not fit, by its shape and dtype."""
     if stored.shape != target.shape:
-        return misfit_of_parts(target, stored) or (
+        part_text = None
+        if target.layout is not None and target.layout.is_given:
+            from anyrank.around.layouts.given import misfit_of_parts
+
+            part_text = misfit_of_parts(target, stored)
+        return part_text or (
             f"{target.name}: the model has shape {list(target.shape)}, "
             f"the source {list(stored.shape)} ({stored.name})"
         )

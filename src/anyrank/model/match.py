@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
-from anyrank.files.quantised import dequantised, unknown_method, without_scales
 from anyrank.formats.tables import idle_renames, weights_for
-from anyrank.model.conversions import converted, declared_ignorable, pretrained
 from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_by_name
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.frozen_parts import FrozenSource
-from anyrank.model.given_layouts import cut_as_source
 from anyrank.model.options import WAYS, LoadOptions
 from anyrank.model.own_code import OwnCode
-from anyrank.model.peft import BASE_FIRST, merged_layers, unknown_adapters
 from anyrank.model.tensors import (
     ModelTensor,
     find_modules,
@@ -34,7 +29,6 @@ from anyrank.tensors.names import (
     renamer,
     wrong_prefix,
 )
-from anyrank.tensors.quantised import is_wide
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few, listed
 
@@ -73,26 +67,33 @@ def match_model(
     is_raw = is_live or listing.format == FORMAT
     source = chosen = listing
     if not is_live:
-        dtypes = dtypes_by_name(tensors)
-        chosen = weights_for(dtypes, listing, renamer(options.rename) if options.rename else None)
-        listing = dequantised(chosen, dtypes, renamer(options.rename))
-    dialects = dialects_of(Case(model, modules, tensors, chosen, options, parts or {}))
+        names = dtypes_by_name(tensors)
+        chosen = weights_for(names, source, renamer(options.rename) if options.rename else None)
+    case = Case(model, modules, tensors, chosen, options, parts or {})
+    dialects, listing, rename = dialects_of(case), chosen, case.rename
+    for dialect in dialects:
+        listing = dialect.values(listing)
     idle = idle_renames(options.rename, source, chosen, listing.tensors)
-    inner = pretrained(model)
-    listing, rename = converted(inner, tensors, listing, renamer(options.rename))
+    for dialect in dialects:
+        listing, rename = dialect.names(listing, rename)
     matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
     match = ModelMatch(tensors, listing, stored, duplicates=matched.duplicates, idle=idle)
     for dialect in dialects:
         match = dialect.fill(match)
     listing, stored, compared = match.listing, match.stored, match.compared
-    if not is_live:
-        for index, tensor in match.filled:
-            cut_as_source(tensors[index], tensor.shape)
     empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
     missing = [i for i in sorted(empty) if not (is_live and tensors[i].is_pinned)]
-    ignored = _ignorable(matched.unexpected, tensors, inner, rename)
-    own_code = OwnCode([] if is_raw else modules, listing, renamer(options.rename))
+    # AveragedModel counts its steps beside the weights; a key that `rename=` empties is left out.
+    ignored = [
+        key
+        for key in matched.unexpected
+        for name in (rename(key),)
+        if name in case.derived
+        or name in ("", AVERAGED)
+        or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
+    ]
+    own_code = OwnCode([] if is_raw else modules, listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:
         of_no_use |= _tied_to(match.filled, listing)
@@ -101,20 +102,7 @@ def match_model(
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
     keep = sorted(set(missing).difference(initialise))
-    problems = _problems(tensors, match.filled, absent, unexpected, options)
-    problems += _unread(listing, tensors, absent, renamer(options.rename))
-    problems += _untied(inner, tensors, missing)
-    problems += parametrised(tensors[i] for i in initialise)
-    problems += shared_on_meta(tensors)
-    problems += _quantised_problems(
-        listing, tensors, match.filled, renamer(options.rename), bool(absent or unexpected)
-    )
-    problems += _adapter_problems(
-        tensors, match.filled, unknown_adapters(tensors, stored, initialise, keep)
-    )
-    if problems:
-        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
-    return replace(
+    match = replace(
         match,
         initialise=initialise,
         keep=keep,
@@ -123,6 +111,15 @@ def match_model(
         ignored=ignored,
         own_code=own_code,
     )
+    problems = _problems(tensors, match.filled, absent, unexpected, options)
+    problems += _unread(listing, tensors, absent, case.rename)
+    problems += parametrised(tensors[i] for i in initialise)
+    problems += shared_on_meta(tensors)
+    for dialect in dialects:
+        problems += dialect.problems(match)
+    if problems:
+        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
+    return match
 
 
 def warn_of_idle(match: ModelMatch) -> None:
@@ -165,42 +162,6 @@ def _unread(
         f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks"
         for key, what in listing.unreadable.items()
         if not wanted.isdisjoint(candidates(rename(key)))
-    ]
-
-
-def _untied(inner: Any, targets: list[ModelTensor], missing: list[int]) -> list[str]:
-    """Missing tensors that a transformers model declares tied, and that are not: `to_empty` breaks
-    ties.
-    """
-    declared: dict[str, str] = getattr(inner, "all_tied_weights_keys", None) or {}
-    pairs = [
-        f"{name} = {declared[name]}"
-        for index in missing
-        for name in targets[index].registrations[0].names
-        if name in declared
-    ]
-    if not pairs:
-        return []
-    title = "missing in the source, and declared tied by the model, which has two tensors there"
-    return [listed(title, pairs) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
-
-
-def _ignorable(
-    keys: Sequence[str], targets: list[ModelTensor], inner: Any, rename: Any
-) -> list[str]:
-    """Keys of non-persistent buffers and of a count of averaged steps, keys that the model declares
-    ignorable, and those that `rename=` gives no name.
-    """
-    derived = {n for target in targets if target.kind == "derived" for n in target.flat_names()}
-    prefix = getattr(inner, "base_model_prefix", "")
-    declared = declared_ignorable(inner)
-    return [
-        key
-        for key in keys
-        for name in (rename(key),)
-        if not derived.isdisjoint((name, f"{prefix}.{name}"))
-        or declared(key)
-        or name in ("", AVERAGED)
     ]
 
 
@@ -250,43 +211,6 @@ def _problems(
 
 def _names(targets: list[ModelTensor]) -> list[str]:
     return [entry.name for target in targets for entry in target.registrations]
-
-
-def _quantised_problems(
-    listing: Listing,
-    targets: list[ModelTensor],
-    filled: list[tuple[int, StoredTensor]],
-    rename: Callable[[str], str],
-    has_other_problems: bool,
-) -> list[str]:
-    """Small numbers that would be taken for weights."""
-    wide = [stored for i, stored in filled if is_wide(targets[i].dtype)]
-    unknown = unknown_method(listing)
-    if unknown and (has_other_problems or any(not is_wide(stored.dtype) for stored in wide)):
-        return [unknown]
-    places = {(chunk.file, chunk.offset) for _, stored in filled for chunk in stored.chunks}
-    used = {
-        stored.name
-        for stored in listing.tensors.values()
-        if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
-    }
-    problems = without_scales(listing, wide, lambda key: key not in used and rename(key) != "")
-    return problems[:SHOWN]
-
-
-def _adapter_problems(
-    targets: list[ModelTensor], filled: list[tuple[int, StoredTensor]], unknown: list[str]
-) -> list[str]:
-    """Adapters that are in the base, or that PEFT may compute from it."""
-    lines: list[str] = []
-    merged = merged_layers(targets[index] for index, _ in filled)
-    if merged:
-        title = "adapters are merged into these layers: call unmerge_adapter() first"
-        lines.append(listed(title, merged))
-    if unknown:
-        title = "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
-        lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
-    return lines
 
 
 def _renaming(unexpected: list[str], unfilled: list[str]) -> str:

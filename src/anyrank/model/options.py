@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from anyrank.checks import check_bool, check_choice, check_function, check_int, check_model
 from anyrank.errors import LoadError
 from anyrank.formats.sources import Source, check_source
-from anyrank.model.given_layouts import check_layout
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.names import Rename, renamer
 from anyrank.world.arguments import compare_arguments
@@ -28,6 +27,15 @@ WAYS = {  # on, where tensors do not fit
     "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
     "unexpected": "rename=..., or unexpected='ignore'",
 }
+
+LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
+GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
+"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
+
+The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
+the ranks hold of the sharded dim, if that is not chunks of equal size: for each place on the mesh
+axis its (start, length) pairs, in the order in which they lie in the part.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,10 @@ class LoadOptions:
         if self.buffer_bytes is not None:
             check_int("buffer_bytes", self.buffer_bytes, 1, BUFFER_BYTES.most)
         check_bool(verify=self.verify, merge=self.merge)
-        check_layout(self.layout)
+        if self.layout is not None:
+            from anyrank.around.layouts.given import check_layout
+
+            check_layout(self.layout)
         if self.progress is not None and not isinstance(self.progress, bool):
             check_function("progress", self.progress, "True, False, None or a function")
 

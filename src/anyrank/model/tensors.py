@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,13 +14,24 @@ from torch.nn.parameter import is_lazy
 from anyrank.errors import LoadError
 from anyrank.model.dtensors import Lay, global_shape, layout_of
 from anyrank.model.frozen_parts import frozen_info
-from anyrank.model.peft import is_adapter, is_peft, is_peft_wrapping, saved_names
-from anyrank.model.wrappers import Kind, ModelTensor, Path, Registration, is_wrapping, plain_of
+from anyrank.model.wrappers import (
+    Kind,
+    ModelTensor,
+    Naming,
+    Path,
+    Registration,
+    is_wrapping,
+    plain_of,
+)
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 
 # Of nn.Module; named_parameters() takes 15 us a tensor.
 TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
+
+# Library that puts modules of its own around a model's -> where its `NAMING` is. A process that has
+# not imported the library has none of its modules.
+NAMINGS = {"peft": "anyrank.around.peft.names"}
 
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
@@ -32,9 +45,9 @@ class NamedModule(NamedTuple):
     Attributes:
         module: in several places if it is registered under several names.
         raw, unwrapped, name: its name with all that wrappers add, without what torch's add, and
-            without what PEFT adds as well; empty for the model.
+            without what other libraries add as well; empty for the model.
         path: the modules from the root to it, both included.
-        in_peft: whether a module of the path is of PEFT.
+        naming: of the library that has a module of the path, if any.
         frozen: the module passed to `freeze()` that it belongs to, if any: the innermost with a
             source of its own, else the outermost.
     """
@@ -44,13 +57,13 @@ class NamedModule(NamedTuple):
     unwrapped: str
     name: str
     path: Path
-    in_peft: bool
+    naming: Naming | None
     frozen: nn.Module | None
 
     def registration(self, attribute: str) -> Registration:
         """The module's entry for a tensor."""
         name, unwrapped = _join(self.name, attribute), _join(self.unwrapped, attribute)
-        aliases = saved_names(name, unwrapped, self.path) if self.in_peft else ()
+        aliases = self.naming.aliases(name, unwrapped, self.path) if self.naming else ()
         raw = _join(self.raw, attribute)
         return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path)
 
@@ -64,9 +77,12 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
     """
     modules: list[NamedModule] = []
-    pending = [NamedModule(model, "", "", "", (), False, None)]
+    pending = [NamedModule(model, "", "", "", (), None, None)]
+    namings: list[Naming] = [
+        import_module(home).NAMING for library, home in NAMINGS.items() if library in sys.modules
+    ]
     while pending:
-        module, raw, unwrapped, name, path, in_peft, frozen = pending.pop()
+        module, raw, unwrapped, name, path, naming, frozen = pending.pop()
         children: dict[str, nn.Module | None] = module.__dict__["_modules"]
         if children and any(module is above for above in path):
             continue
@@ -74,18 +90,19 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         if info is not None and (frozen is None or info.source is not None):
             frozen = module
         _check_class(module, raw, name, frozen)
-        path, in_peft = (*path, module), in_peft or is_peft(module)
-        modules.append(NamedModule(module, raw, unwrapped, name, path, in_peft, frozen))
+        path = (*path, module)
+        naming = naming or next((known for known in namings if known.owns(module)), None)
+        modules.append(NamedModule(module, raw, unwrapped, name, path, naming, frozen))
         for key, child in reversed(children.items()):
             if child is not None:
                 of_torch = is_wrapping(module, key)
-                hidden = of_torch or is_peft_wrapping(module, key)
+                hidden = of_torch or (naming is not None and naming.hides(module, key))
                 names = (
                     _join(raw, key),
                     unwrapped if of_torch else _join(unwrapped, key),
                     name if hidden else _join(name, key),
                 )
-                pending.append(NamedModule(child, *names, path, in_peft, frozen))
+                pending.append(NamedModule(child, *names, path, naming, frozen))
     return modules
 
 
@@ -187,7 +204,7 @@ def _model_tensor(
         coordinate=coordinate,
         kind=kind,
         registrations=[entry],
-        adapter=owner.in_peft and is_adapter(entry),
+        adapter=owner.naming is not None and owner.naming.is_added(entry),
         frozen=owner.frozen,
     )
 

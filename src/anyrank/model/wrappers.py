@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,8 @@ class Registration(NamedTuple):
     Attributes:
         raw: its name with all that wrappers add, as `named_parameters()` gives it.
         unwrapped: without what torch's wrappers add.
-        name: without what PEFT adds as well: the one that the model's author knows.
-        aliases: further names, under which PEFT saves it.
+        name: without what other libraries add as well: the one that the model's author knows.
+        aliases: further names, under which such a library saves it.
         module: the owner.
         attribute: of the owner.
         path: the modules from the root to the owner, both included.
@@ -44,6 +44,26 @@ class Registration(NamedTuple):
         if self.raw == self.name and not self.aliases:
             return (self.raw,)
         return tuple(dict.fromkeys((self.raw, self.name, self.unwrapped, *self.aliases)))
+
+
+class Naming(Protocol):
+    """What a library's modules, such as PEFT's, add to the names of what they stand around."""
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module's class is of the library."""
+        ...
+
+    def hides(self, module: nn.Module, child: str) -> bool:
+        """Whether a child's name is the library's doing, and not of the model's author."""
+        ...
+
+    def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
+        """Further names under which the library saves a tensor; for the rest see `Registration`."""
+        ...
+
+    def is_added(self, entry: Registration) -> bool:
+        """Whether the library added a tensor, so that no checkpoint of the model has it."""
+        ...
 
 
 @dataclass

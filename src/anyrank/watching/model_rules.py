@@ -290,7 +290,7 @@ def _frozen(model: Model) -> Iterator[Finding]:
     """Parts without a trained parameter: those in train mode where that matters, and those whose
     buffers DDP broadcasts. What an adapter is added to is none.
     """
-    adapted = any(layer.in_peft for layer in model.layers)
+    adapted = any(layer.naming is not None for layer in model.layers)
     adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())
     parts = [] if adapted else list(_frozen_parts(model))
     training = [

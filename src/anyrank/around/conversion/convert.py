@@ -14,7 +14,7 @@ from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.stored import convert_stored
 from anyrank.checks import check_model, check_path
 from anyrank.formats.sources import Source, check_source
-from anyrank.model.given_layouts import GivenLayout
+from anyrank.model.options import GivenLayout
 from anyrank.tensors.names import Rename
 from anyrank.world.group import Group
 

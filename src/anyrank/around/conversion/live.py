@@ -19,6 +19,7 @@ from anyrank.around.conversion.options import ConvertOptions
 from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection
 from anyrank.around.conversion.stored import convert_listing
+from anyrank.around.layouts.given import apply_layout, warn_of_unused
 from anyrank.around.readers import dcp
 from anyrank.around.readers.memory import list_memory
 from anyrank.around.verify.weights import compare_replicas
@@ -29,7 +30,6 @@ from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_folder import SavedBox
 from anyrank.model.alike import check_alike
-from anyrank.model.given_layouts import apply_layout, warn_of_unused
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share

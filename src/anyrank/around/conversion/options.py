@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from anyrank.around.layouts.given import check_layout
 from anyrank.checks import check_bool, check_choice, check_int
 from anyrank.formats.weight_files import format_of
-from anyrank.model.given_layouts import GivenLayout, check_layout
+from anyrank.model.options import GivenLayout
 from anyrank.tensors.names import Rename, renamer
 from anyrank.wording import FLOATS
 

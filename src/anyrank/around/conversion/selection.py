@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from anyrank.around.conversion.output import OutputTensor
+from anyrank.around.hugging.dequantise import without_scales
+from anyrank.around.hugging.quantised import scales_of
 from anyrank.around.readers.tables import tables_named
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
-from anyrank.files.quantised import without_scales
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
-from anyrank.tensors.quantised import scales_of
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 

@@ -24,12 +24,12 @@ from anyrank.around.conversion.planned_files import (
 from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection, outputs_of, select
 from anyrank.around.conversion.writing import write
+from anyrank.around.hugging.dequantise import check_method, dequantised
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.files.progress import progress_of_tool
-from anyrank.files.quantised import check_method, dequantised
 from anyrank.files.storage import join_path, write_file
 from anyrank.formats.sources import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor

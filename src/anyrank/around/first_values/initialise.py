@@ -7,6 +7,7 @@ of ranks nor on which other tensors are wanted, and a rank needs one whole tenso
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.peft import is_adapter_layer, lora_rule
 from anyrank.model.tensors import ModelTensor
 from anyrank.model.wrappers import Registration, plain_class, plain_copy
 from anyrank.tensors.box import Box
@@ -138,9 +138,11 @@ class Initialiser:
             yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
             return
         for module in reversed(entry.path):
-            if not is_adapter_layer(module):
+            if not _is_adapter_layer(module):
                 yield from self._own_rules(module)
             elif target.adapter:
+                from anyrank.around.peft.adapters import lora_rule
+
                 rule = lora_rule(module, self._stand_in(module), entry)
                 if rule is not None:
                     yield rule
@@ -181,6 +183,15 @@ class Initialiser:
         table = owner["_parameters" if entry.attribute in owner["_parameters"] else "_buffers"]
         old, table[entry.attribute] = table[entry.attribute], tensor
         return old
+
+
+def _is_adapter_layer(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's, which a process without PEFT has not."""
+    if "peft" not in sys.modules:
+        return False
+    from anyrank.around.peft.names import is_adapter_layer
+
+    return is_adapter_layer(module)
 
 
 def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from anyrank.around.hugging.dequantise import dequantised
 from anyrank.around.inspection.inspect import name_of
 from anyrank.around.inspection.records import Ignore, record_differences
 from anyrank.around.inspection.stream import as_numbers, boxes_of, content_of, open_values
@@ -21,7 +22,6 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.progress import progress_of_tool
-from anyrank.files.quantised import dequantised
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_folder import list_step, no_step, whole_steps

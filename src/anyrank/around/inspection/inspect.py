@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from anyrank.around.hugging.dequantise import unknown_method
+from anyrank.around.hugging.quantised import pairs_of
 from anyrank.around.inspection.groups import TensorGroup, group
 from anyrank.around.inspection.run_time import RunTime, sum_up
 from anyrank.files.listing import Listing, ties_of
-from anyrank.files.quantised import unknown_method
 from anyrank.formats.run_folder import SavedStep, steps_in
 from anyrank.formats.run_log import read_log
 from anyrank.formats.sources import Source, check_source, list_source
-from anyrank.tensors.quantised import pairs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import count, group_by_part, in_units, printable, rows, short_dtype
 

@@ -7,17 +7,19 @@ coordinates only, which are a few numbers each.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.model.given_layouts import GivenLayout, apply_layout
-from anyrank.model.peft import find_lora, is_merged, merged_name, scaling_of
+from anyrank.model.options import GivenLayout
 from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
@@ -150,7 +152,10 @@ def look(
     """
     module = _as_module(model)
     tensors = find_tensors(module)
-    apply_layout(tensors, layout, ranks)
+    if layout is not None:
+        from anyrank.around.layouts.given import apply_layout
+
+        apply_layout(tensors, layout, ranks)
     rows = _rows(tensors)
     rows = _as_merged(tensors, rows) if merge else rows
     kind = plain_class(module)
@@ -162,6 +167,7 @@ def look(
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
     """The rows of an end."""
     rows: list[TensorInfo] = []
+    merging = _merging()
     for tensor in tensors:
         first, *others = tensor.registrations
         keys = (first.unwrapped,)
@@ -176,13 +182,18 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
                 tensor.kind,
                 tensor.is_meta,
                 tensor.adapter or any(map(is_trained_copy, keys)),
-                is_merged(tensor),
+                merging is not None and merging.is_merged(tensor),
                 tensor.is_pinned,
                 (),
-                scaling_of(tensor) if tensor.adapter else None,
+                merging.scaling_of(tensor) if merging is not None and tensor.adapter else None,
             )
         )
     return rows
+
+
+def _merging() -> ModuleType | None:
+    """What is known of PEFT's merged adapters; None in a process without PEFT, which has none."""
+    return import_module("anyrank.around.peft.merging") if "peft" in sys.modules else None
 
 
 def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[TensorInfo]:
@@ -191,6 +202,8 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
     Raises:
         LoadError: as `find_lora`.
     """
+    from anyrank.around.peft.merging import find_lora, merged_name
+
     lora = find_lora(tensors)
     factors = {n for pairs in lora.added.values() for pair in pairs for n in (pair.a, pair.b)}
     merged: list[TensorInfo] = []

@@ -29,7 +29,6 @@ from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.route import Route
 from anyrank.errors import LoadError, WrongValue
 from anyrank.model.dialects import ModelMatch
-from anyrank.model.given_layouts import check_parts
 from anyrank.model.match import warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
@@ -155,7 +154,10 @@ class Planner:
         coordinates = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
         check_all_shards(ends, coordinates, len(self.summaries))
         for end, known in zip(ends, coordinates, strict=True):
-            check_parts([(row.keys[0], row.layout) for row in end.rows], known)
+            if any(row.layout is not None and row.layout.is_given for row in end.rows):
+                from anyrank.around.layouts.given import check_parts
+
+                check_parts([(row.keys[0], row.layout) for row in end.rows], known)
         flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
         flows += tuple(self._twins(facts.duplicates, sources))

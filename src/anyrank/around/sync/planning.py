@@ -20,8 +20,7 @@ from anyrank.around.sync.ends import Described, End, accelerator_of, check_value
 from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
-from anyrank.model.given_layouts import GivenLayout, check_layout, warn_of_unused
-from anyrank.model.options import LoadOptions
+from anyrank.model.options import GivenLayout, LoadOptions
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -53,8 +52,11 @@ class SyncCall:
             raise WrongType(
                 f"layout= is a tuple of {len(self.layout)}: give one for each of dst, src"
             )
-        for layout in self.layouts:
-            check_layout(layout)
+        if any(layout is not None for layout in self.layouts):
+            from anyrank.around.layouts.given import check_layout
+
+            for layout in self.layouts:
+                check_layout(layout)
 
     @property
     def layouts(self) -> Sequence[GivenLayout]:
@@ -162,11 +164,8 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         return Agreement(kept, dst, src, False, first.seed)
     ends = [message.ends for message in messages]
     plan = Planner(ends, ranks, call.options).plan(dst, src)
-    if isinstance(call.layout, tuple):
-        for layout, end in zip(call.layout, own_ends, strict=True):
-            warn_of_unused(layout, end.tensors)
-    else:
-        warn_of_unused(call.layout, dst.tensors, src.tensors)
+    if any(layout is not None for layout in call.layouts):
+        _warn_of_unused(call, dst, src)
     key = hashlib.blake2b(repr((where, ends)).encode(), digest_size=16).hexdigest()
     new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
     return Agreement(new_plan, dst, src, True, first.seed)
@@ -183,6 +182,17 @@ def _look(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End
     merge = call.options.merge
     dst = look(call.dst, ranks, layout=dst_layout, known=known[0])
     return dst, look(call.src, ranks, layout=src_layout, merge=merge, known=known[1])
+
+
+def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
+    """Warn of what `layout=` names, and no tensor of its end, or of both ends, has."""
+    from anyrank.around.layouts.given import warn_of_unused
+
+    if isinstance(call.layout, tuple):
+        for layout, end in zip(call.layout, (dst, src), strict=True):
+            warn_of_unused(layout, end.tensors)
+    else:
+        warn_of_unused(call.layout, dst.tensors, src.tensors)
 
 
 def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadOptions) -> bool:

@@ -8,14 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from anyrank.errors import LoadError
-from anyrank.files.listing import FileInfo, Listing
-from anyrank.files.segments import memory_of
-from anyrank.tensors.names import candidates
-from anyrank.tensors.quantised import (
+from anyrank.around.hugging.quantised import (
+    ITEM,
     METHODS,
     SCALE_INV,
-    Fetch,
     Pair,
     Quantised,
     is_8_bit,
@@ -24,39 +20,11 @@ from anyrank.tensors.quantised import (
     pairs_of,
     scales_of,
 )
+from anyrank.around.hugging.symbolic import SymbolicTensor
+from anyrank.errors import LoadError
+from anyrank.files.listing import FileInfo, Listing
+from anyrank.tensors.names import candidates
 from anyrank.tensors.spec import StoredTensor
-from anyrank.tensors.symbolic import SymbolicTensor
-
-MAX_NUMEL = 1 << 18  # computed at a time
-ITEM = torch.float32.itemsize
-
-
-class DequantisedFile:
-    """The float32 values of a quantised tensor, as if they were the bytes of a file."""
-
-    def __init__(self, path: str, quantised: Quantised, fetch: Fetch) -> None:
-        self.path = path
-        self.quantised = quantised
-        self.fetch = fetch
-
-    def readv(self, buffers: list[memoryview], offset: int) -> int:
-        """Fill some of the buffers, in order; never more than is computed at a time."""
-        unit, numel = self.quantised.unit, self.quantised.numel
-        end = offset + sum(len(buffer) for buffer in buffers)
-        start = offset // ITEM // unit * unit
-        most = start + max(unit, MAX_NUMEL // unit * unit)
-        stop = min(-(-end // ITEM // unit) * unit, most, numel)
-        values = self.quantised.decode(start, stop, self.fetch)  # which `data` does not keep
-        data = memory_of(values)[offset - start * ITEM :]
-        done = 0
-        for buffer in buffers:
-            part = data[done : done + len(buffer)]
-            buffer[: len(part)] = part
-            done += len(part)
-        return done
-
-    def close(self) -> None:
-        """Nothing to release: the files belong to their reader."""
 
 
 def dequantised(
@@ -119,7 +87,7 @@ def _computed(pair: Pair, quantised: Quantised, number: int, *, swapped: bool) -
 def _info(listing: Listing, quantised: Quantised) -> FileInfo:
     source = listing.files[quantised.values.chunks[0].file]
     path = f"{quantised.values.name} of {source.path}"
-    return FileInfo(path, quantised.numel * ITEM, source.version, quantised=quantised)
+    return FileInfo(path, quantised.numel * ITEM, source.version, computed=quantised)
 
 
 def without_scales(
@@ -138,8 +106,8 @@ def without_scales(
         return []
     scales = {key: name for key, name in scales_of(listing.tensors.values()).items() if unused(key)}
     by_name = {name: key for key, name in scales.items()}
-    pair = next((info.quantised for info in listing.files if info.quantised is not None), None)
-    others = [*scales, *([pair.scales.name] if pair is not None else [])]
+    known = next((info.computed.parts for info in listing.files if info.computed is not None), ())
+    others = [*scales, *(part.name for part in known[-1:])]
     return [
         f"{stored.name}: is {stored.dtype} in the source, "
         + (

@@ -17,14 +17,16 @@ from typing import Any
 
 from torch import nn
 
+from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
+from anyrank.model.dialects import Case, Dialect, ModelMatch, Renamer
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.model.wrappers import plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
-from anyrank.tensors.symbolic import SymbolicTensor
 from anyrank.versions import TESTED, warn_if_untested
+from anyrank.wording import listed
 
 # Formats that transformers writes, always in its file naming. Others may hold live names as well.
 FILE_NAMED = ("safetensors",)
@@ -38,6 +40,38 @@ CODE = {
         "revert_weight_conversion",
     ),
 }
+
+
+class ConvertedNames(Dialect):
+    """The names that a transformers model has in files."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.inner = pretrained(case.model)
+        self.is_declared = _declared_ignorable(self.inner)
+        self.prefix = getattr(self.inner, "base_model_prefix", "")
+
+    def names(self, listing: Listing, rename: Renamer) -> tuple[Listing, Renamer]:
+        """The source under the names of the live model."""
+        return converted(self.inner, self.case.tensors, listing, rename)
+
+    def needs_no_tensor(self, key: str, name: str) -> bool:
+        """Whether the model declares that a key can be ignored, or makes the buffer by itself."""
+        return self.is_declared(key) or f"{self.prefix}.{name}" in self.case.derived
+
+    def problems(self, match: ModelMatch) -> list[str]:
+        """Missing tensors that the model declares tied, and that are not: `to_empty` unties."""
+        declared: dict[str, str] = getattr(self.inner, "all_tied_weights_keys", None) or {}
+        pairs = [
+            f"{name} = {declared[name]}"
+            for index in sorted([*match.initialise, *match.keep])
+            for name in match.tensors[index].registrations[0].names
+            if name in declared
+        ]
+        if not pairs:
+            return []
+        title = "missing in the source, and declared tied by the model, which has two tensors there"
+        return [listed(title, pairs) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
 
 
 def converted(
@@ -97,7 +131,7 @@ def _fits_as_it_is(
     return all(not filled.isdisjoint(target.flat_names()) for target in loadable)
 
 
-def declared_ignorable(inner: Any) -> Callable[[str], bool]:
+def _declared_ignorable(inner: Any) -> Callable[[str], bool]:
     """Whether a transformers model declares that a key of its checkpoints can be ignored."""
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
     return lambda key: any(re.search(pattern, key) for pattern in patterns)
@@ -226,3 +260,6 @@ class _Converter:
             symbolic = value[0] if isinstance(value, list) else value
             fused[head + pattern + tail] = symbolic.stored
         return fused
+
+
+DIALECT = ConvertedNames

@@ -16,6 +16,7 @@ import torch
 
 from anyrank.errors import LoadError, WrongType, WrongValue
 from anyrank.model.dtensors import placement_of
+from anyrank.model.options import GivenLayout, LayoutEntry
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
@@ -27,14 +28,6 @@ from anyrank.world.ranks import Ranks
 SHOWN = 8  # places of a mesh, in a message
 log = logging.getLogger("anyrank.load")
 
-LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
-GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
-"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
-
-The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
-the ranks hold of the sharded dim, if that is not chunks of equal size: for each place on the mesh
-axis its (start, length) pairs, in the order in which they lie in the part.
-"""
 Shape: TypeAlias = "tuple[int, ...]"
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from anyrank.errors import LoadError
+from anyrank.files.listing import Computed, Fetch
+from anyrank.files.segments import memory_of
 from anyrank.tensors.box import row_major
 from anyrank.tensors.spec import StoredTensor
 
@@ -25,7 +27,49 @@ SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 # The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-Fetch = Callable[[StoredTensor, int, int], torch.Tensor]  # bytes [start, stop) of it, as uint8
+ITEM = torch.float32.itemsize
+MAX_NUMEL = 1 << 18  # computed at a time
+
+
+class Decoded(Computed, Protocol):
+    """A tensor of float32 whose values are decoded in units of several elements."""
+
+    @property
+    def unit(self) -> int:
+        """Elements that are computed together."""
+        ...
+
+    def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, whole units, in float32."""
+        ...
+
+
+class ComputedFile:
+    """The float32 values of a tensor that is decoded, as if they were the bytes of a file."""
+
+    def __init__(self, path: str, computed: Decoded, fetch: Fetch) -> None:
+        self.path = path
+        self.computed = computed
+        self.fetch = fetch
+
+    def readv(self, buffers: list[memoryview], offset: int) -> int:
+        """Fill some of the buffers, in order; never more than is computed at a time."""
+        unit, numel = self.computed.unit, self.computed.numel
+        end = offset + sum(len(buffer) for buffer in buffers)
+        start = offset // ITEM // unit * unit
+        most = start + max(unit, MAX_NUMEL // unit * unit)
+        stop = min(-(-end // ITEM // unit) * unit, most, numel)
+        values = self.computed.decode(start, stop, self.fetch)  # which `data` does not keep
+        data = memory_of(values)[offset - start * ITEM :]
+        done = 0
+        for buffer in buffers:
+            part = data[done : done + len(buffer)]
+            buffer[: len(part)] = part
+            done += len(part)
+        return done
+
+    def close(self) -> None:
+        """Nothing to release: the files belong to their reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +89,11 @@ class Quantised:
     scales: StoredTensor
     shape: tuple[int, ...]
     block: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """What is read for it."""
+        return self.values, self.scales
 
     @property
     def numel(self) -> int:
@@ -67,6 +116,10 @@ class Quantised:
             values=self.values.with_file_offset(base),
             scales=self.scales.with_file_offset(base),
         )
+
+    def open(self, path: str, fetch: Fetch) -> ComputedFile:
+        """The file that its values are."""
+        return ComputedFile(path, self, fetch)
 
     def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
         """Elements [start, stop) in row-major order, whole units, in float32."""

@@ -1,0 +1,47 @@
+"""Quantised files in a match: small numbers with scales become the weights that they stand for."""
+
+from __future__ import annotations
+
+from anyrank.around.hugging.dequantise import dequantised, unknown_method, without_scales
+from anyrank.around.hugging.quantised import is_wide
+from anyrank.files.listing import Listing
+from anyrank.model.dialects import Dialect, ModelMatch
+
+SHOWN = 10
+
+
+class QuantisedValues(Dialect):
+    """The quantised tensors of a source."""
+
+    def values(self, listing: Listing) -> Listing:
+        """The source with float32 tensors in place of quantised ones, where weights are wanted.
+
+        A live source has the values that its model computes with.
+        """
+        if self.case.is_live:
+            return listing
+        return dequantised(listing, self.case.dtypes, self.case.rename)
+
+    def problems(self, match: ModelMatch) -> list[str]:
+        """Small numbers that would be taken for weights."""
+        tensors, rename = match.tensors, self.case.rename
+        wide = [stored for i, stored in match.filled if is_wide(tensors[i].dtype)]
+        unknown = unknown_method(match.listing)
+        has_others = bool(match.missing or match.unexpected)
+        if unknown and (has_others or any(not is_wide(stored.dtype) for stored in wide)):
+            return [unknown]
+        places = {
+            (chunk.file, chunk.offset) for _, stored in match.filled for chunk in stored.chunks
+        }
+        used = {
+            stored.name
+            for stored in match.listing.tensors.values()
+            if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
+        }
+        problems = without_scales(
+            match.listing, wide, lambda key: key not in used and rename(key) != ""
+        )
+        return problems[:SHOWN]
+
+
+DIALECT = QuantisedValues
