@@ -219,6 +219,34 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+def test_keys_that_begin_otherwise_are_shown_with_those_that_are_looked_for(tmp_path: Path) -> None:
+    peft.save(adapted("lora"), tmp_path)
+    weights = load_file(tmp_path / peft.WEIGHTS)
+    renamed = {key.replace(".model.model.", ".model.inner.model."): t for key, t in weights.items()}
+    save_file(renamed, tmp_path / peft.WEIGHTS)
+    expected = r"the first base_model\.model\.model\.layers.*, and has .*base_model\.model\.inner"
+    with pytest.raises(anyrank.LoadError, match=f"{expected}.*begin differently.*target_modules"):
+        peft.load(adapted("lora"), tmp_path)
+
+
+def test_a_folder_with_a_model_and_an_adapter_is_refused(tmp_path: Path) -> None:
+    """PEFT would read both, and transformers does; a list of both is both."""
+    trained = adapted("lora")
+    peft.save(trained, tmp_path)
+    save_file(
+        {k: t.clone() for k, t in base().state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "optimizer.pt").write_bytes(b"of another tool")
+    model = get_peft_model(build("llama").eval(), LoraConfig(**OPTIONS["lora"]))
+    with pytest.raises(anyrank.LoadError, match=r"a model \(model\..*an adapter \(adapter_model"):
+        anyrank.load(model, tmp_path)
+    files = [tmp_path / name for name in ("model.safetensors", peft.WEIGHTS)]
+    anyrank.load(model, files)
+    assert all(torch.equal(t, model.state_dict()[k]) for k, t in trained.state_dict().items())
+    (tmp_path / "model.safetensors").unlink()
+    assert anyrank.load(model, tmp_path, missing="keep").tensors == len(load_file(files[1]))
+
+
 # -- a run without its base -----------------------------------------------------------------------
 
 

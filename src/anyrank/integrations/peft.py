@@ -276,12 +276,14 @@ class _Adapter:
                     f"{config.get(name)!r}: make the adapter with "
                     "PeftConfig.from_pretrained(folder)"
                 )
-        missing = sorted(self.tensors.keys() - keys)
+        missing, others = sorted(self.tensors.keys() - keys), sorted(keys - self.tensors.keys())
         if missing:
+            has = f", and has {len(others)} others, the first {others[0]}" if others else ""
             raise anyrank.LoadError(
-                f"{path}: lacks {len(missing)} tensors of the adapter, the first {missing[0]}: "
-                "give the adapter the target_modules and modules_to_save of the folder's "
-                "configuration"
+                f"{path}: lacks {len(missing)} tensors of the adapter, the first {missing[0]}{has}:"
+                " where they begin differently, make the adapter around the same module as the "
+                "folder's, or write its keys as the model's; where they end differently, give the "
+                "adapter the target_modules and modules_to_save of the folder's configuration"
             )
 
 

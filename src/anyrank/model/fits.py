@@ -57,8 +57,9 @@ def check_memory(
     filled: Mapping[int, torch.Tensor],
     sources: Mapping[int, SourceMemory],
 ) -> None:
-    """Refuse memory that is filled, and of which another tensor has a part in another way: the same
-    elements in the same order are one tensor in two objects.
+    """Refuse two tensors that share memory but not all of it: one would overwrite the other.
+
+    The same elements in the same order are one tensor in two objects.
 
     Args:
         tensors: of the model.

@@ -66,23 +66,28 @@ def match_model(
     # A run holds tensors as they were in the model, which no code has changed on the way.
     is_raw = is_live or listing.format == FORMAT
     source = chosen = listing
+    # A live source is one model's tensors: none of them is of another table, as an optimizer's.
     if not is_live:
         names = dtypes_by_name(tensors)
         chosen = weights_for(names, source, renamer(options.rename) if options.rename else None)
     case = Case(model, modules, tensors, chosen, options, parts or {})
     dialects, listing, rename = dialects_of(case), chosen, case.rename
+    # Numbers become weights before names are compared: a conversion fuses whole weights.
     for dialect in dialects:
         listing = dialect.values(listing)
+    # Entries of `rename=` are judged by the source's own keys, which a conversion takes away.
     idle = idle_renames(options.rename, source, chosen, listing.tensors)
     for dialect in dialects:
         listing, rename = dialect.names(listing, rename)
     matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
     match = ModelMatch(tensors, listing, stored, duplicates=matched.duplicates, idle=idle)
+    # A frozen part takes what the keys left open from its own source, and compares the rest.
     for dialect in dialects:
         match = dialect.fill(match)
     listing, stored, compared = match.listing, match.stored, match.compared
     empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
+    # A live source need not hold a part that is never written to.
     missing = [i for i in sorted(empty) if not (is_live and tensors[i].is_pinned)]
     # AveragedModel counts its steps beside the weights; a key that `rename=` empties is left out.
     ignored = [
@@ -98,6 +103,7 @@ def match_model(
     if is_live:
         of_no_use |= _tied_to(match.filled, listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
+    # A base checkpoint holds no adapters, so they are not missing; on meta they need first values.
     absent = [i for i in missing if not tensors[i].adapter]
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
@@ -115,6 +121,7 @@ def match_model(
     problems += _unread(listing, tensors, absent, case.rename)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
+    # Adapters are judged last: by then it is known what fills their base.
     for dialect in dialects:
         problems += dialect.problems(match)
     if problems:

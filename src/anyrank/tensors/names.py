@@ -188,7 +188,7 @@ TensorNames = tuple[tuple[str, ...], ...]
 
 
 @dataclass
-class KeyMatch:
+class TensorKeys:
     """Which key fills which tensor.
 
     Attributes:
@@ -206,7 +206,7 @@ class KeyMatch:
 
 def match_keys(
     wanted: Sequence[TensorNames], keys: Iterable[str], rename: Callable[[str], str]
-) -> KeyMatch:
+) -> TensorKeys:
     """Give each wanted tensor its key.
 
     One key may fill several tensors that answer to the same name (a copy that an adapter keeps);
@@ -222,7 +222,7 @@ def match_keys(
             for name in names:
                 places.setdefault(name, []).append((index, position))
     filled: dict[tuple[int, int], str] = {}
-    result = KeyMatch()
+    result = TensorKeys()
     renamed = {key: rename(key) for key in keys}
     adapters = {key: None for key, name in renamed.items() if is_of_adapter(name)}
     # A trained copy that a run saved by its own name takes that, and not its original's.

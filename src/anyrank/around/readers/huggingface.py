@@ -13,7 +13,9 @@ from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.formats.weight_files import ENDINGS, FILES, META_PART, OF_META, list_file
 from anyrank.wording import count
 
-STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model", "adapter")
+ADAPTERS = ("adapter_model", "adapter")
+MODELS = ("model", "diffusion_pytorch_model", "pytorch_model")
+STEMS = (*MODELS, *ADAPTERS)
 SUBFOLDERS, SHOWN = 50, 3  # that are looked into, and named
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
 MAX_INDEX_BYTES = 1 << 30
@@ -38,6 +40,7 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
     choices = (_choose(storage, folder, names, ending) for ending in FILES)
     chosen = next(filter(None, choices), whole)
     if chosen is not None:
+        _check_one_kind(folder, names)
         others = tuple(
             f"{name}: {chosen} was chosen"
             for name in names
@@ -56,6 +59,25 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
     below = _weights_below(storage, folder)
     hint = f"; weights are in {', '.join(below)}: give that folder" if below else ""
     raise LoadError(f"{folder}: no weights here{hint}; the folder holds {shown}")
+
+
+def _check_one_kind(folder: str, names: list[str]) -> None:
+    """Refuse a folder that holds a model and an adapter: transformers would read both, and without
+    its adapter the model is another one than was trained.
+
+    Raises:
+        LoadError: names a file of each.
+    """
+    stems = {
+        name.partition(".")[0].split("-")[0]: name for name in names if name.endswith(tuple(FILES))
+    }
+    models = [stems[stem] for stem in (*MODELS, "consolidated") if stem in stems]
+    adapters = [stems[stem] for stem in ADAPTERS if stem in stems]
+    if models and adapters:
+        raise LoadError(
+            f"{folder}: holds a model ({models[0]}) and an adapter ({adapters[0]}): give the files "
+            "of the one that is meant, or of both in a list for a model under PEFT"
+        )
 
 
 def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
