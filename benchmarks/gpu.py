@@ -29,6 +29,7 @@ from typing import Any
 
 import bench
 import gpu_jobs
+import gpu_sync
 import load
 import save
 import sync
@@ -172,6 +173,20 @@ def syncs(machine: Machine) -> Rows:
             yield {name: row[name] for name in kept} | {"most_mib": max(row["memory_mib"])} | ratio
 
 
+def lanes(machine: Machine) -> Rows:
+    """From device to device by the lane, on a device that ranks share too: kept plans."""
+    given = (machine.pick(1024, 8), machine.pick(5, 1))
+    for case, ends in sync.cases_of(machine.size).items():
+        by_rank = machine.launcher.values(machine.size, gpu_sync.lane_ways, ends, *given)
+        runs = bench.slowest([of_rank for of_rank, _ in by_rank])
+        base = median(runs["all_to_all_single"], "seconds")
+        for way, of_way in runs.items():
+            seconds = median(of_way, "seconds")
+            found = {"case": case, "way": way, "seconds": round(seconds, 4)}
+            found |= {"of all_to_all": round(seconds / base, 2), "peak_mib": of_way[-1]["peak_mib"]}
+            yield found | (by_rank[0][1] if way == "lane" else {})
+
+
 def exact_runs(machine: Machine) -> Rows:
     """Kills, fewer ranks after each, and the bits of one rank that never stopped."""
     until, launcher = machine.pick(8, 4), machine.launcher
@@ -255,6 +270,7 @@ CASES: dict[str, tuple[Callable[[Machine], Rows], float]] = {
     "save": (saves, 70),
     "peaks": (peaks, 70),
     "sync": (syncs, 45),
+    "lane": (lanes, 45),
     "exact": (exact_runs, 90),
     "hangs": (hangs, 120),
     "restart": (restarts, 60),
