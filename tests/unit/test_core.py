@@ -36,7 +36,7 @@ BUDGETS = {
     "around/remote": 180,
     "around/script": 520,
     "around/sharing": 1330,
-    "around/streams": 2280,
+    "around/streams": 2400,
     "around/sync": 2770,
     "around/verify": 290,
     "around/weighted": 140,

@@ -316,8 +316,8 @@ def test_a_shard_with_other_rows_in_another_epoch_is_told_of(
 @pytest.mark.parametrize(
     ("name", "answer", "text"),
     [
-        ("feed", None, "raised by Own.feed, epoch 0, lane "),
-        ("end", None, "raised by Own.end, epoch 0, lane "),
+        ("feed", None, "raised by Own.feed, lane "),
+        ("end", None, "raised by Own.end, lane "),
         ("held", [99], r"Own.held\(\) gives \[99\]: give numbers of rows that were fed"),
         ("state_dict", {"x": torch.ones(1)}, r"Own.state_dict\(\): not values of JSON"),
     ],
@@ -346,3 +346,48 @@ def test_a_bucket_may_be_a_tensor_of_one_value() -> None:
     sizes = [len(batch) for _, batch, _ in run(loader)]
     assert sum(sizes) == len(ALL)
     assert len(sizes) < 60
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_flows_into_the_next(num_workers: int) -> None:
+    def tagged(shard: str) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            yield shard, number
+
+    def three(stops: list[int]) -> tuple[list[Any], anyrank.ElasticLoader]:
+        options = {"tail": "flow", "function": tagged, "num_workers": num_workers}
+        loader, seen = make(**options), list[Any]()
+        while loader.epoch < 3:
+            seen += run(loader, stops[0] if stops else 10**9)
+            if stops and loader.step >= stops[0]:
+                stops.pop(0)
+                state = json.loads(json.dumps(loader.state_dict()))
+                loader = make(**options)
+                loader.load_state_dict(state)
+        return seen, loader
+
+    seen, loader = three([])
+    rows = Counter(row for _, batch, _ in seen for row in batch[:-1])
+    assert {*rows} == {*ALL}
+    assert min(rows.values()) == 3
+    assert sum(rows.values()) > 0.9 * 12 * loader.step  # there is no thin tail
+    text = "exactly once, 119 rows in 9 shards"
+    assert [(verdict.epoch, verdict.verdict) for verdict in loader.receipts] == [
+        (epoch, text) for epoch in range(3)
+    ]
+    again, other = three([1, 4, 5, 11, 20, 27])
+    assert again == seen
+    assert other.state_dict() == loader.state_dict()
+
+
+def test_what_cannot_flow_says_so() -> None:
+    with pytest.raises(ValueError, match="tail='flow' is for streams"):
+        anyrank.ElasticLoader(range(8), global_batch=4, microbatch=2, tail="flow")
+    with pytest.raises(ValueError, match="tail='flow' is for streams"):
+        make(lengths=[1] * len(SIZES), tail="flow")
+    with pytest.raises(CheckpointError, match="none of the 2 shards has a row"):
+        run(make("bb", tail="flow"))
+    loader = make(tail="flow")
+    run(loader, 2)
+    with pytest.raises(CheckpointError, match="here are 10: with tail='flow' lanes read the next"):
+        make([*SIZES, "a"], tail="flow").load_state_dict(loader.state_dict())

@@ -32,6 +32,8 @@ SEEDS = int(os.environ.get("LANES_SEEDS", "80"))
 class Rows:
     """A source of rows that know what they are; with windows it mixes them."""
 
+    flows = False  # whether epochs flow into each other; rows say then of which they are
+
     def __init__(self, sizes: list[int], block: int, window: bool, tokens: bool) -> None:
         self.sizes, self.block, self.window, self.tokens = sizes, block, window, tokens
 
@@ -41,7 +43,8 @@ class Rows:
             if self.tokens:
                 size = random.Random(f"{shard}.{number}").choice([0, 1, 2, 3, 5, 9, 40])
             ids = [(shard * 1000 + number) * 100 + token for token in range(size)]
-            yield {"id": (shard, number), "input_ids": ids, "class": hash((shard, number)) % 5}
+            name = (shard, number, epoch) if self.flows else (shard, number)
+            yield {"id": name, "input_ids": ids, "class": hash((shard, number)) % 5}
 
     def read(self, rows: Iterator[Any], epoch: int, shard: int, row: int) -> list[Any]:
         block = list(islice(rows, self.block))
@@ -111,9 +114,7 @@ class Rank:
             if k not in self.lanes:
                 shards = self.run.ids(self.deal.shards[k])
                 make, state = copy.deepcopy(self.run.transform), self.deal.states[k]
-                self.lanes[k] = Lane(
-                    self.run.source, self.run.epoch, k, make, self.deal.first[k], shards, state
-                )
+                self.lanes[k] = Lane(self.run.source, k, make, self.deal.first[k], shards, state)
                 self.ahead[k] = []
 
     def read_ahead(self, k: int) -> None:
@@ -161,20 +162,23 @@ class Run:
         self.start()
 
     def begin(self, epoch: int, step: int) -> str:
-        deal = Deal(len(self.source.sizes), self.k)
+        deal = Deal(len(self.source.sizes) * (1000 if self.source.flows else 1), self.k)
         return json.dumps({"epoch": epoch, "step": step, "deal": deal.to_json()})
 
     def start(self) -> None:
         state = json.loads(self.saved)
         self.epoch, self.number = state["epoch"], state["step"]
-        count = len(self.source.sizes)
-        self.order = random.Random(self.epoch).sample(range(count), count)
         self.ranks = [Rank(self, index) for index in range(self.size)]
         self.seen: list[Report] = []
         self.settle()
 
-    def ids(self, numbers: list[int]) -> list[int]:
-        return [self.order[number] for number in numbers]
+    def ids(self, numbers: list[int]) -> list[tuple[int, int]]:
+        count, found = len(self.source.sizes), list[tuple[int, int]]()
+        for number in numbers:
+            later, place = divmod(number, count)
+            epoch = later + (0 if self.source.flows else self.epoch)
+            found.append((epoch, random.Random(epoch).sample(range(count), count)[place]))
+        return found
 
     def round(self, size: int) -> dict[int, list[Any]]:
         batches: dict[int, tuple[list[Any], Report]] = {}
@@ -196,6 +200,8 @@ class Run:
     def settle(self) -> None:
         while not self.ranks[0].deal.is_ready:
             self.round(0)
+        if self.source.flows:
+            self.epoch = self.ranks[0].deal.oldest // len(self.source.sizes)
 
     def step(self) -> dict[int, list[Any]] | None:
         """The rows of each lane; None at the end of an epoch."""
@@ -230,9 +236,9 @@ def undisturbed(source: Rows, k: int, microbatch: int, transform: Any, epochs: i
             steps.append(step)
         if run.epoch != epoch:
             rows = [row for report in seen for row in report.rows]
-            known = sorted((shard, n) for shard, a, b in rows for n in range(a, b))
+            known = sorted((shard, n) for _, shard, a, b in rows for n in range(a, b))
             assert known == [(s, n) for s, size in enumerate(source.sizes) for n in range(size)]
-            ends = sorted(end for report in seen for end in report.ends)
+            ends = sorted(end[1:] for report in seen for end in report.ends)
             assert ends == list(enumerate(source.sizes))
             units = [report.units for report in seen]
             assert sum(read for read, _ in units) == sum(given for _, given in units)
@@ -257,6 +263,47 @@ def check_once(steps: list[Any], source: Rows, name: str) -> None:
         assert all(count == 1 for count in short.values())  # the last of its lane
     else:
         assert all(len(row[0]) == 8 for row in rows)
+
+
+def check_flow(sizes: list[int], k: int, microbatch: int, name: str, seed: int) -> int:
+    """Three epochs that flow into each other, with kills; returns how many there were."""
+    source = Rows(sizes, 1 + seed % 7, seed % 2 == 0, False)
+    source.flows = True
+    transform, run, steps = transform_of(name, microbatch), None, list[Any]()
+    run = Run(source, k, microbatch, transform, 1)
+    while run.epoch < 3:
+        steps.append(run.step())
+    given = Counter(row for step in steps for own in step.values() for row in own if row[2] < 3)
+    assert given == Counter(
+        (shard, n, epoch) for epoch in range(3) for shard, z in enumerate(sizes) for n in range(z)
+    )
+    seen = Counter(row for report in run.seen for row in report.rows)
+    assert set(seen.values()) == {1}  # each block of rows is read for the first time once
+    return check_run(source, k, microbatch, transform, steps, seed, 3)
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=14).filter(any),
+    k=st.integers(1, 6),
+    microbatch=st.integers(1, 7),
+    name=st.sampled_from(["none", "buckets", "own"]),
+    seed=st.integers(0, 1000),
+)
+def test_epochs_flow_into_each_other(
+    sizes: list[int], k: int, microbatch: int, name: str, seed: int
+) -> None:
+    check_flow(sizes, k, microbatch, name, seed)
+
+
+def test_many_kills_while_epochs_flow() -> None:
+    kills = 0
+    for seed in range(SEEDS // 2):
+        chance = random.Random(seed)
+        sizes = [chance.choice([0, 1, 1, 3, 40, 200]) for _ in range(chance.randint(1, 14))] + [2]
+        name = ["none", "buckets", "own"][seed % 3]
+        kills += check_flow(sizes, chance.randint(1, 6), chance.randint(1, 6), name, seed)
+    assert kills > SEEDS
 
 
 few = st.lists(
@@ -323,9 +370,9 @@ def test_many_kills() -> None:
 def test_reading_ahead_waits_for_shards() -> None:
     """What is not due may not be cut short: the law would notice it."""
     source = Rows([1] * 60, 1, False, False)
-    lane = Lane(source, 0, 0, None, 0, [0, 1], LaneState())
+    lane = Lane(source, 0, None, 0, [(0, 0), (0, 1)], LaneState())
     assert lane.take(4, False, False) is None
-    lane.shards += [2, 3, 4]
+    lane.shards += [(0, 2), (0, 3), (0, 4)]
     read = lane.take(4, False, False)
     assert read is not None
     assert len(read[0]) == 4
@@ -338,12 +385,12 @@ def test_reading_ahead_waits_for_shards() -> None:
 @pytest.mark.parametrize("sizes", [[8, 7], [8, 5], [9, 6]])
 def test_a_shard_with_other_rows_is_noticed(sizes: list[int]) -> None:
     source = Rows([8, 6], 4, False, False)
-    lane = Lane(source, 0, 0, None, 0, [0, 1], LaneState())
+    lane = Lane(source, 0, None, 0, [(0, 0), (0, 1)], LaneState())
     reports = [lane.take(4, True, False) for _ in range(3)]
     assert reports[-1] is not None
     state = reports[-1][1].state
     source.sizes = sizes
-    again = Lane(source, 0, 0, None, 0, [0, 1], state)
+    again = Lane(source, 0, None, 0, [(0, 0), (0, 1)], state)
     if sizes[0] == 9:  # behind the place where it goes on: nothing is read there again
         assert again.take(4, True, False) is not None
         return
@@ -362,7 +409,7 @@ def test_a_transform_with_a_large_state_is_told_of_held() -> None:
         def state_dict(self) -> list[int]:
             return [0] * 1000
 
-    lane = Lane(Rows([8], 4, False, False), 0, 0, Hoarder(), 0, [0], LaneState())
+    lane = Lane(Rows([8], 4, False, False), 0, Hoarder(), 0, [(0, 0)], LaneState())
     with pytest.raises(TypeError, match=r"Hoarder.state_dict\(\): 3000 bytes.*by held\(\)"):
         lane.take(4, True, True)
 

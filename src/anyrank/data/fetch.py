@@ -96,6 +96,7 @@ class OwnOrder:
     """A dataset that brings its order with it: of a loader's `from_shards` and `from_iterable`."""
 
     position_class: Any = None  # a class of positions of its own
+    can_flow = False  # whether tail="flow" has a meaning
     max_open = 1  # places in it that are read at a time
 
     def __len__(self) -> int:

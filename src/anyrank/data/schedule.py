@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from anyrank.checks import check_choice, check_int
 from anyrank.data.order import Order
 
-Tail = Literal["short", "drop"]
+Tail = Literal["short", "drop", "flow"]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class ElasticLoader:
         num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
         tail: the samples that do not fill an epoch's last step make a "short" step, or are
-            "drop"ped.
+            "drop"ped; an epoch of a stream may "flow" into the next one.
         key: name or version of the dataset; a resume with a different key is refused.
         process_group: the data-parallel ranks; default: all, or this process alone. With tensor
             parallelism, ranks with the same data are in different groups.
@@ -121,6 +121,11 @@ class ElasticLoader:
             check_int("prefetch_factor", prefetch_factor, 1)
         if weights is not None and not shuffle:
             raise ValueError("weights draw samples at random: remove shuffle=False")
+        if tail == "flow" and not (isinstance(dataset, OwnOrder) and dataset.can_flow):
+            raise ValueError(
+                "tail='flow' is for streams, of from_iterable, or of from_shards without lengths: "
+                "give 'short' or 'drop'"
+            )
         may_change: OnBatchChange | None = on_batch_change
         position_class: type[Position] = Position
         if isinstance(dataset, OwnOrder):

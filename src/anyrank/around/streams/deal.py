@@ -17,17 +17,17 @@ STEPS = 4  # that a reserve lasts
 
 
 class Deal:
-    """The shards of an epoch, and of each lane what is left of its own, and its state.
+    """The shards of a queue, and of each lane what is left of its own, and its state.
 
     Args:
-        num_shards: of the epoch.
+        num_shards: of the queue, which is an epoch, or many that flow into each other.
         num_lanes: K.
 
     Attributes:
-        dealt: shards that have a lane, as places in the epoch's order.
+        dealt: shards that have a lane, as places in the queue.
         first: of each lane, its shards that nobody needs to read again.
         shards: of each lane, those after these.
-        begun, recent: of each lane, the shards begun in the epoch, and in the last step.
+        begun, recent: of each lane, the shards begun in the queue, and in the last step.
         status: of each lane.
         states: of each lane.
     """
@@ -56,6 +56,11 @@ class Deal:
     def is_ready(self) -> bool:
         """Whether the next step has a row, or there is none."""
         return READY in self.status or self.is_over
+
+    @property
+    def oldest(self) -> int:
+        """The first place in the order whose shard has a row that is not given, or not dealt."""
+        return min([shards[0] for shards in self.shards if shards], default=self.dealt)
 
     @property
     def live(self) -> list[int]:

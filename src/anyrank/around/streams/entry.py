@@ -17,6 +17,7 @@ class OpenStream(Stream):
     """A stream as a loader takes it."""
 
     position_class = StreamPosition
+    can_flow = True
 
     def by_microbatch(self, seed: int, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
         return StreamReader(self, seed, collate_fn)

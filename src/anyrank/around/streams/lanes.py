@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, Protocol
 
 from anyrank.errors import CheckpointError
 
+Shard = tuple[int, int]  # the epoch for which it is read, and its number
+Rows = tuple[int, int, int, int]  # epoch, shard, start, stop
 READY, OUT, DONE = range(3)  # has an output for the next step; needs shards; has given all
 STATE_BYTES = 1024  # of a transform's state, as JSON
 
@@ -88,8 +90,8 @@ class Report(NamedTuple):
         num_outputs: outputs in the microbatch.
         status: READY, OUT or DONE.
         begun: shards that the lane has begun in the epoch.
-        rows: (shard, start, stop) of the rows that it has read for the first time.
-        ends: (shard, rows) of the shards that it has read to the end.
+        rows: (epoch, shard, start, stop) of the rows that it has read for the first time.
+        ends: (epoch, shard, rows) of the shards that it has read to the end.
         units: of the transform's units (tokens), those in the rows and those in the outputs.
         state: where it goes on.
     """
@@ -98,8 +100,8 @@ class Report(NamedTuple):
     num_outputs: int
     status: int
     begun: int
-    rows: list[tuple[int, int, int]]
-    ends: list[tuple[int, int]]
+    rows: list[Rows]
+    ends: list[tuple[int, int, int]]
     units: tuple[int, int]
     state: LaneState
 
@@ -131,7 +133,6 @@ class Lane:
 
     Args:
         source: of the rows.
-        epoch: from 0.
         number: of the lane.
         transform: a fresh one, or None.
         first: shards of the lane before those that are given.
@@ -145,14 +146,13 @@ class Lane:
     def __init__(
         self,
         source: Source,
-        epoch: int,
         number: int,
         transform: Any,
         first: int,
-        shards: Sequence[int],
+        shards: Sequence[Shard],
         state: LaneState,
     ) -> None:
-        self.source, self.epoch, self.number = source, epoch, number
+        self.source, self.number = source, number
         self.transform, self.first, self.shards = transform, first, list(shards)
         self._state = state
         self._passed, self._row = state.passed, state.row  # of the next block
@@ -166,8 +166,8 @@ class Lane:
         # The rows that may be fed again: their numbers, from the oldest on, and places.
         self._fed: deque[tuple[int, int, int]] = deque()
         self._num_fed, self._num_forgotten = 0, 0
-        self._new_rows: list[tuple[int, int, int]] = []
-        self._ends: list[tuple[int, int]] = []
+        self._new_rows: list[Rows] = []
+        self._ends: list[tuple[int, int, int]] = []
         self._has_units = hasattr(transform, "_units_of_row")
         self._units = 0
 
@@ -282,7 +282,7 @@ class Lane:
     def _feed(self, passed: int, row: int, rows: list[Any], is_read_again: bool) -> list[Any]:
         """The outputs of a block."""
         if not is_read_again:
-            self._new_rows.append((self.shards[passed - self.first], row, row + len(rows)))
+            self._new_rows.append((*self.shards[passed - self.first], row, row + len(rows)))
         if self.transform is None:
             return rows
         outputs: list[Any] = []
@@ -330,30 +330,30 @@ class Lane:
             if stop is not None and (self._passed, self._row) >= stop:
                 break
             passed, row = self._passed, self._row
-            shard = self.shards[passed - self.first]
+            epoch, shard = self.shards[passed - self.first]
             try:
                 if self._rows is None:
                     self._begun = max(self._begun, passed + 1)
-                    self._rows = self.source.open(self.epoch, shard, row)
-                rows = self.source.read(self._rows, self.epoch, shard, row)
+                    self._rows = self.source.open(epoch, shard, row)
+                rows = self.source.read(self._rows, epoch, shard, row)
             except Exception as error:
                 error.add_note(
                     f"raised by read, shard {self.source.name(shard)}, rows from {row} on, epoch "
-                    f"{self.epoch}, lane {self.number}"
+                    f"{epoch}, lane {self.number}"
                 )
                 raise
             if len(rows) == self.source.block:
                 self._row += len(rows)
             else:
                 if not is_known:
-                    self._ends.append((shard, row + len(rows)))
+                    self._ends.append((epoch, shard, row + len(rows)))
                 self._passed, self._row, self._rows = passed + 1, 0, None
             if rows:
                 return passed, row, rows
         return None
 
     def _changed(self, passed: int) -> CheckpointError:
-        name = self.source.name(self.shards[passed - self.first])
+        name = self.source.name(self.shards[passed - self.first][1])
         return CheckpointError(
             f"shard {name}, lane {self.number}: its rows have changed since it was read before, or "
             "the transform makes something else of them: put back the old rows and transform, or "
@@ -365,10 +365,7 @@ class Lane:
         try:
             return list(getattr(self.transform, name)(*row))
         except Exception as error:
-            error.add_note(
-                f"raised by {type(self.transform).__name__}.{name}, epoch {self.epoch}, lane "
-                f"{self.number}"
-            )
+            error.add_note(f"raised by {type(self.transform).__name__}.{name}, lane {self.number}")
             raise
 
     # -- state ------------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import torch
-
 from anyrank.around.streams.deal import Deal
-from anyrank.around.streams.lanes import OUT, READY, Report
+from anyrank.around.streams.lanes import OUT, READY, Report, Rows, Shard
 from anyrank.around.streams.readers import LaneAnswer, LaneRequest, LaneRequests, StreamReader
 from anyrank.around.streams.sources import Stream
+from anyrank.around.streams.tally import Tally, sum_of
 from anyrank.data.fetch import FetchedBatch
-from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.data.receipts import EpochAccount, EpochVerdict, Receipt
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
@@ -32,23 +31,8 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
 
-Rows = tuple[int, int, int]  # (shard, start, stop)
+FLOWING = 1 << 20  # epochs in the queue of those that flow into each other: without end
 TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
-ADVICE = (
-    "the lanes of the epoch are of unequal length: give more and smaller shards (at least 20 for "
-    "each of the %d microbatches of a step), or their lengths (anyrank.row_counts)"
-)
-
-
-def _receipt_of_rows(epoch: int, rows: Sequence[Rows]) -> Receipt:
-    """The receipt of the rows of some ranges."""
-    if not rows:
-        return Receipt()
-    ids = [
-        torch.arange((shard << 32) + start, (shard << 32) + stop, device="cpu")
-        for shard, start, stop in rows
-    ]
-    return receipt_of(epoch, torch.cat(ids))
 
 
 @dataclass(frozen=True)
@@ -104,11 +88,9 @@ class StreamPosition(Position):
 
     Attributes:
         deal: after the last step that counts.
-        whole: receipt of all rows of the shards that were read to their ends.
-        num_shards: of these.
-        units: of the transform, read and given.
-        lengths: of the shards that were read to their ends in this process.
-        thin, steps: of the epoch, the steps that were less than half full, and all.
+        flows: whether an epoch's steps have rows of the next one when its own are over.
+        num_shards: of an epoch.
+        tally: of what was read.
         verdicts: of finished epochs, what is known of them.
     """
 
@@ -118,26 +100,41 @@ class StreamPosition(Position):
         self.stream: Stream = self.reader.dataset
         self.stream.begin(self.schedule.order.seed, self.schedule.microbatch)
         self.verdicts: dict[int, str] = {}
-        self.lengths: dict[int, int] = {}  # of the shards that this process has seen the end of
         self.plan: LanePlan | None = None  # the newest one
         self.spare: Any = None  # a batch of this rank, for copies
-        self._begin_epoch(len(self.stream))
+        self.flows, self.tally = self.schedule.tail == "flow", Tally()
+        self._begin_queue(len(self.stream))
 
-    def _begin_epoch(self, num_shards: int) -> None:
-        self.deal = Deal(num_shards, self.schedule.num_microbatches)
-        self.whole, self.num_shards, self.units = Receipt(), 0, (0, 0)
-        self.thin = self.steps = 0
+    def _begin_queue(self, num_shards: int) -> None:
+        """Deal anew; of epochs that flow, once in a run."""
+        self.num_shards = num_shards
+        self.deal = Deal(num_shards * (FLOWING if self.flows else 1), self.num_lanes)
         self._open_lanes()
+
+    @property
+    def num_lanes(self) -> int:
+        return self.schedule.num_microbatches
 
     def _open_lanes(self) -> None:
         """Forget the lanes that are open: others go on from the deal."""
         self.plan = None
-        self.order = replace(self.schedule.order, n=self.deal.num_shards)
+        self.order = replace(self.schedule.order, n=self.num_shards)
         self.lanes = LaneRequests(self.epoch, self.schedule.microbatch, self.num_workers, self.ids)
 
-    def ids(self, numbers: list[int]) -> list[int]:
-        """The shards at places in the epoch's order."""
-        return [int(self.order.ids(self.epoch, n, n + 1)) for n in numbers]
+    def ids(self, places: list[int]) -> list[Shard]:
+        """The shards at places in the queue."""
+        first = 0 if self.flows else self.epoch
+        found: list[Shard] = []
+        for place in places:
+            later, number = divmod(place, self.num_shards)
+            found.append((first + later, int(self.order.ids(first + later, number, number + 1))))
+        return found
+
+    def _next_epoch(self, deal: Deal) -> int:
+        """The first epoch that is not over."""
+        if self.flows:
+            return deal.oldest // self.num_shards
+        return self.epoch + deal.is_over
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -158,11 +155,14 @@ class StreamPosition(Position):
             with kept():
                 self.deal, reports, own_rows = self._look(self.deal, lanes)
             self._count(reports, own_rows)
-            if self.deal.is_over:
-                raise CheckpointError(
-                    f"epoch {self.epoch}: none of the {count(self.deal.num_shards, 'shard')} has a "
-                    "row: there is nothing to train on"
-                )
+            if self._next_epoch(self.deal) > self.epoch:
+                raise self._no_rows()
+
+    def _no_rows(self) -> CheckpointError:
+        return CheckpointError(
+            f"epoch {self.epoch}: none of the {count(self.num_shards, 'shard')} has a row: there "
+            "is nothing to train on"
+        )
 
     def end_pass(self) -> None:
         super().end_pass()
@@ -185,6 +185,8 @@ class StreamPosition(Position):
         deal, reports, rows = deal.copy(), list[Report](), list[Rows]()
         assert self.ranks is not None
         while not deal.is_ready:
+            if self._next_epoch(deal) > self.epoch + 1:
+                raise self._no_rows()
             asked = [lane for lane in lanes if deal.status[lane] == OUT]
 
             def look(asked: list[int] = asked) -> list[Report]:
@@ -210,7 +212,7 @@ class StreamPosition(Position):
         if not step.after:
             raise step.is_unknown("whether a step follows")
         (deal,) = step.after
-        if deal.is_over:
+        if self._next_epoch(deal) > self.epoch:
             return None
         self.plan = self._make_plan(step.number + 1, deal)
         return self.plan
@@ -340,8 +342,7 @@ class StreamPosition(Position):
         (self.deal,) = step.after
         self._count([*step.reports.values(), *step.looks], [*seen, *step.own_looks])
         self.step += 1
-        self.steps += 1
-        self.thin += 2 * step.samples < self.schedule.global_batch
+        self.tally.count_step(2 * step.samples < self.schedule.global_batch)
         self.samples += step.samples
         self.consumed += step.samples
         self._leave_finished_epoch()
@@ -349,49 +350,27 @@ class StreamPosition(Position):
     def _count(self, reports: Sequence[Report], own_rows: Sequence[Rows]) -> None:
         """Count what all lanes have read, and what this rank has."""
         account = self.accounts[-1]
-        planned = [row for report in reports for row in report.rows]
-        account.planned += _receipt_of_rows(self.epoch, planned)
-        account.seen += _receipt_of_rows(self.epoch, own_rows)
-        ends = [end for report in reports for end in report.ends]
-        self.whole += _receipt_of_rows(self.epoch, [(shard, 0, rows) for shard, rows in ends])
-        self.num_shards += len(ends)
-        for shard, rows in ends:
-            if self.lengths.setdefault(shard, rows) != rows:
-                text = (
-                    f"shard {self.stream.name(shard)} has {rows} rows in epoch {self.epoch}, and "
-                    f"had {self.lengths[shard]} in one before: a resume finds other rows in it"
-                )
-                self.notes.append(text)
-                log.warning(text)
-                self.lengths[shard] = rows
-        fed, packed = zip(*(report.units for report in reports), strict=True)
-        self.units = self.units[0] + sum(fed), self.units[1] + sum(packed)
+        account.planned += self.tally.add(reports)
+        account.seen += sum_of(own_rows)
+        for epoch, shard, rows, before in self.tally.find_changed(reports):
+            text = (
+                f"shard {self.stream.name(shard)} has {rows} rows in epoch {epoch}, and had "
+                f"{before} in one before: a resume finds other rows in it"
+            )
+            self.notes.append(text)
+            log.warning(text)
 
     def _leave_finished_epoch(self) -> None:
-        if not self.deal.is_over:
-            return
-        shards = count(self.deal.num_shards, "shard")
-        text = f"exactly once, {self.whole.count:,} rows in {shards}"
-        if self.units[0]:
-            text += f", {self.units[0]:,} tokens"
-        if self.thin:
-            text += f", {self.thin} of {count(self.steps, 'step')} less than half full"
-        planned = self.accounts[-1].planned
-        is_whole = self.num_shards == self.deal.num_shards and planned == self.whole
-        if not is_whole or self.units[0] != self.units[1]:
-            text = (
-                f"not exactly once: {planned.count:,} rows and {self.units[0]:,} tokens were read, "
-                f"{self.num_shards} of {shards} have {self.whole.count:,} rows, and "
-                f"{self.units[1]:,} tokens were given"
+        while self._next_epoch(self.deal) > self.epoch:
+            self.verdicts[self.epoch] = self.tally.end(
+                self.epoch, self.num_shards, self.num_lanes, self.flows
             )
-        elif 4 * self.thin > self.steps:
-            log.warning("epoch %d: %s; " + ADVICE, self.epoch, text, self.schedule.num_microbatches)
-        self.verdicts[self.epoch] = text
-        self.accounts[-1].dropped = self.consumed  # its samples, which the verdict tells
-        self.epoch += 1
-        self.consumed = 0
-        self.accounts.append(EpochAccount(self.epoch))
-        self._begin_epoch(len(self.stream))
+            self.accounts[-1].dropped = self.consumed  # its samples, which the verdict tells
+            self.epoch += 1
+            self.consumed = 0
+            self.accounts.append(EpochAccount(self.epoch))
+            if not self.flows:
+                self._begin_queue(len(self.stream))
 
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
         text = self.verdicts.pop(account.epoch)
@@ -409,11 +388,11 @@ class StreamPosition(Position):
         """About 400 bytes and 100 for each lane, JSON values, equal on all ranks."""
         state = super().state_dict()
         state |= {
-            "n": self.deal.num_shards,
+            "n": self.num_shards,
             "receipt": self.accounts[-1].planned.to_json(),
             "deal": self.deal.to_json(),
-            "digests": self.stream.digests(self.deal.num_shards),
-            "whole": [*self.whole.to_json(), self.num_shards, *self.units, self.thin, self.steps],
+            "digests": self.stream.digests(self.num_shards),
+            "tally": self.tally.to_json(),
         }
         return state
 
@@ -437,8 +416,8 @@ class StreamPosition(Position):
                     )
             saved = {name: int(state_dict[name]) for name in COUNTS}
             receipt = Receipt.from_json(state_dict["receipt"])
-            Deal.from_json(state_dict["deal"], self.schedule.num_microbatches)
-            _whole_from(state_dict["whole"])
+            Deal.from_json(state_dict["deal"], self.num_lanes)
+            Tally.from_json(state_dict["tally"])
             if len(state_dict["receipts"]) > KEPT_RECEIPTS:
                 raise ValueError(f"{len(state_dict['receipts'])} receipts")
             num_shards, digests = int(state_dict["n"]), state_dict["digests"]
@@ -467,8 +446,13 @@ class StreamPosition(Position):
                     f"they are {names}{', ...' if stop > start + 3 else ''}: give the run's "
                     "shards, in their order; others may follow"
                 )
-        if num_shards == present or not num_rows:
+        if num_shards == present or not (num_rows or self.flows):
             return None
+        if self.flows:
+            raise CheckpointError(
+                f"data position: the run has {num_shards} shards, here are {present}: with "
+                "tail='flow' lanes read the next epoch's already: give the run's shards alone"
+            )
         return (
             f"{count(present - num_shards, 'shard')} more than the {num_shards} of the run: they "
             f"come with epoch {epoch + 1}"
@@ -476,21 +460,14 @@ class StreamPosition(Position):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.check_state_dict(state_dict)
-        self.deal = Deal.from_json(state_dict["deal"], self.schedule.num_microbatches)
+        self.deal = Deal.from_json(state_dict["deal"], self.num_lanes)
+        self.num_shards, lengths = int(state_dict["n"]), self.tally.lengths
+        self.tally = Tally.from_json(state_dict["tally"], lengths)
+        self.epoch = int(state_dict["epoch"])
         super().load_state_dict(state_dict)
-        self.whole, self.num_shards, self.units, self.thin, self.steps = _whole_from(
-            state_dict["whole"]
-        )
-        if not self.accounts[-1].planned.count:  # shards may have been appended
-            self._begin_epoch(len(self.stream))
+        if not self.flows and not self.accounts[-1].planned.count:  # shards may have been appended
+            self._begin_queue(len(self.stream))
         self._open_lanes()
-
-
-def _whole_from(value: Any) -> tuple[Receipt, int, tuple[int, int], int, int]:
-    """What a state holds of the shards that were read to their ends."""
-    rows, total, shards, fed, packed, thin, steps = value
-    receipt = Receipt.from_json([rows, total])
-    return receipt, int(shards), (int(fed), int(packed)), int(thin), int(steps)
 
 
 _NO_REQUEST = LaneRequest(0, 0, -1, 0, False, False, (), None, 0, frozenset())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, default_collate
 
 from anyrank.around.streams.deal import Deal
-from anyrank.around.streams.lanes import Lane, LaneState, Report
+from anyrank.around.streams.lanes import Lane, LaneState, Report, Rows, Shard
 from anyrank.around.streams.sources import Stream
 from anyrank.checks import check_function
 from anyrank.data.fetch import FetchedBatch
@@ -45,7 +45,7 @@ class LaneRequest(NamedTuple):
     size: int
     is_due: bool
     is_last_deal: bool
-    shards: tuple[int, ...]
+    shards: tuple[Shard, ...]
     opening: tuple[int, LaneState] | None
     token: int
     tokens: frozenset[int]
@@ -59,13 +59,13 @@ class LaneAnswer:
     Attributes:
         request: that it answers.
         report: of the lane; None where more shards are needed, and for no lane.
-        ids: (shard, start, stop) of the rows that were read for the first time.
+        ids: of the rows that were read for the first time.
         is_empty: no sample came, and the batch is a copy of another's.
     """
 
     request: LaneRequest
     report: Report | None
-    ids: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    ids: list[Rows] = field(default_factory=list[Rows])
     is_empty: bool = False
 
 
@@ -116,8 +116,7 @@ class StreamReader(Dataset[FetchedBatch]):
     def _open(self, request: LaneRequest) -> Lane:
         first, state = request.opening or (0, LaneState())
         transform = copy.deepcopy(self.dataset.transform)
-        shards, lane = request.shards, request.lane
-        return Lane(self.dataset, request.epoch, lane, transform, first, shards, state)
+        return Lane(self.dataset, request.lane, transform, first, request.shards, state)
 
     def _take(self, lane: Lane, request: LaneRequest) -> FetchedBatch:
         try:
@@ -180,7 +179,7 @@ class LaneRequests:
         epoch: from 0.
         size: samples of a microbatch.
         num_workers: of this rank; 0: this process reads, and nothing ahead.
-        ids: places in the epoch's order -> shards.
+        ids: places in the queue -> shards.
 
     Attributes:
         lanes: that this rank runs, by number.
@@ -189,7 +188,7 @@ class LaneRequests:
     """
 
     def __init__(
-        self, epoch: int, size: int, num_workers: int, ids: Callable[[list[int]], list[int]]
+        self, epoch: int, size: int, num_workers: int, ids: Callable[[list[int]], list[Shard]]
     ) -> None:
         self.epoch, self.size, self.num_workers, self.ids = epoch, size, num_workers, ids
         self.lanes: dict[int, OpenLane] = {}
