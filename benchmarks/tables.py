@@ -369,6 +369,18 @@ def beside_goal(figure: float, goal: float) -> str:
 # -- the pages ------------------------------------------------------------------------------------
 
 
+def streams_table(result: dict[str, Any]) -> str:
+    """What each tool has lost or read twice."""
+    columns: Columns = {
+        "": lambda row: f"{row['tool']} {row['version']}".strip() + f": {row['title']}",
+        "rows lost": lambda row: str(row.get("lost", row.get("not_run"))),
+        "rows seen twice": lambda row: str(row.get("twice", "")),
+        "steps with other rows": lambda row: str(row.get("other_steps", "")),
+        "steps": lambda row: str(row.get("steps", "")),
+    }
+    return section(result, "", table_of(result["rows"], columns))
+
+
 def between(section: str) -> str:
     """Where the text of a section stands: between its two marker comments."""
     return (
@@ -395,6 +407,7 @@ PAGES: dict[str, list[Section]] = {
         (between("integrations"), "integrations", integrations_table),
         (between("save"), "save", save_table),
         (between("kills"), "kills", kill_table),
+        (between("streams"), "streams", streams_table),
         (between("sync"), "sync", sync_table),
         (between("peers"), "peers", peers_table),
         (between("exact"), "exact", exact_table),
