@@ -53,7 +53,7 @@ BUDGETS = {
     "resume": 2280,
     "saving": 1130,
     "state": 2290,
-    "steps": 2270,
+    "steps": 2280,
     "tensors": 1860,
     "testing": 1373,
     "watching": 3510,

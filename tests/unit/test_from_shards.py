@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import nn
 
 import anyrank
 from anyrank.errors import CheckpointError
+from anyrank.world.ranks import Ranks
 
 pytestmark = [
     # Workers on a machine with one core, and from Python 3.12 on.
@@ -391,3 +393,47 @@ def test_what_cannot_flow_says_so() -> None:
     run(loader, 2)
     with pytest.raises(CheckpointError, match="here are 10: with tail='flow' lanes read the next"):
         make([*SIZES, "a"], tail="flow").load_state_dict(loader.state_dict())
+
+
+class Heavy:
+    """A transform with the largest state that is allowed, which holds back its first row."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def feed(self, row: Any) -> list[Any]:
+        self.text = "x" * 1000
+        return [row]
+
+    def end(self) -> list[Any]:
+        return []
+
+    def state_dict(self) -> str:
+        return self.text
+
+    def load_state_dict(self, state: str) -> None:
+        self.text = state
+
+
+def test_what_a_rank_tells_of_its_lanes_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 lanes on one rank, where an epoch opens and where all shards end at once."""
+    nbytes: list[int] = []
+    together = Ranks.together
+
+    def weighed(self: Ranks, what: str, work: Any) -> Any:
+        answers = together(self, what, work)
+        nbytes.append(len(pickle.dumps(answers)))
+        return answers
+
+    monkeypatch.setattr(Ranks, "together", weighed)
+    shards = [*range(4096)]
+    options = {"global_batch": 1024, "microbatch": 1, "transform": Heavy(), "collate_fn": list}
+    loader = make(shards, lambda shard: iter([shard]), **options)
+    state = loader.state_dict()
+    for lane in state["deal"]["lanes"]:
+        lane[7] = json.dumps("x" * 1000)  # as after a resume
+    loader.load_state_dict(state)
+    for _ in zip(range(2), loader, strict=False):
+        break
+    assert len(nbytes) > 20
+    assert max(nbytes) < 64 << 10
