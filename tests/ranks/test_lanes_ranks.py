@@ -118,6 +118,7 @@ def run(size: int, *args: Any) -> tuple[dict[tuple[int, int], Any], list[Any], s
         ("window", {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}),
         ("pack", {"exact": True}),
         ("buckets", {}),
+        ("flow", {"tail": "flow", "exact": True, "num_workers": 1}),
     ],
     ids=str,
 )
@@ -125,7 +126,7 @@ def test_killed_on_3_then_2_then_4_ranks_is_as_one_undisturbed(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     is_exact = "exact" in options
-    plain = {"exact": True} if is_exact else {}
+    plain = {name: options[name] for name in ("exact", "tail") if name in options}
     expected, receipts, digest = run(1, str(tmp_path / "one"), kind, UNTIL, None, plain)
     assert len(receipts) >= 1
     folder = str(tmp_path / "run")

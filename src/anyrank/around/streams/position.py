@@ -125,11 +125,12 @@ class StreamPosition(Position):
     def ids(self, places: list[int]) -> list[Shard]:
         """The shards at places in the queue."""
         first = 0 if self.flows else self.epoch
-        found: list[Shard] = []
-        for place in places:
-            later, number = divmod(place, self.num_shards)
-            found.append((first + later, int(self.order.ids(first + later, number, number + 1))))
-        return found
+        shards: list[Shard] = []
+        for index in places:
+            later, number = divmod(index, self.num_shards)
+            epoch = first + later
+            shards.append((epoch, int(self.order.ids(epoch, number, number + 1))))
+        return shards
 
     def _next_epoch(self, deal: Deal) -> int:
         """The first epoch that is not over."""

@@ -56,7 +56,7 @@ class Tally:
 
     def __init__(self, lengths: dict[int, int] | None = None) -> None:
         self.epochs: dict[int, EpochTally] = {}
-        self.fed = self.given = 0  # of the transform's units, tokens: in rows, and in outputs
+        self.units_in = self.units_out = 0  # tokens of rows that were fed, and of outputs
         self.thin = self.steps = 0  # of the epoch: those less than half full, and all
         self.lengths = {} if lengths is None else lengths
 
@@ -77,8 +77,8 @@ class Tally:
         for epoch, receipt in whole.items():
             self.epochs[epoch].whole += receipt
         for report in reports:
-            self.fed += report.units[0]
-            self.given += report.units[1]
+            self.units_in += report.units[0]
+            self.units_out += report.units[1]
         return reduce(add, receipts.values(), Receipt())
 
     def find_changed(self, reports: Sequence[Report]) -> Iterator[tuple[int, int, int, int]]:
@@ -99,18 +99,18 @@ class Tally:
             flows: whether tokens of two epochs may be in one row: these are not told then.
         """
         shards, tally = count(num_shards, "shard"), self.epochs.pop(epoch, EpochTally())
-        fed, given = (0, 0) if flows else (self.fed, self.given)
+        tokens, packed = (0, 0) if flows else (self.units_in, self.units_out)
         thin, steps = self.thin, self.steps
-        self.fed = self.given = self.thin = self.steps = 0
-        if tally.num_shards < num_shards or tally.rows != tally.whole or fed != given:
+        self.units_in = self.units_out = self.thin = self.steps = 0
+        if tally.num_shards < num_shards or tally.rows != tally.whole or tokens != packed:
             return (
-                f"not exactly once: {tally.rows.count:,} rows and {fed:,} tokens were read, "
-                f"{tally.num_shards} of {shards} have {tally.whole.count:,} rows, and {given:,} "
+                f"not exactly once: {tally.rows.count:,} rows and {tokens:,} tokens were read, "
+                f"{tally.num_shards} of {shards} have {tally.whole.count:,} rows, and {packed:,} "
                 "tokens were given"
             )
         text = f"exactly once, {tally.whole.count:,} rows in {shards}"
-        if fed:
-            text += f", {fed:,} tokens"
+        if tokens:
+            text += f", {tokens:,} tokens"
         if thin:
             text += f", {thin} of {count(steps, 'step')} less than half full"
         if 4 * thin > steps:
@@ -130,14 +130,14 @@ class Tally:
             [epoch, tally.rows.to_json(), tally.whole.to_json(), tally.num_shards]
             for epoch, tally in sorted(self.epochs.items())
         ]
-        return [epochs, self.fed, self.given, self.thin, self.steps]
+        return [epochs, self.units_in, self.units_out, self.thin, self.steps]
 
     @staticmethod
     def from_json(value: Any, lengths: dict[int, int] | None = None) -> Tally:
         """The inverse; raises ValueError or TypeError for anything else."""
         tally = Tally(lengths)
         epochs, *counts = value
-        tally.fed, tally.given, tally.thin, tally.steps = map(int, counts)
+        tally.units_in, tally.units_out, tally.thin, tally.steps = map(int, counts)
         for epoch, rows, whole, num_shards in epochs:
             tally.epochs[int(epoch)] = EpochTally(
                 Receipt.from_json(rows), Receipt.from_json(whole), int(num_shards)
