@@ -148,7 +148,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Fille
             increment_version([tensor for tensor in filled if not tensor.is_inference()])
             share.initialise()
 
-        with _saying(side.left()):
+        with _with_consequence(side.left()):
             ranks.run(side.moving, move)
             side.check()
         rebuilt: dict[str, str] = {}
@@ -168,7 +168,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Fille
             rules = {} if side.is_one_model else share.rules
             return ran, (Measured(side.moved(), *peaks, seconds), rules, renewed)
 
-        with _saying(PLACED):
+        with _with_consequence(PLACED):
             ran, answers = ranks.run_and_gather("putting the weights in place", commit)
     others = {name: rule for _, rules, _ in answers for name, rule in rules.items()}
     return Filled(
@@ -181,8 +181,8 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Fille
 
 
 @contextmanager
-def _saying(left: str) -> Generator[None]:
-    """Errors say what the model is after them."""
+def _with_consequence(left: str) -> Generator[None]:
+    """Add to an error what the model is after it."""
     try:
         yield
     except AnyrankError as error:

@@ -75,7 +75,7 @@ class TensorInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Described:
+class EndDescription:
     """One side of a sync on this rank, in words; equal where it is the same to other ranks.
 
     Attributes:
@@ -115,7 +115,7 @@ class End:
 
     module: nn.Module
     tensors: list[ModelTensor]
-    described: Described
+    described: EndDescription
 
     @property
     def rows(self) -> tuple[TensorInfo, ...]:
@@ -134,7 +134,7 @@ def look(
     *,
     layout: GivenLayout = None,
     merge: bool = False,
-    known: Described | None = None,
+    known: EndDescription | None = None,
 ) -> End:
     """One end as this rank has it.
 
@@ -160,7 +160,7 @@ def look(
     rows = _as_merged(tensors, rows) if merge else rows
     kind = plain_class(module)
     title = f"{kind.__module__}.{kind.__qualname__}"
-    described = Described(tuple(rows), coordinates_of(tensors), title)
+    described = EndDescription(tuple(rows), coordinates_of(tensors), title)
     return End(module, tensors, known if known is not None and known == described else described)
 
 

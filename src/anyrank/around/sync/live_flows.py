@@ -16,7 +16,7 @@ from anyrank.around.sharing.transfers import (
 )
 from anyrank.around.sync.ends import Added, End, TensorInfo
 from anyrank.around.sync.match import (
-    Filling,
+    Inflow,
     MatchedEnd,
     SourceTensor,
     check_all_shards,
@@ -234,27 +234,27 @@ class Planner:
             LoadError: an element that this rank wants and nobody holds.
         """
         entries = [
-            (filling.index, number, filling)
+            (inflow.index, number, inflow)
             for number, end in enumerate(ends)
-            for filling in end.fillings
+            for inflow in end.inflows
         ]
         # By position first: ranks that hold different parts of a model receive side by side.
         entries.sort(key=lambda entry: entry[:2])
         return tuple(
-            self._flow(filling, ends[number].rows[index], to_ranks[number], number, sources)
-            for index, number, filling in entries
+            self._flow(inflow, ends[number].rows[index], to_ranks[number], number, sources)
+            for index, number, inflow in entries
         )
 
     def _flow(
         self,
-        filling: Filling,
+        inflow: Inflow,
         row: TensorInfo,
         to_ranks: Sequence[int],
         group: int,
         sources: Sequence[SourceTensor],
     ) -> Flow:
         coordinates = {
-            rank: self.summaries[rank].dst_at.coordinate(filling.index) for rank in to_ranks
+            rank: self.summaries[rank].dst_at.coordinate(inflow.index) for rank in to_ranks
         }
         wanted_key = (row.shape, row.layout, tuple(coordinates.values()), group)
         if wanted_key not in self.wanted:
@@ -262,28 +262,28 @@ class Planner:
             wanted = {rank: pieces[coordinate] for rank, coordinate in coordinates.items()}
             self.wanted[wanted_key] = wanted, _numel(wanted)
         wanted, numel = self.wanted[wanted_key]
-        known = [self._places(sources[strip.source]) for strip in filling.strips]
-        shape = tuple((s.box, s.start, s.dims) for s in filling.strips)
+        known = [self._places(sources[strip.source]) for strip in inflow.strips]
+        shape = tuple((s.box, s.start, s.dims) for s in inflow.strips)
         key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
         transfers = self.transfers.get(key)
         if transfers is None:
             places = [boxes for _, boxes in known]
             try:
-                planned = transfers_of(self.ranks.rank, filling.strips, places, wanted)
+                planned = transfers_of(self.ranks.rank, inflow.strips, places, wanted)
             except LoadError as error:
                 raise LoadError(f"{row.keys[0]}: {error}") from error
             transfers = self.transfers[key] = tuple(planned)
-        wire = wire_dtype(filling.stored, row.dtype)
+        wire = wire_dtype(inflow.stored, row.dtype)
         return Flow(
             name=row.keys[0],
-            index=filling.index if self.ranks.rank in to_ranks else -1,
-            strips=filling.strips,
+            index=inflow.index if self.ranks.rank in to_ranks else -1,
+            strips=inflow.strips,
             transfers=transfers,
-            stored_dtype=filling.stored,
+            stored_dtype=inflow.stored,
             wire_dtype=wire,
             target_dtype=row.dtype,
             nbytes=numel * wire.itemsize,
-            is_compared=filling.is_compared,
+            is_compared=inflow.is_compared,
         )
 
     def _twins(

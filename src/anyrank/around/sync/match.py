@@ -51,7 +51,7 @@ class SourceTensor:
 
 
 @dataclass(frozen=True)
-class Filling:
+class Inflow:
     """How one tensor of `dst` is filled.
 
     Attributes:
@@ -73,20 +73,20 @@ class MatchedEnd:
 
     Attributes:
         rows: of its tensors.
-        fillings: of those that `src` holds.
+        inflows: of those that `src` holds.
         facts: the report, as far as the match knows it.
         adapters: names in `src` of tensors of adapters that this `dst` has no place for.
     """
 
     rows: tuple[TensorInfo, ...]
-    fillings: tuple[Filling, ...]
+    inflows: tuple[Inflow, ...]
     facts: SyncReport
     adapters: list[str]
 
     @property
     def digest(self) -> str:
         """Equal where ranks have matched alike."""
-        text = repr((self.fillings, self.facts))
+        text = repr((self.inflows, self.facts))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -190,12 +190,12 @@ def match_ends(
                 f"by {scaling:g} in dst, another model: give both the same LoraConfig"
             )
     shapes = [source.shape for source in sources]
-    fillings = tuple(
-        Filling(index, strips_of(stored, shapes), stored.dtype, index in match.compared)
+    inflows = tuple(
+        Inflow(index, strips_of(stored, shapes), stored.dtype, index in match.compared)
         for index, stored in sorted({**match.stored, **match.compared}.items())
     )
-    facts = _facts(dst, match, len(fillings), sources)
-    matched = MatchedEnd(dst.rows, fillings, facts, left)
+    facts = _facts(dst, match, len(inflows), sources)
+    matched = MatchedEnd(dst.rows, inflows, facts, left)
     return match.with_tensors([]), matched
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from anyrank.around.sync.ends import Described, End, accelerator_of, check_values, look
+from anyrank.around.sync.ends import End, EndDescription, accelerator_of, check_values, look
 from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
@@ -79,7 +79,7 @@ class KeptPlan:
     key: str
     where: tuple[tuple[int, ...], tuple[int, ...]]
     plan: SyncPlan
-    described: tuple[Described, Described]
+    described: tuple[EndDescription, EndDescription]
     accelerator: str
 
 
