@@ -106,6 +106,7 @@ ROOMS = {
     "sharing": Room("sharing", "unit/test_file_flows"),
     "streams": Room("streams", "unit/test_streams"),
     "sync": Room("sync", "unit/test_sync_local"),
+    "tables": Room("tables", "unit/test_load_tables"),
     "testing": Room(
         paths="testing",
         smoke="unit/test_faults",

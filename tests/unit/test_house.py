@@ -37,6 +37,8 @@ AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "verify"}
 AREAS |= {"averaging", "background", "base", "elsewhere", "own_methods", "script"}
 AREAS |= {"fsdp2", "weighted", "workers"}
 AREAS |= {"hugging", "layouts", "peft"}  # and "frozen": dialects
+AREAS |= {"background", "base", "elsewhere", "script", "weighted"}
+AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "tables", "verify"}
 # Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -55,6 +57,7 @@ MAY_IMPORT = {
     "filling": MODEL,
     "first_values": MODEL | {"filling"},
     "sharing": MODEL | {"filling"},
+    "tables": BASE | {"tensors", "files", "formats"},
     "verify": MODEL | {"filling"},
     "sync": MODEL | {"filling", "sharing", "verify"},
     "memory": BASE | {"tensors", "world", "random_state"},
@@ -84,6 +87,11 @@ MAY_IMPORT = {
     "elsewhere": CORE | {"formats", "saving", "resume"},
     "integrations": {"anyrank", "versions", "world"},
     "conversion": MODEL | {"readers", "saving", "verify", "layouts", "hugging"},
+    | {"readers", "sharing", "verify"},
+    "inspection": (CORE - {"world"}) | {"formats", "verify"},
+    "elsewhere": CORE | {"formats", "saving", "resume"},
+    "integrations": {"anyrank", "versions", "world"},
+    "conversion": MODEL | {"readers", "tables", "saving", "verify"},
     "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "cli": CORE | AREAS | {"anyrank"},
     "testing": CORE | AREAS | {"anyrank"},
@@ -101,13 +109,14 @@ DOORS = {
     "anyrank.filling.fill": ("first_values",),
     "anyrank.filling.load": ("sync", "verify"),
     "anyrank.filling.plan_load": ("readers", "sharing", "layouts"),
+    "anyrank.filling.plan_load": ("sharing",),
     "anyrank.filling.read": ("sharing",),
     "anyrank.filling.reading": ("sharing",),  # for the type checkers
     "anyrank.files.storage": ("remote",),
-    "anyrank.files.reader": ("readers", "remote"),
+    "anyrank.files.reader": ("remote", "sharing"),
     "anyrank.formats.sources": ("foreign", "readers"),
     "anyrank.formats.weight_files": ("readers",),
-    "anyrank.formats.tables": ("readers",),
+    "anyrank.formats.tables": ("tables",),
     "anyrank.model.wrappers": ("frozen",),
     "anyrank.model.fits": ("layouts",),
     "anyrank.model.options": ("layouts",),
@@ -127,6 +136,7 @@ DOORS = {
     "anyrank.state.optimizer": ("own_methods",),
     "anyrank.state.train_state": ("base",),
 }
+MOST_CALLS = 5
 
 
 def read_sources(root: Path) -> dict[str, str]:
@@ -276,6 +286,31 @@ def test_a_wrong_import_is_found(module: str, line: str) -> None:
     ]
     sources = {"anyrank": ""} | {f"anyrank.{name}": "" for name in others} | {module: line}
     assert [found.split(" imports ")[0] for found in find_wrong_directions(sources)] == [module]
+
+
+def calls_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Room around the core -> what modules of the core import of it as they run."""
+    calls: dict[str, set[str]] = {}
+    for module in DOORS.keys() & sources.keys():
+        for part in ast.walk(ast.parse(sources[module])):
+            if not isinstance(part, ast.FunctionDef) or module.startswith("anyrank.around."):
+                continue
+            for node in ast.walk(part):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    _, *place = node.module.split("around.")
+                    for room in (name.partition(".")[0] for name in place):
+                        names = {f"{node.module}.{alias.name}" for alias in node.names}
+                        calls.setdefault(room, set()).update(names)
+    return calls
+
+
+def test_the_core_calls_few_functions_of_a_room_around_it() -> None:
+    calls = calls_of(read_sources(SRC))
+    assert calls.keys() == {room for rooms in DOORS.values() for room in rooms}
+    assert {room: names for room, names in calls.items() if len(names) > MOST_CALLS} == {}
+    line = "def f():\n    from anyrank.around.exact.run import "
+    found = calls_of({"anyrank.steps.loader": line + "A, B", "anyrank.steps.step": line + "C"})
+    assert found == {"exact": {"anyrank.around.exact.run.A", "anyrank.around.exact.run.B"}}
 
 
 def test_a_door_opens_inside_of_a_function() -> None:

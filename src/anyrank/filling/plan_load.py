@@ -274,7 +274,7 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
 
 def _with_fingerprints(headers: Headers) -> Headers:
     """The same, by which ranks that see copies of the files know them."""
-    from anyrank.around.readers.copies import with_fingerprints  # a door
+    from anyrank.around.sharing.copies import with_fingerprints  # a door
 
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})

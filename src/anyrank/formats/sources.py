@@ -1,13 +1,13 @@
 """Which format a source is in.
 
-A new format of folders is a new file, and a line in FOLDERS and in LISTERS.
+A new format of folders is a row of FOLDERS and of READ here, and one of LISTERS where it is read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anyrank.errors import LoadError, WrongValue
@@ -24,9 +24,10 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 
 
 # What writes folders -> the rows of which one is there whole: each pattern is an entry's name. In
-# the order in which they are looked for. The core lists the weights of those in LISTERS;
-# `foreign.read` has the others, and the runs of every tool but anyrank.
+# the order in which they are looked for. The core lists the weights of RUN, `around/readers` those
+# of READ; `foreign.read` has the others, and the runs of every tool but anyrank.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
+READ = (DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_folder.ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
@@ -44,23 +45,9 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def _list_dcp(storage: Storage, folder: str) -> Listing:
-    from anyrank.around.readers.dcp import list_folder  # a door: see test_house
-
-    return list_folder(storage, folder)
-
-
-def _list_weights(storage: Storage, folder: str) -> Listing:
-    from anyrank.around.readers.huggingface import list_folder  # a door
-
-    return list_folder(storage, folder)
-
-
-LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
-    RUN: run_folder.list_folder,
-    DCP: _list_dcp,
-    WEIGHTS: _list_weights,
-}
+def is_run_of_tool(name: str) -> bool:
+    """Whether a name in FOLDERS is of the runs of another tool."""
+    return name not in (RUN, *READ)
 
 
 def looks_like(name: str, names: Sequence[str]) -> bool:
@@ -156,8 +143,12 @@ def _list_path(path: str) -> Listing:
 
 def _list_folder(storage: Storage, path: str) -> Listing:
     name = format_of_folder(storage.names(path))
-    if name in LISTERS:
-        return LISTERS[name](storage, path)
-    from anyrank.around.foreign.read import list_weights  # around the core: a door in test_house
+    if name == RUN:
+        return run_folder.list_folder(storage, path)
+    if not is_run_of_tool(name):
+        from anyrank.around.readers.listers import list_as  # a door: see test_house
+
+        return list_as(name, storage, path)
+    from anyrank.around.foreign.read import list_weights  # a door
 
     return list_weights(name, storage, path)

@@ -22,7 +22,7 @@ def weights_for(
     # A source whose keys are all names of the model leaves nothing to choose.
     if rename is None and all(key in known for key in listing.tensors):
         return replace(listing, table="", beside={})
-    from anyrank.around.readers.tables import chosen_weights  # a door: see test_house
+    from anyrank.around.tables.choice import chosen_weights  # a door: see test_house
 
     return chosen_weights(known, listing, rename)
 
@@ -43,6 +43,6 @@ def idle_renames(
     """
     if rename is None:
         return []
-    from anyrank.around.readers.tables import idle_entries  # a door
+    from anyrank.around.tables.choice import idle_entries  # a door
 
     return idle_entries(rename, source, chosen, keys)

@@ -46,9 +46,9 @@ class FileFormat:
 
 def _list_torch_file(storage: Storage, path: str) -> Listing:
     # Pickles are long to read safely, and most files are none: a door, see test_house.
-    from anyrank.around.readers.torch_file import list_file as list_torch_file
+    from anyrank.around.readers.listers import list_as
 
-    return list_torch_file(storage, path)
+    return list_as("torch", storage, path)
 
 
 def _is_torch_head(head: bytes) -> bool:

@@ -9,7 +9,7 @@ import torch
 from anyrank.around.conversion.output import OutputTensor
 from anyrank.around.hugging.dequantise import without_scales
 from anyrank.around.hugging.quantised import scales_of
-from anyrank.around.readers.tables import tables_named
+from anyrank.around.tables.choice import tables_named
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
 from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused

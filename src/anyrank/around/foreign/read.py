@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from anyrank.around.foreign import accelerate, deepspeed, per_rank, tables
 from anyrank.around.foreign.checkpoint import ForeignCheckpoint
-from anyrank.around.readers.copies import with_fingerprints
+from anyrank.around.sharing.copies import with_fingerprints
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.formats.sources import LISTERS, Source, format_of_folder
+from anyrank.formats.sources import Source, format_of_folder, is_run_of_tool
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -16,7 +16,7 @@ def is_tool_folder(source: Source) -> bool:
     if not isinstance(source, (str, os.PathLike)):
         return False
     storage, path = storage_for(os.fspath(source)), os.fspath(source)
-    return storage.is_dir(path) and format_of_folder(storage.names(path)) not in LISTERS
+    return storage.is_dir(path) and is_run_of_tool(format_of_folder(storage.names(path)))
 
 
 def with_optimizers(source: Source, weights: Listing) -> Listing:

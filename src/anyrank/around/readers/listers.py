@@ -1,0 +1,44 @@
+"""The formats that the core does not list by itself, each by the module that reads its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage
+
+
+def _torch_file(storage: Storage, path: str) -> Listing:
+    from anyrank.around.readers.torch_file import list_file
+
+    return list_file(storage, path)
+
+
+def _dcp_folder(storage: Storage, folder: str) -> Listing:
+    from anyrank.around.readers.dcp import list_folder
+
+    return list_folder(storage, folder)
+
+
+def _folder_of_weights(storage: Storage, folder: str) -> Listing:
+    from anyrank.around.readers.huggingface import list_folder
+
+    return list_folder(storage, folder)
+
+
+# A format's name, in FORMATS or FOLDERS of the core -> what lists it. Each imports its reader when
+# it is called: a folder of safetensors needs no pickles.
+LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
+    "torch": _torch_file,
+    "dcp": _dcp_folder,
+    "weights": _folder_of_weights,
+}
+
+
+def list_as(name: str, storage: Storage, path: str) -> Listing:
+    """What a file or a folder of one of these formats holds.
+
+    Raises:
+        LoadError, UnsafeFile: as the reader.
+    """
+    return LISTERS[name](storage, path)
