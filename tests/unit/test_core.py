@@ -43,7 +43,7 @@ BUDGETS = {
     "around/sync": 2770,
     "around/verify": 290,
     "around/sync": 2600,
-    "around/tables": 180,
+    "around/tables": 220,
     "around/verify": 270,
     "around/weighted": 140,
     "around/workers": 80,
@@ -74,6 +74,8 @@ BUDGETS = {
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
 CORE_LINES = 18_700
+CORE_LINES = 20_300
+CORE_LINES = 20_600
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

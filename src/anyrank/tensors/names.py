@@ -6,7 +6,7 @@ import difflib
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -76,22 +76,6 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     return by_pairs
 
 
-def unused(rename: Rename, keys: Collection[str]) -> list[str]:
-    """Entries of `rename=` that match none of the keys; a callable has no entries."""
-    if rename is None or callable(rename):
-        return []
-    if isinstance(rename, Mapping):
-        names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
-        return [old for old in rename if old not in names and f"{old}." not in names]
-    left: list[str] = []
-    for pattern, replacement in rename:  # each is given what those before it made of a key
-        regex = re.compile(pattern)
-        if not any(map(regex.search, keys)):
-            left.append(pattern)
-        keys = [regex.sub(replacement, key) for key in keys]
-    return left
-
-
 def _are_texts(*values: object) -> bool:
     return all(isinstance(value, str) for value in values)
 
@@ -155,31 +139,6 @@ OTHERS = frozenset(
 def is_other_part(key: str) -> bool:
     """Whether a key of a checkpoint is of a part that is not weights, by the part's name."""
     return re.sub(r"_\d+$", "", key.partition(".")[0]) in OTHERS
-
-
-def inner_prefix(
-    keys: Iterable[str], known: Collection[str], rename: Callable[[str], str] | None = None
-) -> str | None:
-    """The prefix under which the weights are, when no key means a tensor of the model by itself.
-
-    Where one name is above all (`app` in torch's recipes for DCP), they are looked for below it.
-    What follows the prefix may be the name, or become it by `rename`.
-    """
-    keys = list(keys)
-    renamers = [lambda key: key, *([rename] if rename else [])]
-
-    def any_known(prefix: str) -> bool:
-        inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-        names = (renamed(key) for renamed in renamers for key in inner)
-        return any(name in known for new in names for name in candidates(new))
-
-    if any_known(""):
-        return None
-    outer = {f"{key.partition('.')[0]}." for key in keys}
-    [above] = outer if len(outer) == 1 else [""]
-    prefixes = [f"{name}." for name in NESTED if f"{name}." in outer]
-    prefixes += [f"{above}{name}." for name in NESTED if above]
-    return next((prefix for prefix in prefixes if any_known(prefix)), None)
 
 
 # A tensor of the model as the matcher sees it: for each place that has it (several when it is tied)

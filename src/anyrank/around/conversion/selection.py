@@ -9,10 +9,10 @@ import torch
 from anyrank.around.conversion.output import OutputTensor
 from anyrank.around.hugging.dequantise import without_scales
 from anyrank.around.hugging.quantised import scales_of
-from anyrank.around.tables.choice import tables_named
+from anyrank.around.tables.choice import tables_named, unused
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
-from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer, unused
+from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 

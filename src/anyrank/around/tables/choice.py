@@ -6,6 +6,7 @@ caller's `rename=` gives decide. Only where none of them fits is a table guessed
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from functools import partial
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
-from anyrank.tensors.names import Near, Rename, candidates, inner_prefix, is_other_part, unused
+from anyrank.tensors.names import NESTED, Near, Rename, candidates, is_other_part
 from anyrank.tensors.spec import StoredTensor
 
 Renamer = Callable[[str], str]
@@ -118,6 +119,47 @@ def _tables_named(
     others = [key for key in whole if key not in chosen]
     stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], named)]
     return _chosen(replace(listing, skipped=tuple(stays)), chosen, others)
+
+
+def inner_prefix(
+    keys: Iterable[str], known: Collection[str], rename: Callable[[str], str] | None = None
+) -> str | None:
+    """The prefix under which the weights are, when no key means a tensor of the model by itself.
+
+    Where one name is above all (`app` in torch's recipes for DCP), they are looked for below it.
+    What follows the prefix may be the name, or become it by `rename`.
+    """
+    keys = list(keys)
+    renamers = [lambda key: key, *([rename] if rename else [])]
+
+    def any_known(prefix: str) -> bool:
+        inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        names = (renamed(key) for renamed in renamers for key in inner)
+        return any(name in known for new in names for name in candidates(new))
+
+    if any_known(""):
+        return None
+    outer = {f"{key.partition('.')[0]}." for key in keys}
+    [above] = outer if len(outer) == 1 else [""]
+    prefixes = [f"{name}." for name in NESTED if f"{name}." in outer]
+    prefixes += [f"{above}{name}." for name in NESTED if above]
+    return next((prefix for prefix in prefixes if any_known(prefix)), None)
+
+
+def unused(rename: Rename, keys: Collection[str]) -> list[str]:
+    """Entries of `rename=` that match none of the keys; a callable has no entries."""
+    if rename is None or callable(rename):
+        return []
+    if isinstance(rename, Mapping):
+        names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
+        return [old for old in rename if old not in names and f"{old}." not in names]
+    left: list[str] = []
+    for pattern, replacement in rename:  # each is given what those before it made of a key
+        regex = re.compile(pattern)
+        if not any(map(regex.search, keys)):
+            left.append(pattern)
+        keys = [regex.sub(replacement, key) for key in keys]
+    return left
 
 
 def _by_whole_keys(listing: Listing) -> dict[str, StoredTensor]:
