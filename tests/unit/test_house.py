@@ -109,6 +109,7 @@ DOORS = {
     "anyrank.filling.fill": ("first_values",),
     "anyrank.filling.load": ("sync", "verify"),
     "anyrank.filling.plan_load": ("readers", "sharing", "layouts"),
+    "anyrank.filling.headers": ("sharing",),
     "anyrank.filling.plan_load": ("sharing",),
     "anyrank.filling.read": ("sharing",),
     "anyrank.filling.reading": ("sharing",),  # for the type checkers

@@ -11,13 +11,8 @@ import torch
 from torch import nn
 
 from anyrank.filling.fill import Filled
-from anyrank.filling.plan_load import (
-    AgreedPlan,
-    SourceInfo,
-    header_reader,
-    look_at_source,
-    plan_load,
-)
+from anyrank.filling.headers import SourceInfo, header_reader, look_at_source
+from anyrank.filling.plan_load import AgreedPlan, plan_load
 from anyrank.filling.read import fill_from_files
 from anyrank.filling.report import LoadReport, log_report
 from anyrank.formats.sources import Source

@@ -16,13 +16,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.filling.plan_load import (
-    AgreedPlan,
-    SourceInfo,
-    header_reader,
-    look_at_source,
-    plan_load,
-)
+from anyrank.filling.headers import SourceInfo, header_reader, look_at_source
+from anyrank.filling.plan_load import AgreedPlan, plan_load
 from anyrank.filling.report import MIB
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.model.options import GivenLayout, LoadOptions

@@ -23,7 +23,8 @@ from anyrank.around.verify.weights import compare_duplicates
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
-from anyrank.filling.plan_load import AgreedPlan, header_reader, look_at_source, plan_load
+from anyrank.filling.headers import header_reader, look_at_source
+from anyrank.filling.plan_load import AgreedPlan, plan_load
 from anyrank.filling.read import fill_from_files
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
