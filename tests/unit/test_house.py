@@ -66,6 +66,8 @@ MAY_IMPORT = {
     "steps": CORE | {"random_state", "data"},
     "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
     "frozen": MODEL | {"state"},
+    "exact": CORE | {"random_state", "data", "steps"},
+    "frozen": MODEL | {"readers", "state"},
     "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from anyrank.errors import LoadError
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import join_first
@@ -214,62 +212,5 @@ def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     return tied
 
 
-def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:
-    """One listing of several files.
-
-    Raises:
-        LoadError: two of them hold the same key.
-    """
-    parts = [*listings]
-    files: list[FileInfo] = []
-    tensors: dict[str, StoredTensor] = {}
-    checksums: list[Checksum] = []
-    sums: dict[int, str] = {}
-    beside: dict[str, StoredTensor] = {}
-    for listing in parts:
-        base = len(files)
-        files += (info.with_file_offset(base) for info in listing.files)
-        checksums += (replace(c, file=c.file + base) for c in listing.checksums)
-        sums |= {base + number: where for number, where in listing.sums.items()}
-        for key, stored in listing.tensors.items():
-            if key in tensors:
-                first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
-                raise LoadError(
-                    f"{key} is in {first} and again in {listing.files[0].path}: "
-                    "give only the files that belong together"
-                )
-            tensors[key] = stored.with_file_offset(base)
-        beside |= {key: t.with_file_offset(base) for key, t in listing.beside.items()}
-    return Listing(
-        format=format_name,
-        files=tuple(files),
-        tensors=tensors,
-        metadata={k: v for listing in parts for k, v in listing.metadata.items()},
-        skipped=(*skipped, *(note for listing in parts for note in listing.skipped)),
-        checksums=tuple(checksums),
-        sums=sums,
-        extras={k: v for listing in parts for k, v in listing.extras.items()},
-        unreadable={k: v for listing in parts for k, v in listing.unreadable.items()},
-        table=next((listing.table for listing in parts if listing.table), ""),
-        beside=beside,
-        quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
-    )
-
-
 NOTHING = Listing("nothing", (), {})
 EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns
-
-
-def extra_of(value: Any) -> tuple[Any] | None:
-    """A module's extra state as `Listing.extras` keeps it."""
-    return (value,) if _is_plain(value) else None
-
-
-def _is_plain(value: Any, depth: int = 16) -> bool:
-    if isinstance(value, (list, tuple, dict, set, frozenset)) and depth:
-        parts: Any = value
-        inner = [*parts.keys(), *parts.values()] if isinstance(value, dict) else parts
-        return type(parts) in (list, tuple, dict, OrderedDict, set, frozenset) and all(
-            _is_plain(part, depth - 1) for part in inner
-        )
-    return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype)

@@ -13,7 +13,6 @@ from typing import Any
 from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import (
     Listing,
-    join,
 )
 from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.files.storage import Storage, storage_for
@@ -119,12 +118,9 @@ def list_source(source: Source) -> Listing:
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
         return _list_path(os.fspath(source))
-    paths = [os.fspath(path) for path in source]
-    parts = [path for path in paths if weight_files.META_PART.match(os.path.basename(path))]
-    if len(parts) > 1:
-        raise LoadError(f"{parts[0]}: is {weight_files.OF_META}")
-    listings = [_list_path(path) for path in paths]
-    return join(", ".join(sorted({listing.format for listing in listings})), listings)
+    from anyrank.around.readers.joining import list_files  # a door
+
+    return list_files(source)
 
 
 def _list_path(path: str) -> Listing:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from anyrank.around.readers.joining import join
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing, join
+from anyrank.files.listing import Listing
 from anyrank.model.dialects import Case, Dialect, ModelMatch, dialects_of
 from anyrank.model.frozen_parts import frozen_info
 from anyrank.model.options import LoadOptions

@@ -7,8 +7,9 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+from anyrank.around.readers.joining import join
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing, join
+from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.formats.weight_files import ENDINGS, FILES, META_PART, OF_META, list_file
 from anyrank.wording import count

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing, extra_of
+from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -68,3 +69,18 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         nbytes = value.numel() * value.element_size()
         files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
     return Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
+
+
+def extra_of(value: Any) -> tuple[Any] | None:
+    """A module's extra state as `Listing.extras` keeps it."""
+    return (value,) if _is_plain(value) else None
+
+
+def _is_plain(value: Any, depth: int = 16) -> bool:
+    if isinstance(value, (list, tuple, dict, set, frozenset)) and depth:
+        parts: Any = value
+        inner = [*parts.keys(), *parts.values()] if isinstance(value, dict) else parts
+        return type(parts) in (list, tuple, dict, OrderedDict, set, frozenset) and all(
+            _is_plain(part, depth - 1) for part in inner
+        )
+    return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype)

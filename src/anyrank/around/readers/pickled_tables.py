@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from anyrank.around.readers.memory import extra_of
 from anyrank.around.readers.pickles import SAVE_STATE, Bytesless, DTensorRef, Inert, TensorRef
 from anyrank.errors import LoadError
-from anyrank.files.listing import EXTRA_STATE, extra_of
+from anyrank.files.listing import EXTRA_STATE
 from anyrank.tensors.names import NESTED, is_other_part
 from anyrank.wording import first_few
 
