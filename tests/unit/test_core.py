@@ -58,7 +58,7 @@ BUDGETS = {
     "formats": 1020,
     "files": 2070,
     "filling": 1480,
-    "formats": 1100,
+    "formats": 1020,
     "integrations": 3470,
     "memory": 3290,
     "model": 2080,
@@ -80,6 +80,7 @@ BUDGETS = {
 CORE_LINES = 18_700
 CORE_LINES = 20_300
 CORE_LINES = 20_600
+CORE_LINES = 20_200
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

@@ -65,8 +65,6 @@ MAY_IMPORT = {
     "data": CORE | {"random_state"},
     "steps": CORE | {"random_state", "data"},
     "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
-    "frozen": MODEL | {"state"},
-    "exact": CORE | {"random_state", "data", "steps"},
     "frozen": MODEL | {"readers", "state"},
     "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
