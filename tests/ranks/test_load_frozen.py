@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.filling import plan_load
+from anyrank.filling import headers
 from anyrank.testing import run_ranks
 
 
@@ -81,7 +81,7 @@ def job_counting_headers(folder: str) -> list[str]:
 
     rename = {"weight": "head.weight", "bias": "head.bias"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_load, "list_source", count)
+        patch.setattr(headers, "list_source", count)
         anyrank.load(model, f"{folder}/head.safetensors", rename=rename)
     return listed
 

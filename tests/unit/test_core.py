@@ -38,10 +38,8 @@ BUDGETS = {
     "around/readers": 1630,
     "around/remote": 180,
     "around/script": 520,
-    "around/sharing": 1330,
-    "around/streams": 2400,
     "around/sharing": 1390,
-    "around/streams": 2280,
+    "around/streams": 2400,
     "around/sync": 2770,
     "around/tables": 220,
     "around/verify": 290,
@@ -49,13 +47,6 @@ BUDGETS = {
     "around/workers": 80,
     "cli": 1290,
     "data": 570,
-    "files": 1990,
-    "files": 2190,
-    "data": 940,
-    "files": 2130,
-    "filling": 1470,
-    "formats": 1020,
-    "files": 2070,
     "files": 1920,
     "filling": 1480,
     "formats": 1020,
@@ -67,9 +58,6 @@ BUDGETS = {
     "saving": 1130,
     "state": 2290,
     "steps": 2280,
-    "tensors": 1390,
-    "tensors": 1860,
-    "steps": 2270,
     "tensors": 1350,
     "testing": 1373,
     "watching": 3510,
@@ -77,10 +65,6 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_700
-CORE_LINES = 20_300
-CORE_LINES = 20_600
-CORE_LINES = 20_200
 CORE_LINES = 18_600
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
