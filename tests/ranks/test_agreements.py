@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.filling import plan_load
+from anyrank.filling import headers
 from anyrank.model.share import ModelShare
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import HEAD_BYTES, open_ranks
@@ -155,15 +155,15 @@ def test_another_rank_reads_the_headers_if_the_first_one_sees_nothing(tmp_path: 
 def long_headers(path: str) -> tuple[list[str], int]:
     """Headers that are too long for the first message; and how often this rank read them."""
     read: list[object] = []
-    usual = plan_load.list_source
+    usual = headers.list_source
 
     def spied(source: Any) -> Any:
         read.append(source)
         return usual(source)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_load, "SMALL_BYTES", 100)
-        patch.setattr(plan_load, "list_source", spied)
+        patch.setattr(headers, "SMALL_BYTES", 100)
+        patch.setattr(headers, "list_source", spied)
         met = met_in(lambda: anyrank.load(Net(**SIZES), path))
     return met[:3], len(read)
 

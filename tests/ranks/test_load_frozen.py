@@ -73,7 +73,7 @@ def job_counting_headers(folder: str) -> list[str]:
         model = Pair()
     anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
     listed: list[str] = []
-    usual = plan_load.list_source
+    usual = headers.list_source
 
     def count(path: Any) -> Any:
         listed.append(Path(path).name)
