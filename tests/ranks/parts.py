@@ -39,19 +39,13 @@ def intervals(size: int) -> list[list[tuple[int, int]]]:
     return [[(start, n), (HIDDEN + start, n)] for start, n in chunks]
 
 
-def cut(mesh: Any, dim: int, size: int, length: int) -> tuple[Any, ...]:
-    """The layout of torch's chunks of a dim: those of unequal sizes say each rank's."""
-    if length % size == 0:
-        return mesh, [Shard(dim)]
-    return mesh, [Shard(dim)], [[chunk(rank, size, length)] for rank in range(size)]
-
-
 def layouts(mesh: Any, size: int) -> dict[str, Any]:
+    """As torch cuts, unequal parts too; gate_up has two pieces on each rank."""
     return {
-        "embed": cut(mesh, 0, size, VOCAB),
+        "embed": (mesh, [Shard(0)]),
         "gate_up": (mesh, [Shard(0)], intervals(size)),
-        "bias": cut(mesh, 0, size, HIDDEN),
-        "d*n": cut(mesh, 1, size, HIDDEN),
+        "bias": (mesh, [Shard(0)]),
+        "d*n": (mesh, [Shard(1)]),
     }
 
 

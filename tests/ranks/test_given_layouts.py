@@ -286,6 +286,48 @@ def test_parts_as_torch_cuts_the_source_are_right(rows: int, meta: bool, tmp_pat
     run_ranks(2, job_uneven, str(tmp_path / "w.pt"), rows, meta)
 
 
+def job_uneven_sync(folder: str, rows: int) -> list[bool]:
+    """Parts as torch cuts them from one rank count to another and into files; whether planned."""
+    rank, names = dist.get_rank(), ("weight", "bias")
+    torch.manual_seed(1)
+    full = [torch.randn(rows, 3), torch.randn(rows)]
+    trainers: Any = {"*": ([0, 1, 2], [Shard(0)])}
+    mesh = [[2, 1], [3, 0]]
+    grid: Any = {"weight": (mesh, [Shard(0), Shard(1)]), "bias": (mesh, [Shard(0), Replicate()])}
+    src = None
+    if rank < 3:
+        src = dict(zip(names, (split(tensor, 3, rank) for tensor in full), strict=True))
+    row, column = {2: (0, 0), 1: (0, 1), 3: (1, 0), 0: (1, 1)}[rank]
+    wanted = {"weight": split(split(full[0], 2, row), 2, column, 1), "bias": split(full[1], 2, row)}
+    dst = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    weights = anyrank.Sync(dst, src, layout=(grid, trainers), verify=True)
+    planned: list[bool] = []
+    for _ in range(2):
+        planned.append(weights().is_planned)
+        assert all(torch.equal(dst[name], wanted[name]) for name in wanted)
+    group: Any = dist.new_group([0, 1, 2])
+    if src is not None:
+        part = nn.Linear(3, len(src["bias"]))
+        part.load_state_dict(src)
+        anyrank.convert(part, f"{folder}/w", layout=trainers, process_group=group)
+        written = nn.Linear(3, rows)
+        anyrank.load(written, f"{folder}/w", process_group=group)
+        assert all(map(torch.equal, written.parameters(), full))
+    dist.barrier()
+    return planned
+
+
+def split(tensor: torch.Tensor, number: int, index: int, dim: int = 0) -> torch.Tensor:
+    """A part of a tensor as torch cuts it; empty where there are fewer."""
+    parts = torch.chunk(tensor, number, dim)
+    return (parts[index] if index < len(parts) else tensor.narrow(dim, 0, 0)).clone()
+
+
+@pytest.mark.parametrize("rows", [45, 4, 1])
+def test_parts_as_torch_cuts_them_are_synced_and_converted(rows: int, tmp_path: Path) -> None:
+    assert run_ranks(4, job_uneven_sync, str(tmp_path), rows) == [[True, False]] * 4
+
+
 def job_wrong(change: str) -> str:
     rank = dist.get_rank()
     mesh = DeviceMesh("cpu", [0, 1])
@@ -335,12 +377,14 @@ def job_no_whole(change: str) -> str:
     """The error of a sync whose ranks hold parts of different sizes, or not all parts."""
     rank = dist.get_rank()
     given: Any = ([0, 1], [Shard(0)])
-    ends: Any = ({"w": torch.zeros(7)}, {"w": torch.zeros(4 - rank)})
+    ends: Any = ({"w": torch.zeros(7)}, {"w": torch.zeros(3 + rank)})
     layout: Any = (None, {"w": given})
     if change == "src on one":
         ends = ({"w": torch.zeros(8)}, {"w": torch.zeros(4)} if rank == 0 else None)
     elif change == "dst":
         ends, layout = (ends[1], {"w": torch.zeros(8)}), ({"w": given}, None)
+    elif change == "dst, not the source's":
+        ends, layout = ({"w": torch.zeros(4 - rank)}, {"w": torch.zeros(8)}), ({"w": given}, None)
     elif change == "dst, own first":
         ends, given = ({"w": torch.zeros(4)}, {"w": torch.ones(8)}), ([rank, 1 - rank], [Shard(0)])
         layout = ({"w": given}, None)
@@ -356,9 +400,13 @@ def job_no_whole(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("src", "w: ranks hold it in different ways in src: rank 0 as float32[8] S0 on 2"),
+        ("src", "w: the ranks at the places of the mesh of its layout= hold [0]: [3], [1]: [4], "),
         ("src on one", "hold 4 of the 8 elements"),
-        ("dst", "at [1] of the mesh of its layout=, holds [3], and the source [8] (w), of"),
+        ("dst", "and torch cuts a whole of [7] into [0]: [4], [1]: [3]: for another cut give"),
+        (
+            "dst, not the source's",
+            "[1] of the mesh of its layout=, holds [3], and the source [8] (",
+        ),
         ("dst, own first", "w: the ranks' layout= make no whole"),
         ("dst on one", "w: dst lies on 2 ranks, and 1 of them passed it"),
     ],

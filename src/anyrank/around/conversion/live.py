@@ -19,7 +19,7 @@ from anyrank.around.conversion.options import ConvertOptions
 from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection
 from anyrank.around.conversion.stored import convert_listing
-from anyrank.around.layouts.given import apply_layout, warn_of_unused
+from anyrank.around.layouts.given import apply_layout, join_parts, warn_of_unused
 from anyrank.around.readers import dcp
 from anyrank.around.readers.memory import list_memory
 from anyrank.around.verify.weights import compare_replicas
@@ -79,9 +79,10 @@ def convert_live(
         assert isinstance(src, nn.Module)
         model = src
         target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
-        (tensors, tied), summaries = ranks.run_and_gather(
-            "looking at the model", lambda: _look(model, options, ranks)
-        )
+        tensors = ranks.run("looking at the model", lambda: _look(model, options, ranks))
+        if options.layout is not None:
+            join_parts([tensors], ranks)
+        tied, summaries = ranks.run_and_gather("describing the model", lambda: _summary(tensors))
         _check_alike(summaries, ranks)
         alike = [
             tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
@@ -213,11 +214,8 @@ def _agreed(
     return answers[0]
 
 
-def _look(
-    model: nn.Module, options: ConvertOptions, ranks: Ranks
-) -> tuple[tuple[list[ModelTensor], dict[str, str]], _Summary]:
-    """The model's tensors, with what plain ones are parts of, and its ties; and what the others
-    are to know of them.
+def _look(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
+    """The model's tensors, with what plain ones are parts of.
 
     Raises:
         LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
@@ -242,6 +240,11 @@ def _look(
         )
     if not tensors:
         raise LoadError("the model has no parameters and no buffers: give one to write")
+    return tensors
+
+
+def _summary(tensors: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
+    """A model's ties, and what the other ranks are to know of it."""
     tied = {
         registration.name: tensor.name
         for tensor in tensors
@@ -254,7 +257,7 @@ def _look(
         if tensor.kind == "buffer" and tensor.layout is None
     }
     described = [tensor.describe() for tensor in tensors]
-    return (tensors, tied), _Summary(described, tied, coordinates_of(tensors), buffers)
+    return tied, _Summary(described, tied, coordinates_of(tensors), buffers)
 
 
 def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:

@@ -138,7 +138,7 @@ def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ran
 
     Parts are taken to be equal in size along a dim that is sharded, or the third element of the
     layout says what each of them is: so the part of one rank tells the shape of the whole, until a
-    load knows the source's (`cut_as_source`).
+    load knows the source's (`cut_as_source`), or the ranks all parts (`join_parts`).
 
     Args:
         tensors: of a model, which are changed in place; DTensors keep their own layout.
@@ -166,6 +166,69 @@ def cut_as_source(tensor: ModelTensor, shape: Shape) -> None:
         if local_shape(shape, tensor.layout, tensor.coordinate) == tuple(tensor.tensor.shape):
             tensor.shape = shape
             tensor.__dict__.pop("_cut", None)  # what it has kept of the former shape
+
+
+def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
+    """Take the tensors with a `layout=` for parts of what all ranks' parts make together, as torch
+    would cut that. All ranks.
+
+    Args:
+        ends: tensors of one model or of several, the same models in the same order on all ranks;
+            their shapes are changed in place.
+        ranks: of the call.
+
+    Raises:
+        LoadError: parts that torch would cut otherwise, with each place's; on all ranks.
+    """
+    own = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
+    parts = [(n, t.name, str(t.layout), t.coordinate, tuple(t.tensor.shape)) for n, t in own]
+    spots: dict[Any, dict[Any, set[Shape]]] = {}  # tensor -> place -> parts of the ranks there
+    for number, name, layout, spot, part in itertools.chain(*ranks.gather(parts)):
+        spots.setdefault((number, name, layout), {}).setdefault(spot, set()).add(part)
+
+    def join() -> None:
+        for number, tensor in own:
+            tensor.shape = _joined(tensor, spots[number, tensor.name, str(tensor.layout)])
+            tensor.__dict__.pop("_cut", None)
+
+    ranks.run("joining the parts of layout=", join)
+
+
+def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:
+    """The shape of the whole of which each place on the mesh holds a part.
+
+    Raises:
+        LoadError: as `join_parts`.
+    """
+    layout = tensor.layout
+    assert layout is not None
+    if len(spots) < math.prod(layout.mesh_shape):
+        return tensor.shape  # a place without a rank is refused where the ranks are compared
+    shape = list(tensor.tensor.shape)
+    for dim in range(len(shape)):
+        cuts = [rule.kind == "shard" and rule.dim == dim for rule in layout.placements]
+        line = itertools.product(
+            *(
+                range(size) if cut else [0]
+                for cut, size in zip(cuts, layout.mesh_shape, strict=True)
+            )
+        )
+        shape[dim] = sum(min(spots[spot])[dim] for spot in line)
+    cut = {spot: local_shape(shape, layout, spot) for spot in spots}
+    if any(spots[spot] != {part} for spot, part in cut.items()):
+        held = [f"{list(spot)}: {_listed(parts)}" for spot, parts in sorted(spots.items())]
+        meant = [f"{list(spot)}: {list(part)}" for spot, part in sorted(cut.items())]
+        raise LoadError(
+            f"{tensor.name}: the ranks at the places of the mesh of its layout= hold "
+            f"{', '.join(first_few(held, SHOWN))}, and torch cuts a whole of {shape} into "
+            f"{', '.join(first_few(meant, SHOWN))}: for another cut give each place's "
+            "(start, length) as the third element of the layout"
+        )
+    return tuple(shape)
+
+
+def _listed(parts: Iterable[Shape]) -> str:
+    return " and ".join(str(list(part)) for part in sorted(parts))
 
 
 def misfit_of_parts(tensor: ModelTensor, stored: StoredTensor) -> str | None:

@@ -153,15 +153,22 @@ def look(
     module = _as_module(model)
     tensors = find_tensors(module)
     if layout is not None:
-        from anyrank.around.layouts.given import apply_layout
+        from anyrank.around.layouts.given import apply_layout, cut_as_source
 
         apply_layout(tensors, layout, ranks)
+        for tensor, row in zip(tensors, known.rows if known is not None else (), strict=False):
+            cut_as_source(tensor, row.shape)  # as the ranks have found out together
+    described = describe(module, tensors, merge=merge)
+    return End(module, tensors, known if known is not None and known == described else described)
+
+
+def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> EndDescription:
+    """An end for other ranks; see `look`, also for what is raised."""
     rows = _rows(tensors)
     rows = _as_merged(tensors, rows) if merge else rows
     kind = plain_class(module)
     title = f"{kind.__module__}.{kind.__qualname__}"
-    described = EndDescription(tuple(rows), coordinates_of(tensors), title)
-    return End(module, tensors, known if known is not None and known == described else described)
+    return EndDescription(tuple(rows), coordinates_of(tensors), title)
 
 
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:

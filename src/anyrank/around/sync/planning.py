@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from anyrank.around.sync.ends import End, EndDescription, accelerator_of, check_values, look
+from anyrank.around.sync.ends import (
+    End,
+    EndDescription,
+    accelerator_of,
+    check_values,
+    describe,
+    look,
+)
 from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
@@ -114,11 +121,13 @@ class _CallMessage:
         key: of the plan that serves this rank; empty if there is none.
         seed: its torch seed.
         ends: both, as they are now.
+        has_layout: whether it has given a `layout=`.
     """
 
     key: str
     seed: int
     ends: EndsSummary
+    has_layout: bool
 
 
 def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
@@ -145,14 +154,9 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         key = ""
         if kept is not None and kept.accelerator == accelerators[0]:
             key = kept.key if _serves(kept, where, (dst, src), call.options) else ""
-        summary = EndsSummary(
-            src=src.digest,
-            src_at=src.described.coordinates,
-            dst=dst.digest,
-            dst_at=dst.described.coordinates,
-            accelerator=accelerators[0],
-        )
-        return _CallMessage(key, torch.initial_seed(), summary)
+        has_layout = any(layout is not None for layout in call.layouts)
+        summary = _summary(dst, src, accelerators[0])
+        return _CallMessage(key, torch.initial_seed(), summary, has_layout)
 
     arguments = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
     messages: list[_CallMessage] = compare_arguments(
@@ -163,12 +167,41 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     if kept is not None and all(message.key == kept.key for message in messages):
         return Agreement(kept, dst, src, False, first.seed)
     ends = [message.ends for message in messages]
+    if any(message.has_layout for message in messages):
+        dst, src = _join(dst, src, ranks, merge=call.options.merge)
+        ends = ranks.gather(_summary(dst, src, accelerators[0]))
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
         _warn_of_unused(call, dst, src)
     key = hashlib.blake2b(repr((where, ends)).encode(), digest_size=16).hexdigest()
     new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
     return Agreement(new_plan, dst, src, True, first.seed)
+
+
+def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
+    """What the other ranks are to know of both ends."""
+    return EndsSummary(
+        src=src.digest,
+        src_at=src.described.coordinates,
+        dst=dst.digest,
+        dst_at=dst.described.coordinates,
+        accelerator=accelerator,
+    )
+
+
+def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
+    """Both ends with the whole shapes that all ranks' parts make together. All ranks.
+
+    Raises:
+        LoadError: as `join_parts`.
+    """
+    from anyrank.around.layouts.given import join_parts
+
+    join_parts((dst.tensors, src.tensors), ranks)
+    return (
+        replace(dst, described=describe(dst.module, dst.tensors, merge=False)),
+        replace(src, described=describe(src.module, src.tensors, merge=merge)),
+    )
 
 
 def _look(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
