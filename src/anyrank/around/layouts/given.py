@@ -180,14 +180,14 @@ def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
     Raises:
         LoadError: parts that torch would cut otherwise, with each place's; on all ranks.
     """
-    own = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
-    parts = [(n, t.name, str(t.layout), t.coordinate, tuple(t.tensor.shape)) for n, t in own]
+    tensors = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
+    parts = [(n, t.name, str(t.layout), t.coordinate, tuple(t.tensor.shape)) for n, t in tensors]
     spots: dict[Any, dict[Any, set[Shape]]] = {}  # tensor -> place -> parts of the ranks there
     for number, name, layout, spot, part in itertools.chain(*ranks.gather(parts)):
         spots.setdefault((number, name, layout), {}).setdefault(spot, set()).add(part)
 
     def join() -> None:
-        for number, tensor in own:
+        for number, tensor in tensors:
             tensor.shape = _joined(tensor, spots[number, tensor.name, str(tensor.layout)])
             tensor.__dict__.pop("_cut", None)
 
@@ -205,23 +205,18 @@ def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:
     if len(spots) < math.prod(layout.mesh_shape):
         return tensor.shape  # a place without a rank is refused where the ranks are compared
     shape = list(tensor.tensor.shape)
+    axes = list(zip(layout.placements, layout.mesh_shape, strict=True))
     for dim in range(len(shape)):
-        cuts = [rule.kind == "shard" and rule.dim == dim for rule in layout.placements]
-        line = itertools.product(
-            *(
-                range(size) if cut else [0]
-                for cut, size in zip(cuts, layout.mesh_shape, strict=True)
-            )
-        )
-        shape[dim] = sum(min(spots[spot])[dim] for spot in line)
+        along = [range(n if rule.kind == "shard" and rule.dim == dim else 1) for rule, n in axes]
+        shape[dim] = sum(min(spots[spot])[dim] for spot in itertools.product(*along))
     cut = {spot: local_shape(shape, layout, spot) for spot in spots}
     if any(spots[spot] != {part} for spot, part in cut.items()):
-        held = [f"{list(spot)}: {_listed(parts)}" for spot, parts in sorted(spots.items())]
-        meant = [f"{list(spot)}: {list(part)}" for spot, part in sorted(cut.items())]
+        parts = [f"{list(spot)}: {_listed(known)}" for spot, known in sorted(spots.items())]
+        cuts = [f"{list(spot)}: {list(part)}" for spot, part in sorted(cut.items())]
         raise LoadError(
             f"{tensor.name}: the ranks at the places of the mesh of its layout= hold "
-            f"{', '.join(first_few(held, SHOWN))}, and torch cuts a whole of {shape} into "
-            f"{', '.join(first_few(meant, SHOWN))}: for another cut give each place's "
+            f"{', '.join(first_few(parts, SHOWN))}, and torch cuts a whole of {shape} into "
+            f"{', '.join(first_few(cuts, SHOWN))}: for another cut give each place's "
             "(start, length) as the third element of the layout"
         )
     return tuple(shape)
