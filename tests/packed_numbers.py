@@ -72,6 +72,7 @@ class PackedNumbers(Dialect):
             shape = (packed.shape[0], weight.unit)
             tensors[name] = StoredTensor.contiguous(name, shape, torch.float32, len(files), 0)
             files.append(info)
+        # Else the dialect that knows quantised files would refuse a method that it does not know.
         return replace(listing, tensors=tensors, files=tuple(files), quantisation={})
 
 

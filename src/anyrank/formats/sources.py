@@ -1,6 +1,6 @@
 """Which format a source is in.
 
-A new format of folders is a row of FOLDERS and of READ here, and one of LISTERS where it is read.
+A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS where it is read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from anyrank.formats.run_folder import METADATA
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
 
-# What writes folders -> the rows of which one is there whole: each pattern is an entry's name. In
-# the order in which they are looked for. The core lists the weights of RUN, `around/readers` those
-# of READ; `foreign.read` has the others, and the runs of every tool but anyrank.
+# What writes folders -> rows of patterns. A folder is of a kind if some entry fits each pattern of
+# one of its rows; kinds are tried in this order, and WEIGHTS, whose row is empty, fits every folder.
+# The core lists the weights of RUN, `around/readers` those of LISTED_BY_READERS; `foreign.read` has
+# the others, and the runs of every tool but anyrank.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
-READ = (DCP, WEIGHTS)
+LISTED_BY_READERS = (DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_folder.ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
@@ -46,7 +47,7 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 def is_run_of_tool(name: str) -> bool:
     """Whether a name in FOLDERS is of the runs of another tool."""
-    return name not in (RUN, *READ)
+    return name not in (RUN, *LISTED_BY_READERS)
 
 
 def looks_like(name: str, names: Sequence[str]) -> bool:

@@ -1,6 +1,6 @@
 """Files of weights: which format one is in, by its ending or else by its first bytes.
 
-A new format is a module that lists a file, and a row of FORMATS.
+CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FileFormat:
     """A format of files of weights.
 
     Attributes:
-        name: in reports, and as `to=` of `convert`.
+        name: in reports.
         endings: of its files, in the order in which folders are searched for them.
         list_file: reads a file's headers.
         is_head: whether a file that begins with these bytes is in it.

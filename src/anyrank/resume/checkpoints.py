@@ -351,7 +351,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: something cannot be saved, a rank could not write, or the call comes
-                within a step. Nothing is committed then, and no earlier step is touched.
+                within a step. Nothing is committed then, but where the last sync of the folder
+                failed, and the error says so; no step that the run goes on from is touched.
+            RankError: another rank ended.
 
         Example::
 

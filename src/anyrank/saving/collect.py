@@ -1,5 +1,5 @@
 """The first half of a save: each rank collects what it would write, and the ranks compare it.
-Nothing is written.
+No file of a step is written.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
 
 
 def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda: None) -> Snapshot:
-    """Collect what each rank would write now. All ranks; nothing is written.
+    """Collect what each rank would write now. All ranks; no file of a step is written.
 
     Args:
         state: the state to save.
         ranks: all that hold it.
-        check: raises an error if this rank must not save for another reason.
+        check: raises an error if this rank must not save for another reason; takes the lock.
 
     Raises:
         CheckpointError: something cannot be saved, or ranks differ that must be equal.

@@ -1,4 +1,4 @@
-"""The second half of a save: write the shares, then commit them by the last rename."""
+"""The second half of a save: write the shares, then commit them by a rename of the folder."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def write(
     Raises:
         CheckpointError: a rank could not write. Nothing was committed then, unless it was the
             last thing that failed, the sync of the folder that has the step.
+        RankError: another rank ended.
     """
     start = time.perf_counter()
     step = snapshot.manifest.step

@@ -106,7 +106,7 @@ def candidates(key: str) -> Iterator[str]:
 
 
 def is_of_adapter(key: str) -> bool:
-    """Whether a key is one that PEFT saved, and so never of a base model by itself."""
+    """Whether a key is one that PEFT saved, so that it is none of a model without PEFT."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))
 
 

@@ -28,7 +28,8 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested
 from anyrank.wording import listed
 
-# Formats that transformers writes, always in its file naming. Others may hold live names as well.
+# Formats that transformers writes, always in its file naming, by their names in FORMATS. Others may
+# hold live names as well.
 FILE_NAMED = ("safetensors",)
 CODE = {
     "conversion_mapping": ("get_model_conversion_mapping",),

@@ -89,7 +89,7 @@ def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
                     base = numbers[id(layer.get_base_layer().weight)]
                     _check_weight(tensors[base])
                     added[base] = factors
-        elif not _is_saved_copy(entry):
+        elif not _is_in_merged_model(entry):
             dropped.add(index)
     used = {
         number
@@ -165,7 +165,7 @@ def _check_weight(weight: ModelTensor) -> None:
         )
 
 
-def _is_saved_copy(entry: Registration) -> bool:
+def _is_in_merged_model(entry: Registration) -> bool:
     """Whether the merged model has a tensor: not the original of a copy that was trained."""
     parts = entry.raw.split(".")
     for depth, module in enumerate(entry.path):
