@@ -30,16 +30,8 @@ SRC = ROOT / "src"
 BASE = {"errors", "checks", "settings", "faults", "wording", "versions"}
 CORE = BASE | {"tensors", "files", "world"}
 MODEL = CORE | {"formats", "model"}
-AREAS = {"formats", "frozen", "model", "filling", "memory", "random_state", "data"}
-AREAS |= {"steps", "exact", "state", "saving", "resume", "inspection", "conversion"}
-AREAS |= {"watching", "foreign", "pace", "peers", "streams"}
-AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "verify"}
-AREAS |= {"averaging", "background", "base", "elsewhere", "own_methods", "script"}
-AREAS |= {"fsdp2", "weighted", "workers"}
-AREAS |= {"hugging", "layouts", "peft"}  # and "frozen": dialects
-AREAS |= {"background", "base", "elsewhere", "script", "weighted"}
-AREAS |= {"first_values", "readers", "remote", "sharing", "sync", "tables", "verify"}
-# Part of anyrank -> the other parts it may import. "anyrank" is the public interface itself.
+# Part of anyrank -> the other parts that it may import: first the core, then the rooms around it,
+# then what stands beside it. "anyrank" is the public interface itself.
 MAY_IMPORT = {
     "errors": set[str](),
     "checks": set[str](),
@@ -49,49 +41,54 @@ MAY_IMPORT = {
     "settings": {"errors"},
     "tensors": BASE,
     "files": BASE | {"tensors"},
-    "remote": BASE | {"files"},
-    "formats": BASE | {"tensors", "files"},
-    "readers": BASE | {"tensors", "files", "formats"},
     "world": BASE,
+    "formats": BASE | {"tensors", "files"},
     "model": CORE | {"formats"},
     "filling": MODEL,
-    "first_values": MODEL | {"filling"},
-    "sharing": MODEL | {"filling"},
-    "tables": BASE | {"tensors", "files", "formats"},
-    "verify": MODEL | {"filling"},
-    "sync": MODEL | {"filling", "sharing", "verify"},
-    "memory": BASE | {"tensors", "world", "random_state"},
     "random_state": CORE,
     "data": CORE | {"random_state"},
     "steps": CORE | {"random_state", "data"},
-    "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
-    "frozen": MODEL | {"readers", "state"},
-    "streams": CORE | {"random_state", "data", "steps"},
     "state": MODEL | {"random_state", "data", "steps"},
     "saving": MODEL | {"random_state", "data", "steps", "state"},
-    "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
-    "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
-    "weighted": CORE | {"data"},
-    "base": MODEL,
-    "workers": set[str](),
-    "fsdp2": CORE,
-    "averaging": CORE | {"random_state", "data", "steps"},
-    "own_methods": MODEL | {"random_state", "data", "steps", "state"},
-    "script": MODEL | {"random_state", "data", "steps", "state"},
-    "background": MODEL | {"random_state", "data", "steps", "state", "saving"},
     "resume": MODEL | {"filling", "random_state", "data", "steps", "state", "saving"},
+}
+MAY_IMPORT |= {
+    "averaging": CORE | {"random_state", "data", "steps"},
+    "background": MODEL | {"random_state", "data", "steps", "state", "saving"},
+    "base": MODEL,
+    "conversion": MODEL | {"readers", "tables", "saving", "verify", "layouts", "hugging"},
+    "elsewhere": CORE | {"formats", "saving", "resume"},
+    "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
+    "first_values": MODEL | {"filling"},
     "foreign": MODEL
     | {"filling", "random_state", "data", "steps", "state", "saving", "resume"}
     | {"readers", "sharing", "verify"},
+    "frozen": MODEL | {"readers", "state"},
+    "fsdp2": CORE,
     "inspection": (CORE - {"world"}) | {"formats", "verify", "hugging"},
-    "elsewhere": CORE | {"formats", "saving", "resume"},
-    "integrations": {"anyrank", "versions", "world"},
-    "conversion": MODEL | {"readers", "tables", "saving", "verify", "layouts", "hugging"},
-    "watching": MODEL | {"random_state", "steps", "state", "pace"},
-    "cli": CORE | AREAS | {"anyrank"},
-    "testing": CORE | AREAS | {"anyrank"},
-    "__main__": {"cli"},
+    "own_methods": MODEL | {"random_state", "data", "steps", "state"},
+    "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
+    "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
+    "readers": BASE | {"tensors", "files", "formats"},
+    "remote": BASE | {"files"},
+    "script": MODEL | {"random_state", "data", "steps", "state"},
+    "sharing": MODEL | {"filling"},
+    "streams": CORE | {"random_state", "data", "steps"},
+    "sync": MODEL | {"filling", "sharing", "verify"},
+    "tables": BASE | {"tensors", "files", "formats"},
+    "verify": MODEL | {"filling"},
+    "weighted": CORE | {"data"},
+    "workers": set[str](),
     **dict.fromkeys(("hugging", "layouts", "peft"), MODEL),
+}
+ROOMS = {*MAY_IMPORT}
+MAY_IMPORT |= {
+    "memory": BASE | {"tensors", "world", "random_state"},
+    "watching": MODEL | {"random_state", "steps", "state", "pace"},
+    "integrations": {"anyrank", "versions", "world"},
+    "cli": ROOMS | {"anyrank", "memory", "watching"},
+    "testing": ROOMS | {"anyrank", "memory", "watching"},
+    "__main__": {"cli"},
 }
 # Modules of the core -> the rooms around it that they open where a run asks for it: inside of a
 # function, and for the type checkers. No other import of theirs may be of that room.

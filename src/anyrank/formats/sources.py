@@ -1,6 +1,7 @@
 """Which format a source is in.
 
-A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS where it is read.
+A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS where
+it is read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 
 
 # What writes folders -> rows of patterns. A folder is of a kind if some entry fits each pattern of
-# one of its rows; kinds are tried in this order, and WEIGHTS, whose row is empty, fits every folder.
+# one of its rows; kinds are tried in this order, and the empty row of WEIGHTS fits every folder.
 # The core lists the weights of RUN, `around/readers` those of LISTED_BY_READERS; `foreign.read` has
 # the others, and the runs of every tool but anyrank.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"

@@ -180,7 +180,7 @@ class Dialect:
 
 
 def _has_small_numbers(case: Case) -> bool:
-    """Whether the source, or its config.json, may be quantised: all that are read store 8-bit numbers."""
+    """Whether the source or its config.json may be quantised: what is read stores 8-bit numbers."""
     tensors = case.source.tensors.values()
     return bool(case.source.quantisation) or any(t.dtype.itemsize == 1 for t in tensors)
 

@@ -346,13 +346,11 @@ class Checkpoints:
         """Save now, at a step boundary; with background=True, return after a copy. All ranks.
 
         Args:
-            unless_saved: leave a step that is saved already as it is, as the end of a loop does.
-                Otherwise a warning says that it is left: a step is saved once.
+            unless_saved: no warning where the step is saved already. It stays as it is either way.
 
         Raises:
             CheckpointError: something cannot be saved, a rank could not write, or the call comes
-                within a step. Nothing is committed then, but where the last sync of the folder
-                failed, and the error says so; no step that the run goes on from is touched.
+                within a step. Nothing is committed then, but where the last sync failed.
             RankError: another rank ended.
 
         Example::

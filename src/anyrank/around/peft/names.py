@@ -1,7 +1,8 @@
 """What PEFT adds to a model's names, and which tensors are an adapter's.
 
-PEFT has no public interface for what is asked in this room, which looks at its modules' attributes.
-Of the core and the rooms around it, it is the only one that does. What a key of a file alone says of PEFT is in `tensors/names.py`.
+PEFT has no public interface for what is asked in this room, which looks at its modules' attributes
+and, of the core and the rooms around it, is the only one that does. What a key of a file alone says
+of PEFT is in `tensors/names.py`.
 """
 
 from __future__ import annotations
