@@ -208,7 +208,18 @@ def test_a_table_that_is_not_there_is_an_error_where_one_would_be_guessed(
     torch.save(state, tmp_path / "w.pt")
     with pytest.raises(anyrank.LoadError, match=f"rename= names '{old}'.*{near}"):
         call(net(), tmp_path / "w.pt", rename={old: ""})
-    call(net(), tmp_path / "w.pt", rename=[(f"^{old}[.]", "")])
+    mistyped = (f"^{old}[.]", "")
+    with pytest.raises(anyrank.LoadError, match=f"rename= names '.{old}.*which has the tables"):
+        call(net(), tmp_path / "w.pt", rename=[mistyped])
+    # A list for files of several kinds has regexes that are not for this one.
+    call(net(), tmp_path / "w.pt", rename=[mistyped, ("weight$", "weight")])
+
+
+def test_a_table_that_was_not_chosen_may_hold_weights(tmp_path: Path) -> None:
+    torch.save({"model": table(RAW), "ema": table(EMA), "optimizer": table(EMA)}, tmp_path / "w.pt")
+    skipped = anyrank.load(net(), tmp_path / "w.pt", rename={"ema": ""}).skipped
+    assert "model.0.weight: of another table" in skipped
+    assert "optimizer: not among the weights" in skipped
 
 
 def test_an_entry_of_rename_that_matches_nothing_is_a_warning(

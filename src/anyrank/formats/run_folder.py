@@ -187,7 +187,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     except AnyrankError as error:
         raise LoadError(str(error)) from error
     beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}
-    skipped = tuple(f"{k}: not weights" for k in beside)
+    skipped = tuple(f"{k}: of another part" for k in beside)
     weights = {k[len(WEIGHTS) :]: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
     table = WEIGHTS.removesuffix(".")
     return replace(listing, tensors=weights, skipped=skipped, table=table, beside=beside)

@@ -39,7 +39,8 @@ def idle_renames(
         keys: that were renamed.
 
     Raises:
-        LoadError: such an entry of a dict, where a guess has chosen one of several tables.
+        LoadError: such an entry of a dict, or a list of which all are such, where a guess has
+            chosen one of several tables.
     """
     if rename is None:
         return []

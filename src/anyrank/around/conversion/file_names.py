@@ -105,7 +105,9 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     }
     outer = {name: new for name, new in selection.renamed.items() if new not in inner}
     renamed = outer | {keys.get(name, name): new for name, new in inner.items()}
-    others = tuple(f"{keys.get(name, name)}: not weights" for name in names if name not in inner)
+    others = tuple(
+        f"{keys.get(name, name)}: of another table" for name in names if name not in inner
+    )
     return Selection(tensors, tied, renamed, (*selection.skipped, *others))
 
 

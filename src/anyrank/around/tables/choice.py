@@ -59,12 +59,15 @@ def idle_entries(
     idle = unused(rename, {*chosen.tensors, *keys, *others})
     if not idle:
         return []
-    tables = _alternatives(source, chosen) if isinstance(rename, Mapping) else []
+    # A list of regexes may be one for files of several kinds; where none is for this file, it is
+    # mistyped as a dict's name is.
+    is_for_source = not isinstance(rename, Mapping) and len(idle) < len(rename or ())
+    tables = [] if is_for_source else _alternatives(source, chosen)
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
         raise LoadError(
-            f"rename= names {idle[0]!r}{near.hint(idle[0])}, and no key of the source begins with "
-            f"it, which has the tables {', '.join(tables)}: name the one that is meant"
+            f"rename= names {idle[0]!r}{near.hint(idle[0])}, and no key of the source fits it, "
+            f"which has the tables {', '.join(tables)}: name the one that is meant"
         )
     return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
 
@@ -208,6 +211,10 @@ def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) 
 def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
     """The listing with these tensors alone; what else there was is said."""
     noted = {note.partition(":")[0] for note in listing.skipped}
-    notes = (f"{key}: not weights" for key in others if not _is_in(key, noted))
+    notes = (
+        f"{key}: {'not weights' if _is_other_part(key, listing) else 'of another table'}"
+        for key in others
+        if not _is_in(key, noted)
+    )
     skipped = (*listing.skipped, *notes)
     return replace(listing, tensors=tensors, skipped=skipped, table="", beside={})
