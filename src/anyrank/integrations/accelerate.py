@@ -145,7 +145,8 @@ class Accelerator(_Accelerator):
             )
         prepared = super().prepare_model(model, *args, **kwargs)
         if isinstance(prepared, DistributedDataParallel):
-            prepared.kept_group = _KeptGroup(prepared.process_group)
+            wrapped: Any = prepared
+            wrapped.kept_group = _KeptGroup(prepared.process_group)
         self._add_modules([prepared])
         return prepared
 

@@ -47,7 +47,7 @@ KINDS = (
         "is a web page (HTML or XML), a log-in or an error in place of the file: download it again "
         "with access to it",
     ),
-    _kind(rb"\0{64}", "begins with zeros: the download was not finished; do it again"),
+    _kind(rb"\0{64}", "is zeros at its beginning: the download was not finished; do it again"),
     _kind(
         rb"GGUF|lmgg|tjgg|fmgg",
         "is a GGUF file (llama.cpp): give the safetensors or torch files that it was made from",
