@@ -16,7 +16,15 @@ from safetensors.torch import load_file, save_file
 from tests.integrations.families import CONFIGS, build, save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertModel, conversion_mapping
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    conversion_mapping,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -100,6 +108,33 @@ def test_the_positions_of_a_bert_on_meta_are_rebuilt(positions: int) -> None:
     assert "embeddings.position_ids" in report.rebuilt
     for name, buffer in normal.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
+
+
+class Wrapped(torch.nn.Module):
+    """A transformers model as a part of another one."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.Module.eval, Wrapped])
+def test_keys_that_transformers_ignores_are_of_no_use(wrap: Any) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    old = {
+        CLIPTextModel(CLIPTextConfig(**small, num_hidden_layers=1)): "old.position_ids",
+        GPTNeoXForCausalLM(GPTNeoXConfig(**small, num_hidden_layers=1)): "old.attention.bias",
+    }
+    for inner, key in old.items():
+        model = wrap(inner)
+        key = f"inner.{key}" if model is not inner else key
+        source = {**model.state_dict(), key: torch.zeros(2)}
+        assert f"{key}: of no use" in anyrank.load(model, source).skipped
+        with pytest.raises(anyrank.LoadError, match="unexpected"):
+            anyrank.load(model, {**source, "inner.stray": torch.zeros(2)})
+    if wrap is Wrapped:  # what one part ignores is not ignored in another
+        with pytest.raises(anyrank.LoadError, match="unexpected"):
+            anyrank.load(model, {**model.state_dict(), "head.attention.bias": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("missing", ["error", "init"])

@@ -277,6 +277,16 @@ def test_bytes_in_another_order_are_refused(tmp_path: Path) -> None:
     assert torch.equal(model.l.weight, torch.ones(130, 257))
 
 
+@pytest.mark.parametrize("name", ["logit_scale", "layer_scale", "layer_scale_1.lambda1"])
+def test_a_models_own_scale_is_none_of_its_8_bit_weights(name: str, tmp_path: Path) -> None:
+    weight = torch.full((4, 4), 2.0)
+    save_file({"weight": weight.to(torch.float8_e4m3fn), name: torch.tensor(3.0)}, tmp_path / "w")
+    model = nn.Linear(4, 4, bias=False)
+    anyrank.load(model, tmp_path / "w", unexpected="ignore")
+    assert torch.equal(model.weight, weight)
+    anyrank.convert(tmp_path / "w", tmp_path / "out", dtype="float32")
+
+
 SCALES = [
     *("weight_scale", "weight_scale_2", "scale_weight", "scale", "qscale", "dequant_scale"),
     *("weight_amax", "weight_quantizer._scale", "weight_quantizer._amax", "SCB", "weight.SCB"),

@@ -210,11 +210,30 @@ def test_what_a_function_is_made_with_is_named(make: Any, tmp_path: Path) -> Non
         train(folder, 1, named(12))
         report, rates = train(folder, 4, named(16))
         _, whole = train(folder / "whole", 4, named(16))
-        used = "this script's is used, as no checkpoint holds functions"
+        used = "this script's is used, as no checkpoint holds it"
         assert f"scheduler total: 16 here, 12 in the saved run; {used}" in notes_of(report)
         assert rates[1:] == whole[2:]  # the first one was computed at the end of the saved run
         report, _ = train(folder, 5, named(16))
         assert notes_of(report) == []
+
+
+def by_default(total: int) -> Schedule:
+    return lambda o: schedules.LambdaLR(o, lambda count, total=total: 1 - count / total)
+
+
+def by_list(total: int) -> Schedule:
+    ends = [4, total]
+    return lambda o: schedules.LambdaLR(o, lambda count: 0.5 ** sum(count >= end for end in ends))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(by_default, "total: 16 here, 12 in"), (by_list, "ends: [4, 16] here, [4, 12] in")],
+)
+def test_numbers_in_defaults_and_lists_are_compared(make: Any, words: str, tmp_path: Path) -> None:
+    train(tmp_path, 1, make(12))
+    assert words in " ".join(notes_of(train(tmp_path, 2, make(16))[0]))
+    assert notes_of(train(tmp_path, 3, make(16))[0]) == []
 
 
 class Falling:
@@ -438,22 +457,41 @@ class Unsaved(Average):
         self.updates = state["updates"]
 
 
-def test_arguments_that_no_state_holds_are_the_scripts_without_a_word(tmp_path: Path) -> None:
-    def run(decay: float, settings: Any = "saved") -> anyrank.ResumeReport | None:
-        average = Unsaved(decay)
+class Shadow(nn.Module):
+    """An average that is a module, as timm's, whose decay is no entry of its state."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.module, self.decay = nn.Linear(2, 1), decay
+
+
+def averaged(decay: float) -> nn.Module:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    return AveragedModel(nn.Linear(2, 1), multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+
+@pytest.mark.parametrize("make", [Unsaved, Shadow, averaged])
+def test_a_decay_that_no_state_holds_is_the_scripts_and_named(make: Any, tmp_path: Path) -> None:
+    def run(decay: float, settings: Any) -> anyrank.ResumeReport | None:
+        average = make(decay)
         state = anyrank.TrainState(nn.Linear(2, 1), ema=average)
         with anyrank.Checkpoints(tmp_path, state) as ckpts:
             report = ckpts.resume(settings=settings)
             ckpts.step_done()
-        assert average.decay == decay
+        assert getattr(average, "decay", decay) == decay
         return report
 
-    run(0.5)
-    for decay in (0.5, 0.75):
-        report = run(decay, "script")
-        assert notes_of(report) == []
-        assert report is not None
-        assert report.components["ema"] == "exact"
+    run(0.5, "saved")
+    note = (
+        "ema decay: {} here, {} in the saved run; this script's is used, as no checkpoint holds it"
+    )
+    for settings in ("saved", "script"):
+        for decay, before in ((0.5, 0.5), (0.75, 0.5), (0.75, 0.75), (0.5, 0.75)):
+            report = run(decay, settings)
+            assert notes_of(report) == [note.format(decay, before)] * (decay != before)
+            assert report is not None
+            assert report.components["ema"] == "exact"
 
 
 def unfrozen(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -24,7 +24,10 @@ from anyrank.state.wrappers import innermost
 Settings = Literal["saved", "script"]
 
 NOT_SETTINGS = ("params", "param_names", *IMPLEMENTATION)
-FUNCTIONS = "functions"  # what the functions of a schedule are made with: no checkpoint has it
+FUNCTIONS = "functions"  # what no checkpoint has: what a schedule's functions are made with, decays
+DECAYS = ("decay", "beta")  # of averaged weights: timm's, ema_pytorch's
+AVERAGES = ("avg_fn", "multi_avg_fn")  # functions of torch's AveragedModel
+MOST_NUMBERS = 64  # of a list that is compared
 
 
 class ScriptSettings:
@@ -54,6 +57,10 @@ class ScriptSettings:
             restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
             # An empty table says that the part brings no setting back: then none is to be taken.
             kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
+            if FUNCTIONS in initial and not is_whole:
+                rows = cast("list[dict[str, Any]]", initial[FUNCTIONS])
+                unsaved = [{k: row[k] for k in row if k not in restored} for row in rows]
+                kept[name][FUNCTIONS] = unsaved
         return kept
 
 
@@ -66,8 +73,10 @@ def _initial(part: Any) -> Any:
             {k: _detached(v) for k, v in group.items() if k not in NOT_SETTINGS}
             for group in part.param_groups
         ]
+    averaging = _averaging(part)
+    unsaved = {FUNCTIONS: averaging} if any(averaging) else {}
     if isinstance(part, torch.nn.Module):
-        return None
+        return unsaved or None
     if is_schedule(part):
         try:
             initial = copy.deepcopy(part.state_dict())
@@ -78,7 +87,15 @@ def _initial(part: Any) -> Any:
     names = inspect.signature(type(part)).parameters if _has_signature(type(part)) else ()
     values = vars(part) if hasattr(part, "__dict__") else {}
     plain_values = {name: values[name] for name in names if name in values}
-    return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} or None
+    return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} | unsaved or None
+
+
+def _averaging(part: Any) -> list[dict[str, Any]]:
+    """How a part averages weights, which is seldom an entry of its state."""
+    values = vars(part) if hasattr(part, "__dict__") else {}
+    decays = _numbers({name: values[name] for name in DECAYS if name in values})
+    functions = (function for name in AVERAGES if callable(function := values.get(name)))
+    return [decays, *(_constants(function) for function in functions)]
 
 
 def is_schedule(part: Any) -> bool:
@@ -113,16 +130,30 @@ def functions_of(schedule: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _constants(function: Any) -> dict[str, Any]:
-    """The numbers that a function is made with: a partial's arguments, variables around it."""
+    """The numbers that a function is made with: a partial's arguments, defaults, variables around
+    it.
+    """
     if isinstance(function, functools.partial):
         inner: Any = function.func
         arguments = {f"argument {n}": value for n, value in enumerate(function.args)}
         return {**_constants(inner), **_numbers({**arguments, **function.keywords})}
+    function = inspect.unwrap(function)  # of decorators, as torch.no_grad()
     if not inspect.isfunction(function):
         return {}  # an object, whose attributes are in the schedule's state_dict()
     around = inspect.getclosurevars(function)
-    return _numbers({**around.globals, **around.nonlocals})
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return _numbers({**around.globals, **around.nonlocals, **defaults})
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if isinstance(value, int | float)}
+    """The numbers among values, and the short lists of them."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, int | float):
+            kept[key] = value
+        elif isinstance(value, list | tuple):
+            items = cast("Sequence[Any]", value)
+            if len(items) <= MOST_NUMBERS and all(isinstance(item, int | float) for item in items):
+                kept[key] = [*items]
+    return kept

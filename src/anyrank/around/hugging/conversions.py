@@ -21,7 +21,7 @@ from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.model.dialects import Case, Dialect, ModelMatch, Renamer
-from anyrank.model.tensors import ModelTensor, in_state_dict
+from anyrank.model.tensors import ModelTensor, NamedModule, in_state_dict
 from anyrank.model.wrappers import plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
@@ -31,6 +31,8 @@ from anyrank.wording import listed
 # Formats that transformers writes, always in its file naming, by their names in FORMATS. Others may
 # hold live names as well.
 FILE_NAMED = ("safetensors",)
+# Buffers that are no longer saved; transformers ignores them in files of any model that has some.
+OLD_BUFFERS = (r"rotary_emb\.inv_freq", "position_ids")
 CODE = {
     "conversion_mapping": ("get_model_conversion_mapping",),
     "core_model_loading": (
@@ -49,7 +51,7 @@ class ConvertedNames(Dialect):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.inner = pretrained(case.model)
-        self.is_declared = _declared_ignorable(self.inner)
+        self.ignorable = _ignorable(case)
         self.prefix = getattr(self.inner, "base_model_prefix", "")
 
     def names(self, listing: Listing, rename: Renamer) -> tuple[Listing, Renamer]:
@@ -57,8 +59,14 @@ class ConvertedNames(Dialect):
         return converted(self.inner, self.case.tensors, listing, rename)
 
     def needs_no_tensor(self, key: str, name: str) -> bool:
-        """Whether the model declares that a key can be ignored, or makes the buffer by itself."""
-        return self.is_declared(key) or f"{self.prefix}.{name}" in self.case.derived
+        """Whether transformers ignores a key of this model, or makes the buffer by itself."""
+        if f"{self.prefix}.{name}" in self.case.derived:
+            return True
+        return any(
+            other.startswith(start) and pattern.search(other[len(start) :]) is not None
+            for start, pattern in self.ignorable
+            for other in candidates(name)
+        )
 
     def problems(self, match: ModelMatch) -> list[str]:
         """Missing tensors that the model declares tied, and that are not: `to_empty` unties."""
@@ -132,10 +140,24 @@ def _fits_as_it_is(
     return all(not filled.isdisjoint(target.flat_names()) for target in loadable)
 
 
-def _declared_ignorable(inner: Any) -> Callable[[str], bool]:
-    """Whether a transformers model declares that a key of its checkpoints can be ignored."""
-    patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return lambda key: any(re.search(pattern, key) for pattern in patterns)
+def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
+    """Names of transformers models in a model -> the keys below that transformers ignores."""
+    kind: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    rules: list[tuple[str, re.Pattern[str]]] = []
+    for owner in case.modules:
+        if not isinstance(owner.module, kind):
+            continue
+        patterns = [*(getattr(owner.module, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        # Older files hold these buffers, also where other modules had them.
+        patterns += [rf"(^|\.){buffer}$" for buffer in OLD_BUFFERS if _has_buffer(owner, buffer)]
+        if patterns:
+            start = f"{owner.name}." if owner.name else ""
+            rules.append((start, re.compile("|".join(f"({pattern})" for pattern in patterns))))
+    return rules
+
+
+def _has_buffer(owner: NamedModule, end: str) -> bool:
+    return any(re.search(rf"(^|\.){end}$", name) for name, _ in owner.module.named_buffers())
 
 
 def pretrained(model: nn.Module) -> Any:

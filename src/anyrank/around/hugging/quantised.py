@@ -22,6 +22,8 @@ BLOCK = (128, 128)  # DeepSeek's, where no configuration says otherwise
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
 # What the name of an 8-bit weight's scale has in it, in whichever tool.
 SCALE_WORDS = re.compile(r"scale|amax|absmax|scb|quant|zero_point", re.IGNORECASE)
+# Scales that are parameters of a model (CLIP, ConvNeXt), and no part of another tensor.
+OWN_SCALES = re.compile(r"(?:^|[._])(?:logit|layer|residual)_?scale", re.IGNORECASE)
 SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 
 # The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
@@ -279,7 +281,7 @@ def scales_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
         # Of a file that was cast to FP8 as a whole, parameters with such names are small too.
         if is_small(stored.dtype) and stored.dtype != torch.float8_e8m0fnu:
             continue
-        if SCALE_WORDS.search(stored.name) is None:  # most
+        if SCALE_WORDS.search(stored.name) is None or OWN_SCALES.search(stored.name):  # most
             continue
         parts = stored.name.split(".")
         for depth in range(1, min(len(parts), SCALE_DEPTH) + 1):

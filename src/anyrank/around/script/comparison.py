@@ -75,7 +75,7 @@ class Comparison:
             table = cast("dict[str, Any]", before)
             current = cast("dict[str, Any]", now)
             self._changes += [Change(part, *row) for row in differences(current, table)]
-            # No checkpoint holds functions, so those of the script are the ones that are used.
+            # No checkpoint holds these, so those of the script are the ones that are used.
             self._kept[part] = (
                 {**table, FUNCTIONS: current[FUNCTIONS]} if FUNCTIONS in current else table
             )
@@ -153,8 +153,8 @@ def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
         alike.setdefault(row, []).append(change)
     notes: list[str] = []
     for (part, key, value, saved), rows in alike.items():
-        is_function = key.startswith(FUNCTIONS)
-        how = "this script's is used, as no checkpoint holds functions" if is_function else used
+        is_unsaved = key.startswith(FUNCTIONS)
+        how = "this script's is used, as no checkpoint holds it" if is_unsaved else used
         where = f"{part} {key.removeprefix(f'{FUNCTIONS}.')}"
         if len(rows) < rows[0].groups:  # then they are not all of the optimizer's
             numbers = ", ".join(str(change.group) for change in rows[:SHOWN_GROUPS])

@@ -63,7 +63,7 @@ def take(
             if is_replayed(thing):
                 schedules.setdefault(optimizer_of(thing), {})[part] = thing
                 moved |= {id(optimizer_of(thing))} if changed else set()
-            elif changed:
+            elif changed := changed - {FUNCTIONS}:
                 _take_values(part, thing, {key: initial[key] for key in changed})
         changed_parts += [part] if changed else []
     for optimizer, of_optimizer in schedules.items():
