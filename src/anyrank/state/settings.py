@@ -8,9 +8,8 @@ changed since. So a save keeps what the script gave before anything was filled; 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -25,9 +24,9 @@ Settings = Literal["saved", "script"]
 
 NOT_SETTINGS = ("params", "param_names", *IMPLEMENTATION)
 FUNCTIONS = "functions"  # what no checkpoint has: what a schedule's functions are made with, decays
+RATE_FUNCTIONS = ("lr_lambdas",)
 DECAYS = ("decay", "beta")  # of averaged weights: timm's, ema_pytorch's
-AVERAGES = ("avg_fn", "multi_avg_fn")  # functions of torch's AveragedModel
-MOST_NUMBERS = 64  # of a list that is compared
+AVERAGES = (*DECAYS, "avg_fn", "multi_avg_fn")  # and the functions of torch's AveragedModel
 
 
 class ScriptSettings:
@@ -73,8 +72,7 @@ def _initial(part: Any) -> Any:
             {k: _detached(v) for k, v in group.items() if k not in NOT_SETTINGS}
             for group in part.param_groups
         ]
-    averaging = _averaging(part)
-    unsaved = {FUNCTIONS: averaging} if any(averaging) else {}
+    unsaved = _unsaved(part, RATE_FUNCTIONS if is_schedule(part) else AVERAGES)
     if isinstance(part, torch.nn.Module):
         return unsaved or None
     if is_schedule(part):
@@ -82,20 +80,21 @@ def _initial(part: Any) -> Any:
             initial = copy.deepcopy(part.state_dict())
         except Exception:  # of the user's code, which the save will raise
             return None
-        functions = [_constants(function) for function in functions_of(part)]
-        return {**initial, FUNCTIONS: functions} if any(functions) else initial
+        return {**initial, **unsaved}
     names = inspect.signature(type(part)).parameters if _has_signature(type(part)) else ()
     values = vars(part) if hasattr(part, "__dict__") else {}
     plain_values = {name: values[name] for name in names if name in values}
     return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} | unsaved or None
 
 
-def _averaging(part: Any) -> list[dict[str, Any]]:
-    """How a part averages weights, which is seldom an entry of its state."""
-    values = vars(part) if hasattr(part, "__dict__") else {}
-    decays = _numbers({name: values[name] for name in DECAYS if name in values})
-    functions = (function for name in AVERAGES if callable(function := values.get(name)))
-    return [decays, *(_constants(function) for function in functions)]
+def _unsaved(part: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What a part is made with that is no entry of its state."""
+    if not hasattr(part, "__dict__") or vars(part).keys().isdisjoint(names):
+        return {}
+    from anyrank.around.script.unsaved import numbers_of  # a door: see test_house
+
+    numbers = [row for name in names for row in numbers_of(name, vars(part).get(name))]
+    return {FUNCTIONS: numbers} if any(numbers) else {}
 
 
 def is_schedule(part: Any) -> bool:
@@ -121,39 +120,3 @@ def _has_signature(kind: type) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def functions_of(schedule: Any) -> Iterator[Callable[..., Any]]:
-    """The functions of a LambdaLR or MultiplicativeLR, in their order."""
-    functions = getattr(schedule, "lr_lambdas", None)
-    yield from (f for f in functions if callable(f)) if isinstance(functions, list) else ()
-
-
-def _constants(function: Any) -> dict[str, Any]:
-    """The numbers that a function is made with: a partial's arguments, defaults, variables around
-    it.
-    """
-    if isinstance(function, functools.partial):
-        inner: Any = function.func
-        arguments = {f"argument {n}": value for n, value in enumerate(function.args)}
-        return {**_constants(inner), **_numbers({**arguments, **function.keywords})}
-    function = inspect.unwrap(function)  # of decorators, as torch.no_grad()
-    if not inspect.isfunction(function):
-        return {}  # an object, whose attributes are in the schedule's state_dict()
-    around = inspect.getclosurevars(function)
-    parameters = inspect.signature(function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return _numbers({**around.globals, **around.nonlocals, **defaults})
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among values, and the short lists of them."""
-    kept: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, int | float):
-            kept[key] = value
-        elif isinstance(value, list | tuple):
-            items = cast("Sequence[Any]", value)
-            if len(items) <= MOST_NUMBERS and all(isinstance(item, int | float) for item in items):
-                kept[key] = [*items]
-    return kept

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anyrank.around.script.differences import RATES, changed_keys, raw_changes
+from anyrank.around.script.unsaved import functions_of
 from anyrank.errors import CheckpointError
 from anyrank.state.plain_values import as_json, plain
 from anyrank.state.settings import (
     FUNCTIONS,
     ScriptSettings,
-    functions_of,
     is_schedule,
     optimizer_of,
 )
