@@ -96,7 +96,7 @@ SEAM = {
     "state.part_types": "Matched PartState StoredStep listed misfits",
     "state.plain_values": "as_json plain",
     "state.report": "Outcome ResumeReport SavedOn",
-    "state.settings": "FUNCTIONS ScriptSettings Settings functions_of is_schedule optimizer_of",
+    "state.settings": "FUNCTIONS ScriptSettings Settings is_schedule optimizer_of",
     "state.stateful": """
         BY_GROUP attribute_tensors has_own_methods match_stateful save_stateful tensors_now
     """,
