@@ -337,6 +337,21 @@ def test_8_bit_weights_are_refused_where_nobody_uses_their_scales(
         anyrank.load(two_layers(), wrapped, unexpected="ignore", rename={"net": ""})
 
 
+@pytest.mark.parametrize("config", [None, {"quant_method": "compressed-tensors"}])
+def test_a_frozen_part_is_refused_8_bit_weights_without_their_scales_as_well(
+    config: dict[str, object] | None, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "part", small_weights("weight_scale"), config)
+    with anyrank.meta():
+        model = nn.ModuleDict({"part": anyrank.freeze(two_layers(), source=folder)})
+        model["rest"] = nn.Linear(2, 2)
+    plain = {"rest.weight": torch.ones(2, 2), "rest.bias": torch.ones(2)}
+    what = "is quantised by compressed" if config else r"weight: is torch\.float8_e4m3fn"
+    for call in (anyrank.plan, anyrank.load):
+        with pytest.raises(anyrank.LoadError, match=what):
+            call(model, plain)
+
+
 def test_a_block_scale_that_is_lost_is_missed_without_a_configuration(tmp_path: Path) -> None:
     file = small_weights("weight_scale_inv", ("1.",))
     with pytest.raises(anyrank.LoadError, match=r"1\.weight: is .* without the scale that other"):

@@ -180,9 +180,12 @@ class Dialect:
 
 
 def _has_small_numbers(case: Case) -> bool:
-    """Whether the source or its config.json may be quantised: what is read stores 8-bit numbers."""
-    tensors = case.source.tensors.values()
-    return bool(case.source.quantisation) or any(t.dtype.itemsize == 1 for t in tensors)
+    """Whether the source, or one of a frozen part, may be quantised, by its config.json or because
+    it stores 8-bit numbers."""
+    return any(
+        source.quantisation or any(t.dtype.itemsize == 1 for t in source.tensors.values())
+        for source in (case.source, *case.parts.values())
+    )
 
 
 def _has_frozen_parts(case: Case) -> bool:
