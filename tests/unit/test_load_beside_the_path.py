@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard
 
 import anyrank
 
@@ -463,3 +464,27 @@ def test_a_graph_from_before_a_load_is_not_run_backwards(tmp_path: Path) -> None
     anyrank.load(model, tmp_path / "w.pt")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def released() -> torch.Tensor:
+    """A tensor whose memory is given back, as colocated trainers do: to touch it is a SIGSEGV."""
+    tensor = torch.ones(1 << 20)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("end", ["model", "dict", "dst", "src", "part"])
+def test_released_memory_is_an_error_before_it_is_touched(end: str) -> None:
+    tensor = {"w": released()}
+    model = nn.Module()
+    model.w = nn.Parameter(released())
+    whole = {"w": torch.ones(1 << 20)}
+    calls = {
+        "model": lambda: anyrank.load(model, whole),
+        "dict": lambda: anyrank.load(model, tensor),
+        "dst": lambda: anyrank.sync(tensor, whole),
+        "src": lambda: anyrank.sync(whole, tensor),
+        "part": lambda: anyrank.load(model, whole, layout={"w": ([0], [Shard(0)])}),
+    }
+    with pytest.raises(anyrank.LoadError, match="w: its memory was released"):
+        calls[end]()

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from anyrank.errors import LoadError
 from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.box import Box
-from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.sharded_tensor import ShardedTensor, is_released
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
@@ -20,6 +20,8 @@ from anyrank.wording import first_few
 def unwritable(target: ModelTensor) -> str | None:
     """Why the elements of a real tensor cannot be written to."""
     tensor = target.tensor
+    if not target.is_dtensor and is_released(tensor):
+        return f"{target.name}: its memory was released (untyped_storage().resize_): load before"
     if target.is_meta or target.layout is not None:
         return None
     if tensor.is_inference():

@@ -8,6 +8,7 @@ import torch
 
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
+from anyrank.tensors.sharded_tensor import is_released
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -32,11 +33,7 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     Raises:
         CheckpointError: the tensor's storage does not hold its elements.
     """
-    if not tensor.numel() or tensor.is_meta:
-        return
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    if tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+    if is_released(tensor):
         raise CheckpointError(
             f"{name}: its memory was released (untyped_storage().resize_), and there is nothing "
             "to save: release it after the save; with background=True, after wait()"

@@ -90,6 +90,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_released(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's storage lacks its elements: to touch them ends the process."""
+    if not tensor.numel() or tensor.is_meta:
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Coordinates:
     """One rank's mesh coordinates: distinct ones, and which of them each tensor has."""

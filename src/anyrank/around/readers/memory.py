@@ -12,6 +12,7 @@ from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
+from anyrank.tensors.sharded_tensor import is_released
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 
@@ -59,6 +60,8 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 f"{value.device} has no bytes that anyrank can read here: give plain tensors; a "
                 "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
             )
+        if is_released(value):
+            raise LoadError(f"{key}: its memory was released (untyped_storage().resize_)")
         shape = tuple(value.shape)
         memory = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
         if memory in first and value.numel():  # tied

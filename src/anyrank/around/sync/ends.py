@@ -24,7 +24,7 @@ from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import is_trained_copy
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_released
 from anyrank.world.device import name_device
 from anyrank.world.ranks import Ranks
 
@@ -242,7 +242,7 @@ def check_values(end: End) -> None:
     """Refuse a source that has no values to send.
 
     Raises:
-        LoadError: tensors on meta.
+        LoadError: tensors on meta, or whose memory was released.
     """
     wanted = [row for row in end.rows if row.kind != "derived"]
     on_meta = [n for n, row in enumerate(end.rows) if row.is_meta and row.kind != "derived"]
@@ -252,6 +252,11 @@ def check_values(end: End) -> None:
             f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
             "load or materialize it first"
         )
+    for tensor in end.tensors:
+        if tensor.kind != "derived" and not tensor.is_dtensor and is_released(tensor.tensor):
+            raise LoadError(
+                f"{tensor.name}: its memory was released (untyped_storage().resize_): sync before"
+            )
 
 
 def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
