@@ -102,12 +102,16 @@ def test_a_report_says_how_many_steps_are_done_again(tmp_path: Path) -> None:
     assert "up to 14 steps since then done again" in report.in_a_line()
 
 
-def test_a_run_without_a_save_leaves_no_log(tmp_path: Path) -> None:
+def test_a_run_without_a_save_leaves_no_log_and_no_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(2, 2)
+    caplog.set_level("INFO", "anyrank.resume")
     ckpts = anyrank.Checkpoints(tmp_path, anyrank.TrainState(model))
     ckpts.step_done()
     ckpts.close()
     assert not (tmp_path / "log.jsonl").exists()
+    assert caplog.messages == []
     assert sum_up(read_log(str(tmp_path))) is None
 
 

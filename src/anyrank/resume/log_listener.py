@@ -112,7 +112,9 @@ class LogListener(RunListener):
         if self._writes and log.isEnabledFor(logging.INFO):
             from anyrank.around.inspection.run_time import sum_up
 
-            log.info("%s: %s", self._folder.path, sum_up(read_log(self._folder.absolute_path)))
+            run_time = sum_up(read_log(self._folder.absolute_path))
+            if run_time is not None:  # a run that was never saved has no log
+                log.info("%s: %s", self._folder.path, run_time)
 
     def _since_last(self) -> float:
         return time.monotonic() - self._last
