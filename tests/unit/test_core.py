@@ -177,7 +177,7 @@ anyrank.load(model, dict(weight=saved.weight), missing="init")""",
     "stripe": (TWO_RANKS % "strategy='stripe'", {"sharing"}),
     "a frozen part": (
         "anyrank.freeze(model); anyrank.load(model, path + '.safetensors')",
-        {"frozen"},
+        {"frozen", "readers"},  # whose files are joined with the model's
     ),
     "a layout": (
         """
@@ -191,7 +191,7 @@ torch.nn.init.ones_(saved.weight)
 small = dict(weight=saved.weight.to(torch.float8_e4m3fn), weight_scale_inv=torch.ones(1, 1))
 save_file(saved.state_dict() | small, path + ".safetensors")
 anyrank.load(model, path + ".safetensors")""",
-        {"hugging", "readers"},
+        {"hugging", "tables"},
     ),
     "with transformers": (
         """
