@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import ntpath
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -488,3 +490,13 @@ def test_released_memory_is_an_error_before_it_is_touched(end: str) -> None:
     }
     with pytest.raises(anyrank.LoadError, match="w: its memory was released"):
         calls[end]()
+
+
+@pytest.mark.parametrize("half", [None, ModuleType("half imported")], ids=["blocked", "half"])
+def test_a_load_needs_no_transformers_that_is_blocked_or_half_imported(
+    half: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", half)  # by another thread
+    model = nn.Linear(2, 2)
+    anyrank.load(model, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    assert torch.equal(model.weight, torch.ones(2, 2))

@@ -142,10 +142,10 @@ def _fits_as_it_is(
 
 def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
     """Names of transformers models in a model -> the keys below that transformers ignores."""
-    kind: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    kind = _model_class()
     rules: list[tuple[str, re.Pattern[str]]] = []
     for owner in case.modules:
-        if not isinstance(owner.module, kind):
+        if kind is None or not isinstance(owner.module, kind):
             continue
         patterns = [*(getattr(owner.module, "_keys_to_ignore_on_load_unexpected", None) or ())]
         # Older files hold these buffers, also where other modules had them.
@@ -162,11 +162,11 @@ def _has_buffer(owner: NamedModule, end: str) -> bool:
 
 def pretrained(model: nn.Module) -> Any:
     """The transformers model inside the wrappers, as its class was before FSDP2 changed it."""
-    transformers: Any = sys.modules.get("transformers.modeling_utils")
-    if transformers is None:
+    kind = _model_class()
+    if kind is None:
         return None
     for _ in range(8):
-        if isinstance(model, transformers.PreTrainedModel):
+        if isinstance(model, kind):
             return model
         names = ("module", "_orig_mod", "base_model", "model")
         children = (dict(model.named_children()).get(name) for name in names)
@@ -175,6 +175,13 @@ def pretrained(model: nn.Module) -> Any:
             return None
         model = inner
     return None
+
+
+def _model_class() -> type[nn.Module] | None:
+    """The class of transformers models; None where nobody can have one: the import of transformers
+    is blocked, or another thread is still at it.
+    """
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 def conversion_code() -> Any:
