@@ -16,13 +16,14 @@ class OfferedStep(ABC):
 
     Attributes:
         step, run: of its manifest.
-        path: for messages.
+        path, what: for messages.
         holder: global rank that can examine it.
     """
 
     step: int
     run: str
     path: str
+    what: str
     holder: int
 
     @abstractmethod

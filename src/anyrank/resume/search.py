@@ -152,7 +152,7 @@ class StepSearch:
         try:
             self.folder.check_run(offer.run)
         except CheckpointError as error:
-            log.warning("%s: is not resumed: %s", offer.path, error)
+            log.warning("%s: %s is not used: %s", offer.path, offer.what, error)
             return False
         return True
 

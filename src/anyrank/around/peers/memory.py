@@ -57,6 +57,7 @@ class PeerSnapshot(OfferedStep):
     holder: int
     sizes: dict[str, int]
     machines: dict[str, list[int]]
+    what: str = "a snapshot in memory"
 
     @property
     def name(self) -> str:
