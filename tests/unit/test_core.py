@@ -36,7 +36,7 @@ BUDGETS = {
     "around/peers": 400,
     "around/peft": 430,
     "around/readers": 1635,
-    "around/remote": 180,
+    "around/remote": 190,
     "around/script": 575,
     "around/sharing": 1390,
     "around/streams": 2400,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -61,7 +61,7 @@ def idle_entries(
         return []
     # A list of regexes may be one for files of several kinds; where none is for this file, it is
     # mistyped as a dict's name is.
-    is_for_source = not isinstance(rename, Mapping) and len(idle) < len(rename or ())
+    is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
     tables = [] if is_for_source else _alternatives(source, chosen)
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
