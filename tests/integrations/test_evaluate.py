@@ -25,15 +25,15 @@ def from_page(name: str) -> Any:
     }
     module = ModuleType(name)
     with pytest.MonkeyPatch.context() as patch:
-        if name != "evaluate":
-            patch.setitem(sys.modules, "evaluate", from_page("evaluate"))
+        if name != "evaluation":
+            patch.setitem(sys.modules, "evaluation", from_page("evaluation"))
         block = blocks[f"{name}.py"]
         exec(compile(block.source, block.place, "exec"), vars(module))  # noqa: S102 - our own page
     return module
 
 
 def recipe() -> Callable[..., float]:
-    return from_page("evaluate").evaluate
+    return from_page("evaluation").evaluate
 
 
 def points(count: int = 83) -> list[tuple[torch.Tensor, torch.Tensor]]:

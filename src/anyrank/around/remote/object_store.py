@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from anyrank import faults
-from anyrank.errors import LoadError
 from anyrank.files.listing import FileInfo
 
 PART_BYTES = 32 << 20  # of an object, sent in one request; S3 takes 10,000 of them
@@ -106,8 +105,8 @@ class RemoteStorage:
 
         try:
             self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
-        except ImportError as error:  # of the package that knows the protocol, by its name
-            raise LoadError(f"{url}: cannot be read: {error}") from error
+        except ImportError as error:  # which names the package that knows the protocol
+            raise ImportError(f"{url}: {error}") from error
 
     def find(self, path: str) -> FileInfo | None:
         """An object, if there is one: None only when the storage says that there is none."""
