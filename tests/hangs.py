@@ -6,13 +6,7 @@ The line at which the culprit stands is marked `# HERE`.
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
-from contextvars import ContextVar
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
 
 PRELUDE = """
 import ctypes, datetime, os, pathlib, queue, signal, sys, threading, time
@@ -441,29 +435,3 @@ for number in range(3):
         has_line=False,
     ),
 }
-
-
-def leave_a_busy_thread() -> None:
-    """Keep a thread of the default group, gloo's, in need of Python's lock for a second. All ranks.
-
-    A collective that a backward has started holds the context of that backward, and is freed by the
-    thread that ran it.
-    """
-    begun = threading.Event()
-
-    class Slow:
-        def __del__(self) -> None:
-            begun.set()
-            time.sleep(1)
-
-    slow: ContextVar[Slow | None] = ContextVar("slow", default=None)
-    slow.set(Slow())
-    leaf = torch.ones(1, requires_grad=True)
-
-    def reduce(_: torch.Tensor) -> None:
-        dist.all_reduce(torch.ones(10_000_000), async_op=True)
-
-    leaf.register_hook(reduce)
-    (leaf * 1).backward()
-    slow.set(None)
-    assert begun.wait(60)

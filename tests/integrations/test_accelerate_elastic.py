@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.hangs import leave_a_busy_thread
 from torch.utils.data import DataLoader, RandomSampler
 
 import anyrank
@@ -431,37 +428,3 @@ def test_what_accelerate_saved_begins_a_run(tmp_path: Path) -> None:
     torch.testing.assert_close(on.model.state_dict(), model.state_dict())
     assert on.scheduler.get_last_lr() == [0.02 * (1 - 1 / 20)]
     assert len([*steps(on, epochs=1)]) == 5
-
-
-def train_twice(folder: str) -> list[int]:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()  # which the pool keeps alive
-    steps: list[int] = []
-    for name in ("a", "b"):  # torch keeps the first group of a process
-        store = dist.FileStore(f"{folder}/{name}-store", 2)
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        fresh()
-        accelerator = anyrank.integrations.accelerate.Accelerator(
-            folder=f"{folder}/{name}", global_batch=4, cpu=True
-        )
-        net = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        data = DataLoader(torch.ones(8, 2), batch_size=2)
-        model, optimizer, data = accelerator.prepare(net, optimizer, data)
-        for batch in data:
-            accelerator.backward(model(batch).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        leave_a_busy_thread()
-        accelerator.end_training()
-        steps.append(accelerator.run.step)
-        accelerator.free_memory()
-        del accelerator, model, net, optimizer, data, batch
-        gc.collect()
-    return steps
-
-
-def test_a_model_may_outlive_end_training(tmp_path: Path) -> None:
-    assert run_ranks(2, train_twice, str(tmp_path), timeout=60) == [[2, 2]] * 2

@@ -50,7 +50,7 @@ BUDGETS = {
     "files": 1920,
     "filling": 1480,
     "formats": 1020,
-    "integrations": 3480,
+    "integrations": 3460,
     "memory": 3290,
     "model": 2080,
     "random_state": 500,

@@ -30,7 +30,7 @@ class LogLine:
         ranks: of the process group.
         loss: mean over the step's global batch, where the loop gives one.
         event: "start", "end", "error", or "" for a step.
-        redone_steps: of a start: steps that were done before, and are done again.
+        redone_steps: of a start: at most so many steps were done before, and are done again.
         steps_sec, saves_sec, restart_sec, waiting_sec: of this process so far, on the first rank.
     """
 

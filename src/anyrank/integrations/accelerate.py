@@ -17,7 +17,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -33,21 +32,6 @@ _Accelerator: Any = accelerate.Accelerator  # its own annotations are too loose 
 check_names("accelerate")
 
 OTHER_SHARDINGS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
-
-
-class _KeptGroup:
-    """Keeps the process group of a DDP model alive until the model's other attributes are freed.
-
-    end_training() destroys the group. DDP would then be the last to free it: it waits for the
-    group's threads and holds Python's lock, for which they may wait. An attribute that is set last
-    is freed last, and Python frees a group without the lock.
-    """
-
-    def __init__(self, group: Any = None) -> None:
-        self.group = group
-
-    def __reduce__(self) -> Any:
-        return _KeptGroup, ()  # a copy of the model has no group
 
 
 class Accelerator(_Accelerator):
@@ -144,9 +128,6 @@ class Accelerator(_Accelerator):
                 "anyrank.Checkpoints in a loop of your own"
             )
         prepared = super().prepare_model(model, *args, **kwargs)
-        if isinstance(prepared, DistributedDataParallel):
-            wrapped: Any = prepared
-            wrapped.kept_group = _KeptGroup(prepared.process_group)
         self._add_modules([prepared])
         return prepared
 

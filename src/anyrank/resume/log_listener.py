@@ -66,17 +66,16 @@ class LogListener(RunListener):
         """Note the end of a resume; the most steps that were done after it. The first rank."""
         self._restart_sec, self._last = self._since_last(), time.monotonic()
         lines = read_log(self._folder.absolute_path) if self._writes else ()
-        most = 0
         for last_line in collections.deque(lines, maxlen=1):
-            self._redone_steps = max(0, last_line.step - self._state.step)
             # A process that was killed has done steps since its last line, short of the next one.
             # One whose other ranks were killed writes a last line, mostly between two others.
-            is_last = last_line.event in (END, ERROR) or last_line.step % LINE_STEPS
-            unknown = 0 if is_last and last_line.event != START else LINE_STEPS - 1
-            most = max(0, last_line.step + unknown - self._state.step)
+            since_line = last_line.step % LINE_STEPS
+            is_last = last_line.event in (END, ERROR) or (since_line and last_line.event != START)
+            unknown = 0 if is_last else LINE_STEPS - 1 - since_line
+            self._redone_steps = max(0, last_line.step + unknown - self._state.step)
             if last_line.event != END:
                 self._restart_sec = max(0.0, time.time() - last_line.time)
-        return most
+        return self._redone_steps
 
     def tell(self, number: int) -> tuple[float, float] | None:
         """Weighted sum and weight of this rank's losses, in a step with a line of the log."""

@@ -22,7 +22,7 @@ class RunTime:
         errors: starts that an exception of the first rank's own has ended.
         is_open: whether the last start has no end: the process runs, or was killed.
         steps: that were done, those that were done again counted twice.
-        redone_steps: at least so many were done again after a kill: the log has every tenth step.
+        redone_steps: at most so many were done again after kills: the log has every tenth step.
         steps_sec, saves_sec, restart_sec, waiting_sec: seconds on the first rank. A restart is from
             the last line of a process that was killed, else from the new one's first call, to the
             end of the resume.
@@ -46,13 +46,12 @@ class RunTime:
         ends = [count(self.kills, "kill")] if self.kills or not self.is_open else []
         ends += [count(self.errors, "error")] if self.errors else []
         ends += ["the last start runs or was killed"] if self.is_open else []
-        # A rank that is killed does not tell what it has done since its last line.
-        least = "at least " if self.kills or self.is_open else ""
+        most = "up to " if self.redone_steps else ""
         rank_counts = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
         return (
             f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
             f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
-            f"{self.waiting_sec:.1f} s; {least}{count(self.redone_steps, 'step')} done again, "
+            f"{self.waiting_sec:.1f} s; {most}{count(self.redone_steps, 'step')} done again, "
             f"{', '.join(ends)}; ranks {rank_counts}"
         )
 
