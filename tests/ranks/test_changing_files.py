@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,17 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import anyrank
+from anyrank import faults
+from anyrank.files.local import LocalFile
 from anyrank.testing import RanksFailed, run_ranks
 
 WIDTH = 32
 LAYERS = 4
+CUT_WIDTH = 512
+CUT_BYTES = 64 << 10
 
 
 def net() -> nn.Module:
@@ -90,6 +97,69 @@ def test_a_file_that_is_written_while_it_is_read_is_an_error_on_all_ranks(
         os.utime(name, (1, 1))  # so that no clock is too coarse for the second save
     names = run_ranks(2, job_changed, path, str(tmp_path), form, strategy, wrap)
     assert names == ["LoadError"] * 2
+
+
+def job_cut(path: str, kind: str, by_writer: bool) -> str:
+    """A thread stands for another process that cuts the file off in the middle of a load."""
+    cuts: list[threading.Thread] = []
+    writer = os.open(path, os.O_RDWR) if by_writer else None  # which has it open since before
+
+    def then_cut(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = method(*args)
+            if result is not None and not cuts:
+                cuts.append(threading.Thread(target=os.truncate, args=(path, CUT_BYTES)))
+                cuts[0].start()
+                cuts[0].join(0.2)  # it is done at once, or waits for the end of the copy
+            return result
+
+        return call
+
+    model: Any = nn.Linear(CUT_WIDTH, CUT_WIDTH, bias=False)
+    if kind == "cast":
+        model = model.double()
+    if torch.distributed.get_world_size() > 1 and kind != "whole":
+        dim = int(kind == "columns")
+        model = fully_shard(model, shard_placement_fn=lambda parameter: Shard(dim))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def at_open() -> None:  # the headers have been read
+            for name in ("mapped", "readv"):
+                patch.setattr(LocalFile, name, then_cut(getattr(LocalFile, name)))
+
+        patch.setitem(faults.armed, "load.open", at_open)
+        found = ""
+        try:
+            anyrank.load(model, path)
+        except anyrank.LoadError as error:
+            found = str(error)
+    if found:
+        assert re.search("truncated or was changed|changed while it was", found)
+    else:  # who would cut the file has waited until all was read
+        assert not by_writer
+        assert all(bool((p == 1).all()) for p in model.parameters())
+    cuts[0].join()
+    if writer is not None:
+        os.close(writer)
+    return "went on"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("by_writer", [False, True])
+@pytest.mark.parametrize("kind", ["rows", "columns", "view", "whole", "cast"])
+def test_a_file_that_is_cut_off_in_the_middle_of_a_load_ends_no_rank(
+    kind: str, by_writer: bool, ranks: int, tmp_path: Path
+) -> None:
+    both = torch.ones(CUT_WIDTH, 2 * CUT_WIDTH)
+    weight = both[:, CUT_WIDTH:]
+    if kind == "view":  # columns for all ranks
+        path = tmp_path / "w.pt"
+        torch.save({"weight": weight}, path)
+    else:
+        path = tmp_path / "w.safetensors"
+        save_file({"weight": weight.contiguous()}, path)
+    assert run_ranks(ranks, job_cut, str(path), kind, by_writer) == ["went on"] * ranks
 
 
 def test_a_conversion_of_a_file_that_changes_leaves_nothing(

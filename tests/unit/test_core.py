@@ -47,7 +47,7 @@ BUDGETS = {
     "around/workers": 80,
     "cli": 1290,
     "data": 570,
-    "files": 1920,
+    "files": 1960,
     "filling": 1480,
     "formats": 1020,
     "integrations": 3460,
@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_600
+CORE_LINES = 18_640
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

@@ -291,9 +291,16 @@ class _Worker:
         """Read one batch of a file, and put its staged blocks where they belong."""
         number, batch = item
         faults.point("load.read")
-        if batch[0].is_mapped:
-            self._take_mapped(number, batch[0])
-            return
+        job = batch[0].mapped
+        if job is None:
+            self._read(number, batch)
+        elif not self._copy_mapped(number, batch[0], job.read.nbytes):
+            slot, most = self.slot, MAX_DIRECT_BYTES
+            for part in batches_of(segments_of([job], slot, most), slot, most):
+                self._read(number, part)
+
+    def _read(self, number: int, batch: list[Segment]) -> None:
+        """Read a batch in one call, through a slot where it does not go straight."""
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
         if sums is not None:
@@ -326,19 +333,15 @@ class _Worker:
         self._unstage(staged, slot)
         self.reader.count(high - low, self.reader.listing.files[number].computed)
 
-    def _take_mapped(self, number: int, segment: Segment) -> None:
-        """Copy a segment out of a mapping of the file, which ends with it, or of what was read."""
-        assert segment.dtype is not None
-        assert segment.destination is not None
+    def _copy_mapped(self, number: int, segment: Segment, nbytes: int) -> bool:
+        """Copy a segment out of a mapping of the file, which ends with it; whether there is one."""
         file = self.reader.opened[number]
         data = file.mapped(segment.start, segment.stop) if isinstance(file, LocalFile) else None
-        nbytes = segment.destination.numel() * segment.dtype.itemsize
         if data is None:
-            nbytes = segment.stop - segment.start
-            data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            read_exactly(file, [memory_of(data)], segment.start)
+            return False
         _unstage(segment, data)
         self.reader.count(nbytes)
+        return True
 
     def _unstage(self, staged: Sequence[tuple[Segment, int]], slot: _Slot) -> None:
         """Put staged bytes where they belong; the slot is busy until all are there."""

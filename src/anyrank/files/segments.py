@@ -48,7 +48,7 @@ class Segment:
     Attributes:
         dtype, strides: of the elements in the staged bytes.
         destination: where these go, of any layout and dtype.
-        is_mapped: whether the elements are copied out of a mapping of the file.
+        mapped: where the elements are copied out of a mapping of the file, what is filled.
     """
 
     start: int
@@ -57,11 +57,11 @@ class Segment:
     dtype: torch.dtype | None = None
     strides: tuple[int, ...] = ()
     destination: torch.Tensor | None = None
-    is_mapped: bool = False
+    mapped: Job | None = None
 
 
 def segments_of(
-    jobs: Sequence[Job], slot: int, most: int, *, by_block: bool, may_map: bool
+    jobs: Sequence[Job], slot: int, most: int, *, by_block: bool = False, may_map: bool = False
 ) -> list[Segment]:
     """Byte ranges of one file's jobs, sorted by offset.
 
@@ -98,8 +98,9 @@ def segments_of(
                 for small in cut_dense(block, slot) if block.dense else (block,):
                     # A short one is read along with its holes, in one call with its neighbours.
                     is_long = small.stop - small.start > min(GAP_BYTES, slot)
-                    is_mapped = maps and is_long and not block.dense
-                    staged = (None, dtype, small.strides, _part_of(job, small), is_mapped)
+                    inner = Job(small.read, _part_of(job, small))
+                    mapped = inner if maps and is_long and not block.dense else None
+                    staged = (None, dtype, small.strides, inner.destination, mapped)
                     segments.append(Segment(small.start, small.stop, *staged))
     segments.sort(key=lambda segment: segment.start)
     return segments
@@ -122,7 +123,7 @@ def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[li
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:
-        if segment.is_mapped:
+        if segment.mapped is not None:
             if batch:
                 yield batch
             yield [segment]
