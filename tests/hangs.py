@@ -419,6 +419,23 @@ for number in range(100):
     ),
 }
 
+# Messages, of which gloo's recorder has nothing but how many there were.
+MESSAGES = {
+    "a send that a rank leaves out": Hang(
+        1,
+        ("skipped",),
+        """
+for number in range(100):
+    step(x)
+    if rank == 0:
+        dist.recv(x, 1)
+    if rank == 1 and number != 5:
+        dist.send(x, 0)
+    dist.all_gather(parts, x)  # HERE
+""",
+    ),
+}
+
 # What `benchmarks/watch.py --device` runs: of both tables, and one of CUDA that is no hang.
 ON_DEVICE = {
     **{name: HANGS[name] for name in HANGS if "worker" not in name and "GIL" not in name},

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hangs import ASYNCHRONOUS, HANGS, PRELUDE, Hang, within_a_run
+from tests.hangs import ASYNCHRONOUS, HANGS, MESSAGES, PRELUDE, Hang, within_a_run
 from tests.scripts import TORCHRUN as TORCHELASTIC
 from tests.scripts import exit_code, fork, our_frames
 
@@ -33,6 +33,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 TOGETHER = {
     **HANGS,
     **ASYNCHRONOUS,
+    **MESSAGES,
     **{f"{name}, within a run": within_a_run(hang) for name, hang in HANGS.items()},
 }
 ANYRANK = ["-c", "import sys; from anyrank.cli import main; main(sys.argv[1:])"]

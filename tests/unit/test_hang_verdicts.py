@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +19,14 @@ import torch
 
 import anyrank
 from anyrank.watching import looks, mismatch, system
-from anyrank.watching.looks import Eyes, Look, works
+from anyrank.watching.looks import Eyes, Look, look_from_outside, works
 from anyrank.watching.mismatch import CallDigests
 from anyrank.watching.options import read_options
 from anyrank.watching.ras import look_by_nccl
-from anyrank.watching.recorder import Call, calls_of, read_entries
+from anyrank.watching.recorder import FIRST, OTHER, USUAL, Call, calls_of, read_entries
 from anyrank.watching.stacks import (
+    STORE,
+    WAIT,
     Frame,
     Stack,
     branches_around,
@@ -31,7 +36,6 @@ from anyrank.watching.stacks import (
     own_frames,
     read_faulthandler,
     read_py_spy,
-    waits_for_store,
 )
 from anyrank.watching.system import Workers, ended, oom_kills, state_of
 from anyrank.watching.verdict import ADVICE, conclude, conclude_mismatch
@@ -132,8 +136,9 @@ def test_a_backward_a_wait_in_c_and_a_store_are_told_apart(tmp_path: Path) -> No
     script = tmp_path / "train.py"
     script.write_text("handle.wait()\nstore.get('key')\nwork()\n")
     first, second, third = ((Frame(str(script), n, "main"),) for n in (1, 2, 3))
-    assert (collective_of(first), collective_of(third)) == ("wait", "")
-    assert (waits_for_store(second), waits_for_store(third)) == (True, False)
+    assert [collective_of(stack) for stack in (first, second, third)] == [WAIT, STORE, ""]
+    schedule = Frame(f"{TORCH}/distributed/pipelining/schedules.py", 1, "step")
+    assert collective_of((schedule, main_at(1))) == WAIT
 
 
 def test_a_loader_is_torchs_or_anyranks() -> None:
@@ -231,10 +236,29 @@ def test_a_pause_that_follows_on_work_counts_once_it_is_as_long_as_the_limit(
     assert (first.at_work, second.at_work) == (True, False)
 
 
+def test_a_process_that_answers_no_signal_may_only_have_no_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal is answered without the GIL; so of one that is not, nothing is concluded yet."""
+    monkeypatch.setattr(looks, "SIGNAL_SEC", 0.1)
+    ignores = f"import signal, time; signal.signal({signal.SIGRTMIN + 5}, signal.SIG_IGN); "
+    command = [sys.executable, "-c", f"{ignores}print(flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        process = {"pid": child.pid, "main": 0, "file": 0, "signal": signal.SIGRTMIN + 5}
+        silent = look_from_outside(1, process)
+        unasked = look_from_outside(1, process | {"signal": 0})
+        child.kill()
+    assert (silent.state, silent.at_work) == ("gil", True)
+    assert (unasked.state, unasked.at_work) == ("gil", False)
+    assert conclude([waits(0), silent], 61) is None
+
+
 # -- verdicts -------------------------------------------------------------------------------------
 
 
-A, B, C, PAIR, OTHER, OURS = (
+A, B, C, PAIR, SECOND, OURS = (
     dict[str, Any](group=group, members=ranks)
     for group, ranks in {
         "a": [0, 1, 2],
@@ -245,6 +269,7 @@ A, B, C, PAIR, OTHER, OURS = (
         "anyrank [0, 1, 2] 0": [0, 1, 2],
     }.items()
 )
+KEY = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 1, "_store_based_barrier"), main_at(20))
 MESSAGE_TO_1, MESSAGE_FROM_1 = (
     called(name, 0, 20, group=f"messages {way} 0", members=ranks)
     for name, way, ranks in (("send 0->1", "0->1", [0, 1]), ("recv 2<-1", "1->2", [1, 2]))
@@ -388,7 +413,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     "two that differ, and one has come there as usual": (
         [
             stands(0, called("all_reduce", 7, 11)),
-            stands(1, called("all_gather", 7, 12, is_new=True)),
+            stands(1, called("all_gather", 7, 12, way=OTHER)),
         ],
         ([1], "mismatch", 12, ["anyrank: rank 1 called all_gather #7 at"]),
     ),
@@ -396,14 +421,63 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     "one that leaves out a call of two ranks": (
         [
             stands(0, called("all_reduce", 6, 42, **PAIR)),
-            stands(1, called("all_gather", 12, 51, is_new=True, **A)),
-            stands(2, called("all_gather", 12, 51, is_new=True, **A)),
+            stands(1, called("all_gather", 12, 51, way=OTHER, **A)),
+            stands(2, called("all_gather", 12, 51, way=OTHER, **A)),
         ],
         ([1], "order", 51, ["rank 1 called all_gather #12 of group a at", "; rank 0 called"]),
     ),
     "one skips an exchange of messages that only stacks show": (
         [waits(0, "irecv", 41), waits(1, "irecv", 41), stands(2, called("all_gather", 12, 46))],
-        ([2], "mismatch", 46, ["rank 2 called all_gather #12 at"]),
+        ([2], "skipped", 46, ["rank 2 called all_gather #12 at"]),
+    ),
+    "a recv that nobody sends to": (
+        [waits(0, "recv", 20), *(stands(rank, called("all_reduce", 7)) for rank in (1, 2))],
+        (
+            [],
+            "mismatch",
+            None,
+            [
+                "nothing tells which rank is wrong: rank 0 waits in recv at /u/train.py:20 main; "
+                "ranks 1, 2 called all_reduce #7 at /u/train.py:10 main",
+                "what a rank waits for has to come",
+            ],
+        ),
+    ),
+    "a recv that nobody sends to, of two ranks": (
+        [waits(0, "recv", 20), stands(1, called("all_reduce", 7, way=FIRST))],
+        ([], "mismatch", None, ["rank 0 waits in recv at", "rank 1 called all_reduce #7 at"]),
+    ),
+    "a recv that one rank has sent to before": (
+        [
+            stands(0, called("all_reduce", 7)),
+            stands(1, called("all_reduce", 7, way=OTHER)),
+            waits(2, "recv", 20),
+        ],
+        ([1], "skipped", 10, ["rank 1 called all_reduce #7 at /u/train.py:10 main; rank 2 waits"]),
+    ),
+    "a recv that its other end does not send to": (
+        [
+            stands(0, called("all_reduce", 7)),
+            stands(1, called("all_reduce", 7)),
+            stands(2, MESSAGE_FROM_1),
+        ],
+        ([1], "skipped", 10, ["rank 1 called all_reduce #7", "; rank 2 waits in recv 2<-1 at"]),
+    ),
+    "a send and a recv of other tags": (
+        [waits(0, "send", 20), waits(1, "recv", 21), stands(2, called("all_reduce", 7))],
+        ([], "mismatch", None, ["rank 0 waits in send", "rank 1 waits in recv", "rank 2 called"]),
+    ),
+    "two that receive from each other": (
+        [waits(0, "recv", 20), waits(1, "recv", 20)],
+        ([], "mismatch", None, ["ranks 0, 1 wait in recv at /u/train.py:20 main"]),
+    ),
+    "one that waits for a key": (
+        [Look(0, stack=KEY), *(stands(rank, called("all_reduce", 7)) for rank in (1, 2))],
+        ([0], "store", 20, ["rank 0 waits in store.wait() at /u/train.py:20 main"]),
+    ),
+    "most wait for a key": (
+        [stands(0, called("all_reduce", 7)), Look(1, stack=KEY), Look(2, stack=KEY)],
+        ([0], "skipped", 10, ["rank 0 called all_reduce #7", "; ranks 1, 2 wait in store.wait()"]),
     ),
     "a stage of a pipeline that stands, and only stacks show messages": (
         [waits(0, "recv", 20), waits(1, "send", 21), elsewhere(2)],
@@ -434,15 +508,15 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     ),
     "two groups in different orders, on a device": (
         [
-            stands(0, called("all_reduce", 1, 11, **PAIR), called("barrier", 1, 12, **OTHER)),
-            stands(1, called("barrier", 1, 21, **OTHER), called("all_reduce", 1, 22, **PAIR)),
+            stands(0, called("all_reduce", 1, 11, **PAIR), called("barrier", 1, 12, **SECOND)),
+            stands(1, called("barrier", 1, 21, **SECOND), called("all_reduce", 1, 22, **PAIR)),
         ],
         ([], "order", None, ["ranks call groups pair and other in different orders"]),
     ),
     "two groups in different orders, and each waits": (
         [
             stands(0, called("all_reduce", 1, 11, **PAIR)),
-            stands(1, called("barrier", 1, 21, **OTHER)),
+            stands(1, called("barrier", 1, 21, **SECOND)),
         ],
         (
             [],
@@ -508,6 +582,8 @@ def test_what_is_concluded_from_the_looks_of_all_ranks(scene: str) -> None:
         ("trainer.is_global_zero", 1),
         ("config.lora_rank > 4", None),
         ("step % 10 == 0", None),
+        ("not (rank == 2 and step == 5)", None),
+        ("rank != 2", None),
     ],
 )
 def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(
@@ -630,21 +706,30 @@ def test_calls_that_nccl_launches_together_end_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "is_new"),
+    ("lines", "way"),
     [
-        ([1, 2, 3, 1, 2, 3, 1, 2, 3], False),
-        ([1, 2, 3, 1, 2, 3, 1, 3], True),  # without 2
-        ([1, 2, 3, 1, 2, 3, 4], True),  # never before
-        ([1, 1, 1, 3, 1, 1, 1, 3, 1], False),  # a loop within a step
+        ([1, 2, 3, 1, 2, 3, 1, 2, 3], USUAL),
+        ([1, 2, 3, 1, 2, 3, 1, 3], OTHER),  # without 2
+        ([1, 2, 3, 1, 2, 3, 4], FIRST),
+        ([1, 2, 3, 1, 2, 3], FIRST),  # or nearly
+        ([1, 1, 1, 3, 1, 1, 1, 3, 1], USUAL),  # a loop within a step
+        ([1, 1, 3, 1, 1, 3, 1, 1, 1], OTHER),  # without 3, behind it
+        ([1, 1, 1, 1], USUAL),
+        ([0, 1, 1, 0, 1, 1, 0, 1, 1], USUAL),  # a message before each step, of which gloo has
+        ([0, 1, 1, 0, 1, 1, 0, 1, 1, 1], OTHER),  # no record
     ],
 )
-def test_a_call_is_new_where_other_calls_have_led_to_it(lines: list[int], is_new: bool) -> None:
+def test_how_a_rank_has_come_to_its_call_is_told_by_the_calls_before(
+    lines: list[int], way: str
+) -> None:
     own = {"filename": "/u/train.py", "name": "main"}
     entries = [
-        entry(n, frames=[{**own, "line": at}], state="completed") for n, at in enumerate(lines)
+        entry(n - lines[: n + 1].count(0), op_id=n, frames=[{**own, "line": at}], state="completed")
+        for n, at in enumerate(lines)
+        if at
     ]
     entries[-1]["state"] = "scheduled"
-    assert calls_of(entries)[-1].is_new is is_new
+    assert calls_of(entries)[-1].way == way
 
 
 def test_a_root_and_the_others_make_one_call() -> None:

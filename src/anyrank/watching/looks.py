@@ -19,6 +19,7 @@ from typing import Any
 
 from anyrank.watching.recorder import Call, calls_of, own_calls, read_entries, switched_off
 from anyrank.watching.stacks import (
+    WAIT,
     Frame,
     Stack,
     collective_of,
@@ -28,6 +29,7 @@ from anyrank.watching.stacks import (
 )
 from anyrank.watching.system import (
     ENDED,
+    IN_KERNEL,
     STOPPED,
     Workers,
     bytes_moved,
@@ -171,7 +173,7 @@ class Eyes:
         waiting_in = collective_of(stack)
         reads = bytes_moved() - moved > MOVED_BYTES and not waiting_in
         # Without a call under way, a wait that takes a core is for the rank's own device.
-        computes = is_busy and waiting_in == "wait" and not is_waiting and not switched_off()
+        computes = is_busy and waiting_in == WAIT and not is_waiting and not switched_off()
         at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
         # A pause that follows on work is as long as the limit before it counts.
         at_work |= self.stood_in.count(_functions(stack)) < STANDS * len(self.stood_in)
@@ -227,6 +229,8 @@ def look_from_outside(rank: int, process: dict[str, Any]) -> Look:
         look.state, look.text = "gil", text
         look.stack = read_faulthandler(text).get(main, ())
         look.at_work = look.stack != read_faulthandler(before).get(main, ())
+        # A signal is answered without the GIL: a process that does not has had no core.
+        look.at_work |= bool(process["signal"]) and not text and state_of(pid) != IN_KERNEL
     return look
 
 

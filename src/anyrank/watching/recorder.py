@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from anyrank.watching.stacks import AGREEMENT, Frame, Stack, collective_of, own_frames
+from anyrank.watching.stacks import AGREEMENT, STORE, WAIT, Frame, Stack, collective_of, own_frames
 from anyrank.world.rendezvous import open_connections
 from anyrank.world.waits import GroupState, Wait
 
@@ -28,11 +28,13 @@ PASSED = 8  # the newest calls of each group that have ended
 FRAMES = 6  # of a call's own lines
 SAFE_NCCL = (2, 14)  # before, a dump of NCCL's recorder may crash a job that runs
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-VAGUE = ("backward", "wait", "torch.distributed", "")  # by a stack; the record has its name
+VAGUE = ("backward", WAIT, "torch.distributed", "")  # by a stack; the record has its name
 UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls for which ranks may have other sizes
 AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
 MESSAGES = "messages "  # how those begin that stand for one direction between two ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+ONE_ENDED = ("send", "recv", STORE, WAIT)  # within a name by a stack: there is no record of these
+USUAL, OTHER, FIRST = "usual", "other", "first"
 COALESCED = "coalesced"  # an entry that ends with all calls of its number, which never do
 
 
@@ -46,7 +48,8 @@ class Call:
         name: "all_gather", or what an agreement is for; none where it is not known any more.
         shown: the public function that was called, as all_gather_object.
         time_ns: when, by the rank's clock.
-        is_new: whether the rank has never come to it before from the calls between.
+        way: how the rank has come to it: USUAL, by OTHER calls than ever, or for the FIRST time.
+        operation: its number among all that the rank has called in the group: messages too.
         sizes, dtypes: of its tensors; none where ranks may have others.
         is_done: whether it has ended on this rank.
         stack: the user's own lines at the call.
@@ -65,7 +68,8 @@ class Call:
     members: list[int] = field(default_factory=list)
     shown: str = ""
     time_ns: int = 0
-    is_new: bool = False
+    way: str = USUAL
+    operation: int = 0
 
     def __post_init__(self) -> None:
         self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, where it was JSON
@@ -86,6 +90,13 @@ class Call:
     def is_counted(self) -> bool:
         """Whether it is a collective of which the flight recorder has the number."""
         return bool(self.group) and not self.group.startswith((AGREEMENTS, MESSAGES))
+
+    @property
+    def is_message(self) -> bool:
+        """Whether one rank has to do something else for it: to send, to receive, to set a key."""
+        if self.group:
+            return self.group.startswith(MESSAGES)
+        return any(word in self.name for word in ONE_ENDED)
 
     def describe(self, with_sizes: bool = False) -> str:
         """As text: "all_gather #412 of group mesh_tp 3"."""
@@ -175,8 +186,7 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
     for call in active[:1]:  # in which the rank waits
-        until = calls[: calls.index(call) + 1]
-        call.is_new = _is_new([(past.group, past.name, past.stack) for past in until])
+        call.way = _way(calls[: calls.index(call) + 1])
     groups = dict.fromkeys(call.group for call in calls)
     ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
     members = {group: _members(group.rpartition(" ")[2]) for group in groups}
@@ -186,11 +196,30 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     return kept
 
 
-def _is_new(keys: Sequence[object]) -> bool:
-    """Whether the last of these has not followed on itself by the same ones before."""
-    places = [number for number, key in enumerate(keys) if key == keys[-1]]
-    *before, last = [None, *(keys[a + 1 : b] for a, b in itertools.pairwise(places))]
-    return last not in before
+def _way(calls: Sequence[Call]) -> str:
+    """How a rank has come to the last of its calls, beside how it came there before.
+
+    Calls of one line that follow on each other are one, and how many: a loop over parameters. Only
+    as many as ever before are usual.
+    """
+    steps: list[object] = []
+    begun: dict[str, int] = {}  # messages, by group
+    for call in calls:
+        messages = call.operation - call.number
+        if number := messages - begun.get(call.group, messages):
+            steps.append(number)
+        begun[call.group] = messages
+        steps.append((call.group, call.name, call.stack))
+    runs = [(step, len([*same])) for step, same in itertools.groupby(steps)]
+    last, number = runs[-1]
+    places = [place for place, (step, _) in enumerate(runs) if step == last]
+    if len(places) == 1 and number > 1:
+        return USUAL
+    *before, between = [None, *(runs[a + 1 : b] for a, b in itertools.pairwise(places))]
+    most = max((runs[place][1] for place in places[:-1]), default=0)
+    if len(before) < 2:
+        return FIRST
+    return USUAL if between in before and number <= most else OTHER
 
 
 def _message(call: Call, entry: dict[str, Any]) -> Call | None:
@@ -235,6 +264,7 @@ def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
         own_frames(stack)[:FRAMES],
         shown="" if shown in VAGUE else shown,
         time_ns=int(entry["time_created_ns"]),
+        operation=int(entry["op_id"]),
     )
 
 

@@ -28,13 +28,16 @@ WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")  # in C, so that t
 STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 AGREEING = re.compile(r"anyrank/world/")
-AGREEMENT = "an agreement of anyrank"
+PIPELINES = re.compile(r"torch/distributed/pipelining/")  # wait for messages alone
+# What a thread waits in, where no function has its name.
+AGREEMENT, STORE, WAIT = "an agreement of anyrank", "store.wait()", "wait()"
 END = "destroy_process_group"
 # In the test of an `if` that asks for the rank; lora_rank is none.
 RANK = re.compile(
     r"\b(?!lora|low)(\w+_)?rank\b|(rank|global|process)_zero"
     r"|(main|master)_process|\bis_(main|master)\b|process_index"
 )
+NEGATED = re.compile(r"\bnot\b|!=")
 
 
 class Frame(NamedTuple):
@@ -102,9 +105,13 @@ def _inner_frames(stack: Stack) -> Stack:
 
 def collective_of(stack: Stack) -> str:
     """The collective that a thread stands in, by its stack: "all_reduce", "backward"; or ""."""
-    if ends(stack) or waits_for_store(stack):
+    if ends(stack):
         return ""
     inner = _inner_frames(stack)
+    line = "" if inner else _source_line(stack)
+    in_store = any("store" in frame.function and DISTRIBUTED.search(frame.file) for frame in inner)
+    if in_store or STORE_WAITS.search(line):
+        return STORE
     if any(AGREEING.search(frame.file) for frame in inner):
         return AGREEMENT
     called = [frame.function for frame in inner if COLLECTIVES.search(frame.file)]
@@ -113,17 +120,9 @@ def collective_of(stack: Stack) -> str:
         return public[-1]  # the outermost: all_gather_object, and not the all_gather within
     if any(BACKWARD.search(frame.file) for frame in inner):
         return "backward"
-    if any(DISTRIBUTED.search(frame.file) for frame in inner):
-        return "torch.distributed"
-    return "wait" if not inner and WAITS.search(_source_line(stack)) else ""
-
-
-def waits_for_store(stack: Stack) -> bool:
-    """Whether a thread waits for a key of a store."""
-    inner = _inner_frames(stack)
-    if any("store" in frame.function and DISTRIBUTED.search(frame.file) for frame in inner):
-        return True
-    return not inner and bool(STORE_WAITS.search(_source_line(stack)))
+    if WAITS.search(line) or any(PIPELINES.search(frame.file) for frame in inner):
+        return WAIT
+    return "torch.distributed" if any(DISTRIBUTED.search(frame.file) for frame in inner) else ""
 
 
 def ends(stack: Stack) -> bool:
@@ -146,7 +145,8 @@ class Branch(NamedTuple):
         line: of the `if`.
         test: as text.
         is_else: whether the line is in its `else`.
-        asks_for_rank: whether the test does, by a usual name.
+        asks_for_rank: whether the test does, by a usual name, and leads one rank there: all but
+            one go into the `else`, or behind a `not`.
     """
 
     line: int
@@ -160,16 +160,14 @@ class Branch(NamedTuple):
 
 def branches_around(frame: Frame) -> list[Branch]:
     """Each `if` of its function that a frame's line is within, the outermost first."""
-    return [
-        Branch(
-            parent.lineno,
-            ast.unparse(parent.test),
-            child in parent.orelse,
-            bool(RANK.search(ast.unparse(parent.test).lower())),
-        )
-        for parent, child in itertools.pairwise(_nodes_around(frame))
-        if isinstance(parent, ast.If)
-    ]
+    branches: list[Branch] = []
+    for parent, child in itertools.pairwise(_nodes_around(frame)):
+        if isinstance(parent, ast.If):
+            test, is_else = ast.unparse(parent.test), child in parent.orelse
+            leads_one = is_else == bool(NEGATED.search(test))
+            asks = leads_one and bool(RANK.search(test.lower()))
+            branches.append(Branch(parent.lineno, test, is_else, asks))
+    return branches
 
 
 def branches_apart(stack: Stack, other: Stack) -> list[Branch]:

@@ -8,6 +8,7 @@ import signal
 import time
 
 STOPPED = ("T", "t")  # states of a process
+IN_KERNEL = "D"  # of one that waits there, as for a disk, and takes no signal
 ENDED = ("Z", "X")  # of one that ended, before its parent has waited for it
 WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's processes
 SCAN_SHARE = 1000  # times what a scan of all threads' children takes of a core, between two

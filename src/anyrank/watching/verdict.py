@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from anyrank.watching.looks import Look
-from anyrank.watching.recorder import Call
+from anyrank.watching.recorder import OTHER, USUAL, Call
 from anyrank.watching.stacks import (
+    STORE,
     Frame,
     Stack,
     branches_apart,
@@ -23,7 +24,6 @@ from anyrank.watching.stacks import (
     ends,
     fetches,
     own_frames,
-    waits_for_store,
 )
 from anyrank.wording import first_few, printable
 from anyrank.world.group import name_ranks
@@ -41,7 +41,6 @@ DOES = {
     "left": "has ended its group",
     "worker": "has lost a worker of its DataLoader, and stands",
     "ending": "is at the end of its script",
-    "store": "waits for a key of the store",
     "loader": "is in its loader",
 }
 PLURALS = {"is": "are", "has": "have", "waits": "wait", "does": "do", "holds": "hold"}
@@ -58,6 +57,7 @@ ADVICE = {
     "slow": "the others wait for it",
     "ending": "it has finished, and the others have not",
 }
+MESSAGES = "what a rank waits for has to come: a send and a recv of one tag, or a key of the store"
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,11 @@ class _Scene:
             free = [look for look in free if look.rank in self.blamed]
         if not self.pending:  # those at their end hold up nobody
             free = [look for look in free if not _is_ending(look)]
-        free = [look for look in free if not waits_for_store(look.stack)] or free
         if not free:
             return None
         first, kind = free[0], "slow"
         if _is_ending(first):
             kind = "ending"
-        elif waits_for_store(first.stack):
-            kind = "store"
         elif fetches(first.stack):
             kind = "loader"
         return self.verdict([look.rank for look in free], kind)
@@ -221,11 +218,33 @@ class _Scene:
             return self.verdict([look.rank for look in missing], kind)
         ring = {rank: call for rank, call in self.pending.items() if rank in self.blamed}
         ring = ring or self.pending
+        if any(call.is_message for call in ring.values()):
+            culprits = self._without_message(ring)
+            for_store = [rank for rank, call in ring.items() if call.name == STORE]
+            if for_store and not culprits:
+                return self.verdict(for_store, "store", ring)
+            return self.verdict(culprits, "skipped" if culprits else "mismatch", ring)
         is_alike = len({call.key for call in ring.values()}) == 1
         if is_alike and any(call.on_device for call in ring.values()):
             return None  # all have called, and a device may be busy with what came before
         is_order = not is_alike and all(call.is_counted for call in ring.values())
         return self.verdict(_odd_ranks(ring), "order" if is_order else "mismatch", ring)
+
+    def _without_message(self, ring: Calls) -> list[int]:
+        """Of ranks that wait for each other, some in messages, those that have left out theirs.
+
+        Whoever waits for a message is never wrong by itself: its other end may be, which has called
+        something else. Of gloo's messages that end is not known; but the recorder counts them.
+        """
+        if odd := [rank for rank, call in ring.items() if call.way == OTHER]:
+            return odd
+        waiting = {rank: call for rank, call in ring.items() if call.is_message}
+        known = [self.waits_for[rank] for rank, call in waiting.items() if call.group]
+        if ends := set[int]().union(*known) & ring.keys() - waiting.keys():
+            return sorted(ends)
+        odd = _odd_ranks(ring)
+        is_exchange = 2 * len(odd) < len(ring) and not waiting.keys() & {*odd}
+        return odd if is_exchange else []  # of most ranks, at one line
 
     def verdict(
         self,
@@ -298,7 +317,7 @@ def _odd_ranks(calls: Calls) -> list[int]:
         groups[call.key, signature].append(rank)
     most = max(map(len, groups.values()))
     largest = [group for group in groups.values() if len(group) == most]
-    for is_odd in (lambda call: call.is_new, _is_led_by_rank):
+    for is_odd in (lambda call: call.way != USUAL, _is_led_by_rank):
         left = [group for group in largest if not is_odd(calls[group[0]])]
         largest = left if len(left) == 1 else largest
     if len(signatures) == 1 and any(call.name in ROOTED for call in calls.values()):
@@ -341,14 +360,17 @@ class _Screen:
         details = [d for look in looks for d in (*look.dead_workers, *look.workers, look.detail)]
         off = {look.recorder for look in self.scene.answering if look.recorder}
         notes = [f"torch's flight recorder is off ({name}): only stacks are seen" for name in off]
-        lines = [ADVICE[self.kind], *(printable(detail) for detail in details if detail), *notes]
+        waiting = [self.calls[rank] for rank in self.waiting if rank in self.calls]
+        advice = MESSAGES if any(call.is_message for call in waiting) else ADVICE[self.kind]
+        lines = [advice, *(printable(detail) for detail in details if detail), *notes]
         return "\n".join([f"anyrank: {head}", *(f"  {line}" for line in lines), *self._stacks()])
 
     def _hang(self) -> str:
         """The sentence of a job that hangs."""
         idle_sec = self.scene.idle_sec
         since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
-        waiting = self._alike([rank for rank in self.waiting if rank in self.calls])
+        called = [rank for rank in self.waiting if rank in self.calls]
+        waiting = self._alike(sorted(called, key=lambda rank: not self.calls[rank].is_message))
         if self.culprits:
             head = f"{self._orders()}{self._clauses(self.culprits)}"
             if not waiting:
@@ -356,7 +378,7 @@ class _Screen:
             verb = "waits" if len(waiting[0]) == 1 else "wait"
             waits = f" and {verb} there" if self.calls[waiting[0][0]].is_counted else ""
             return f"{head}; {self._clause(waiting[0])}{waits} {since}"
-        if len(waiting) > 1:
+        if len(waiting) > 1 or self.calls[called[0]].is_message:
             head = self._orders() or "nothing tells which rank is wrong: "
             return f"{head}{self._clauses(self.waiting)}; all wait {since}"
         first = self.waiting[0]
