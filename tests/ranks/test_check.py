@@ -5,7 +5,6 @@ well.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.ranks import models
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -162,18 +160,6 @@ def batch_of_one_rank() -> Arguments:
     return with_loader(DistributedSampler(DATA), batch_size=2 + dist.get_rank())
 
 
-def parameter_on_meta() -> Arguments:
-    model = net()
-    model[2] = nn.Linear(4, 4, device="meta")
-    return {"model": model}
-
-
-def buffer_on_meta() -> Arguments:
-    model = net()
-    model[0].register_buffer("table", torch.zeros(3, device="meta"), persistent=False)
-    return {"model": model}
-
-
 def frozen_with_dropout() -> Arguments:
     seeded_model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4))
     seeded_model[0].requires_grad_(False)
@@ -187,27 +173,6 @@ def frozen_with_dropout() -> Arguments:
 def frozen_and_broadcast() -> Arguments:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), net())
     model[0].requires_grad_(False).eval()
-    return {"model": DistributedDataParallel(model)}
-
-
-class Reentrant(nn.Module):
-    """Checkpoints in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = net()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.layer, x, use_reentrant=True)
-
-
-def reentrant_in_a_forward() -> Arguments:
-    return {"model": DistributedDataParallel(nn.Sequential(Reentrant()))}
-
-
-def reentrant_as_an_attribute() -> Arguments:
-    model = net()
-    model[2].run = functools.partial(checkpoint, use_reentrant=True)
     return {"model": DistributedDataParallel(model)}
 
 
@@ -228,12 +193,8 @@ BUGS: list[tuple[str, Callable[[], Arguments], str]] = [
     ("sampler", padded, "loader.sampler, ranks 0, 1"),
     ("batch", too_many_samples, "loader.batch_size, ranks 0, 1"),
     ("batch", batch_of_one_rank, "loader.batch_size, ranks 0, 1"),
-    ("device", parameter_on_meta, "2.weight, 2.bias, ranks 0, 1"),
-    ("device", buffer_on_meta, "0.table, ranks 0, 1"),
     ("frozen", frozen_with_dropout, "0, ranks 0, 1"),
     ("frozen", frozen_and_broadcast, "0, ranks 0, 1"),
-    ("reentrant", reentrant_in_a_forward, "0, ranks 0, 1"),
-    ("reentrant", reentrant_as_an_attribute, "2, ranks 0, 1"),
 ]
 
 
@@ -310,35 +271,21 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config).train()
 
 
-def right_gpt2_with_checkpointing() -> Arguments:
-    model = gpt2()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wrapped = DistributedDataParallel(model)
-    seeded()
-    return {"model": wrapped, "optimizer": torch.optim.AdamW(wrapped.parameters())}
-
-
 def right_elastic_loader() -> Arguments:
     model = DistributedDataParallel(nn.Sequential(net(), nn.Dropout(0.1)))
     loader = anyrank.ElasticLoader(DATA, global_batch=8, microbatch=2)
     return {"model": model, "loader": loader, "global_batch": 8}
 
 
-def right_static_graph() -> Arguments:
-    """Under a static graph, reentrant checkpoints are borne."""
-    return {"model": DistributedDataParallel(nn.Sequential(Reentrant()), static_graph=True)}
-
-
 RIGHT = [
-    right_static_graph,
     right_ddp,
     right_fsdp2,
     right_tp_and_fsdp2,
     right_ties,
     right_freeze,
     right_lora,
+    right_elastic_loader,
 ]
-RIGHT += [right_gpt2_with_checkpointing, right_elastic_loader]
 
 
 @pytest.mark.parametrize("build", RIGHT, ids=[build.__name__ for build in RIGHT])

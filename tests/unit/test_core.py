@@ -60,7 +60,7 @@ BUDGETS = {
     "steps": 2280,
     "tensors": 1350,
     "testing": 1373,
-    "watching": 3510,
+    "watching": 3490,
     "world": 1660,
     "": 700,
 }

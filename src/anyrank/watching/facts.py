@@ -122,7 +122,7 @@ def facts_of(
             is_seeded or isinstance(loader, ElasticLoader),
             model_rules.active_dropout(parts),
             data_facts.look_at(loader),
-            [*model_rules.own_findings(parts, optimizers, by_id, ranks.size)][:FINDINGS],
+            [*model_rules.own_findings(parts, optimizers, by_id)][:FINDINGS],
         ),
     )
 

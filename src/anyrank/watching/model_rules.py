@@ -5,11 +5,8 @@ Their findings name no rank: those that several ranks have are one. No collectiv
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from anyrank.errors import AnyrankError
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.tensors import TABLES, NamedModule, find_modules
-from anyrank.model.wrappers import plain_class
 from anyrank.state.digests import check_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.watching.findings import Finding
 from anyrank.wording import count, join_first
-from anyrank.world.device import rank_device
 
 SHOWN = 4
 # Classes with `p`, and names under which others keep the probability that they drop something.
 PLAIN_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (*PLAIN_DROPOUTS, nn.AlphaDropout, nn.FeatureAlphaDropout)
 PROBABILITIES = ("dropout", "attention_dropout", "dropout_p", "drop_prob", "attn_pdrop")
-REENTRANT = re.compile(r"use_reentrant\s*=\s*True")
 
 
 def some(names: Iterable[str]) -> str:
@@ -160,7 +153,7 @@ def _name(layer: NamedModule) -> str:
 
 
 def own_findings(
-    model: Model, optimizers: Sequence[Any], digests: Mapping[int, str], world_size: int
+    model: Model, optimizers: Sequence[Any], digests: Mapping[int, str]
 ) -> Iterator[Finding]:
     """What this rank's rules find.
 
@@ -168,14 +161,11 @@ def own_findings(
         model: taken apart.
         optimizers: of it; none when they are not known.
         digests: id of each tensor -> of its values on this rank.
-        world_size: ranks that check together.
     """
     yield from _ties(model, digests)
     if optimizers:
         yield from _optimizer(model, optimizers)
-    yield from _device(model, world_size)
     yield from _frozen(model)
-    yield from _reentrant(model)
 
 
 def _ties(model: Model, digests: Mapping[int, str]) -> Iterator[Finding]:
@@ -240,39 +230,6 @@ def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
         )
 
 
-def _device(model: Model, world_size: int) -> Iterator[Finding]:
-    """Tensors on meta, and tensors elsewhere than on the device of this rank."""
-    device = rank_device()
-    meta = [entry.name for entry in model.entries if entry.tensor.is_meta]
-    if meta:
-        yield Finding(
-            "device",
-            f"{count(len(meta), 'tensor')} on meta, without values",
-            some(meta),
-            "the forward fails, or computes nothing",
-            "anyrank.load(model, path)  # or anyrank.materialize(model)",
-        )
-    used = {entry.tensor.device for entry in model.entries}
-    used = {kind for kind in used if kind.type not in ("cpu", "meta")}
-    off: list[str] = []
-    for entry in model.entries:
-        tensor: Any = entry.tensor
-        mesh = getattr(tensor, "device_mesh", None)
-        offloaded = mesh is not None and mesh.device_type != "cpu"  # FSDP2 keeps it on the CPU
-        on_cpu = tensor.device.type == "cpu" and bool(used) and not offloaded
-        foreign = tensor.device in used and world_size > 1 and tensor.device != device
-        if on_cpu or foreign:
-            off.append(f"{entry.name} ({tensor.device})")
-    if off:
-        yield Finding(
-            "device",
-            f"{count(len(off), 'tensor')} off the rank's device, {device}",
-            some(off),
-            "ranks share a device, or the forward stops at tensors of two",
-            f'torch.accelerator.set_device_index(local_rank); model.to("{device}")',
-        )
-
-
 def _drops(module: nn.Module) -> bool:
     if not module.training:
         return False
@@ -331,37 +288,3 @@ def _frozen_parts(model: Model) -> Iterator[NamedModule]:
             frozen.add(layer.module)
             if len(layer.path) > 1:
                 yield layer
-
-
-def _reentrant(model: Model) -> Iterator[Finding]:
-    """Modules that checkpoint with use_reentrant=True, as far as attributes and code say so."""
-    if model.ddp is None or model.ddp.static_graph:
-        return
-    parts = [
-        _name(layer)
-        for layer in model.layers
-        if getattr(layer.module, "gradient_checkpointing", True) is not False
-        and (any(map(_is_reentrant, vars(layer.module).values())) or _says_reentrant(layer.module))
-    ]
-    if parts:
-        yield Finding(
-            "reentrant",
-            "reentrant checkpointing under DDP",
-            some(parts),
-            "its inner backward makes DDP see parameters ready twice, or skip unused ones",
-            "checkpoint(..., use_reentrant=False)  # or anyrank.recompute_",
-        )
-
-
-def _is_reentrant(value: object) -> bool:
-    if not isinstance(value, functools.partial) or value.func is not checkpoint:
-        return False
-    return value.keywords.get("use_reentrant") in (True, None)
-
-
-def _says_reentrant(module: nn.Module) -> bool:
-    """Whether the text of its forward says so."""
-    try:
-        return bool(REENTRANT.search(inspect.getsource(plain_class(module).forward)))
-    except (OSError, TypeError):
-        return False

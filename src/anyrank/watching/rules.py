@@ -17,10 +17,7 @@ from anyrank.world.group import name_ranks
 
 V = TypeVar("V", bound=Hashable)
 
-RULES = (
-    *("replicas", "ties", "optimizer", "trainable", "streams", "sampler", "batch"),
-    *("device", "frozen", "reentrant"),
-)
+RULES = "replicas", "ties", "optimizer", "trainable", "streams", "sampler", "batch", "frozen"
 
 
 def run_rules(known: Known) -> list[Finding]:
