@@ -413,7 +413,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     "two that differ, and one has come there as usual": (
         [
             stands(0, called("all_reduce", 7, 11)),
-            stands(1, called("all_gather", 7, 12, way=OTHER)),
+            stands(1, called("all_gather", 7, 12, arrival=OTHER)),
         ],
         ([1], "mismatch", 12, ["anyrank: rank 1 called all_gather #7 at"]),
     ),
@@ -421,8 +421,8 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     "one that leaves out a call of two ranks": (
         [
             stands(0, called("all_reduce", 6, 42, **PAIR)),
-            stands(1, called("all_gather", 12, 51, way=OTHER, **A)),
-            stands(2, called("all_gather", 12, 51, way=OTHER, **A)),
+            stands(1, called("all_gather", 12, 51, arrival=OTHER, **A)),
+            stands(2, called("all_gather", 12, 51, arrival=OTHER, **A)),
         ],
         ([1], "order", 51, ["rank 1 called all_gather #12 of group a at", "; rank 0 called"]),
     ),
@@ -444,13 +444,13 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
         ),
     ),
     "a recv that nobody sends to, of two ranks": (
-        [waits(0, "recv", 20), stands(1, called("all_reduce", 7, way=FIRST))],
+        [waits(0, "recv", 20), stands(1, called("all_reduce", 7, arrival=FIRST))],
         ([], "mismatch", None, ["rank 0 waits in recv at", "rank 1 called all_reduce #7 at"]),
     ),
     "a recv that one rank has sent to before": (
         [
             stands(0, called("all_reduce", 7)),
-            stands(1, called("all_reduce", 7, way=OTHER)),
+            stands(1, called("all_reduce", 7, arrival=OTHER)),
             waits(2, "recv", 20),
         ],
         ([1], "skipped", 10, ["rank 1 called all_reduce #7 at /u/train.py:10 main; rank 2 waits"]),
@@ -706,7 +706,7 @@ def test_calls_that_nccl_launches_together_end_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "way"),
+    ("lines", "arrival"),
     [
         ([1, 2, 3, 1, 2, 3, 1, 2, 3], USUAL),
         ([1, 2, 3, 1, 2, 3, 1, 3], OTHER),  # without 2
@@ -720,7 +720,7 @@ def test_calls_that_nccl_launches_together_end_together() -> None:
     ],
 )
 def test_how_a_rank_has_come_to_its_call_is_told_by_the_calls_before(
-    lines: list[int], way: str
+    lines: list[int], arrival: str
 ) -> None:
     own = {"filename": "/u/train.py", "name": "main"}
     entries = [
@@ -729,7 +729,7 @@ def test_how_a_rank_has_come_to_its_call_is_told_by_the_calls_before(
         if at
     ]
     entries[-1]["state"] = "scheduled"
-    assert calls_of(entries)[-1].way == way
+    assert calls_of(entries)[-1].arrival == arrival
 
 
 def test_a_root_and_the_others_make_one_call() -> None:

@@ -48,7 +48,7 @@ class Call:
         name: "all_gather", or what an agreement is for; none where it is not known any more.
         shown: the public function that was called, as all_gather_object.
         time_ns: when, by the rank's clock.
-        way: how the rank has come to it: USUAL, by OTHER calls than ever, or for the FIRST time.
+        arrival: how the rank has come to it: USUAL, by OTHER calls than ever, or the FIRST time.
         operation: its number among all that the rank has called in the group: messages too.
         sizes, dtypes: of its tensors; none where ranks may have others.
         is_done: whether it has ended on this rank.
@@ -68,7 +68,7 @@ class Call:
     members: list[int] = field(default_factory=list)
     shown: str = ""
     time_ns: int = 0
-    way: str = USUAL
+    arrival: str = USUAL
     operation: int = 0
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
     for call in active[:1]:  # in which the rank waits
-        call.way = _way(calls[: calls.index(call) + 1])
+        call.arrival = _arrival(calls[: calls.index(call) + 1])
     groups = dict.fromkeys(call.group for call in calls)
     ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
     members = {group: _members(group.rpartition(" ")[2]) for group in groups}
@@ -196,7 +196,7 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     return kept
 
 
-def _way(calls: Sequence[Call]) -> str:
+def _arrival(calls: Sequence[Call]) -> str:
     """How a rank has come to the last of its calls, beside how it came there before.
 
     Calls of one line that follow on each other are one, and how many: a loop over parameters. Only
@@ -212,13 +212,13 @@ def _way(calls: Sequence[Call]) -> str:
         steps.append((call.group, call.name, call.stack))
     runs = [(step, len([*same])) for step, same in itertools.groupby(steps)]
     last, number = runs[-1]
-    places = [place for place, (step, _) in enumerate(runs) if step == last]
-    if len(places) == 1 and number > 1:
+    seen = [index for index, (step, _) in enumerate(runs) if step == last]
+    if len(seen) == 1 and number > 1:
         return USUAL
-    *before, between = [None, *(runs[a + 1 : b] for a, b in itertools.pairwise(places))]
-    most = max((runs[place][1] for place in places[:-1]), default=0)
-    if len(before) < 2:
+    if len(seen) < 3:
         return FIRST
+    *before, between = [runs[a + 1 : b] for a, b in itertools.pairwise(seen)]
+    most = max(runs[index][1] for index in seen[:-1])
     return USUAL if between in before and number <= most else OTHER
 
 

@@ -236,7 +236,7 @@ class _Scene:
         Whoever waits for a message is never wrong by itself: its other end may be, which has called
         something else. Of gloo's messages that end is not known; but the recorder counts them.
         """
-        if odd := [rank for rank, call in ring.items() if call.way == OTHER]:
+        if odd := [rank for rank, call in ring.items() if call.arrival == OTHER]:
             return odd
         waiting = {rank: call for rank, call in ring.items() if call.is_message}
         known = [self.waits_for[rank] for rank, call in waiting.items() if call.group]
@@ -317,7 +317,7 @@ def _odd_ranks(calls: Calls) -> list[int]:
         groups[call.key, signature].append(rank)
     most = max(map(len, groups.values()))
     largest = [group for group in groups.values() if len(group) == most]
-    for is_odd in (lambda call: call.way != USUAL, _is_led_by_rank):
+    for is_odd in (lambda call: call.arrival != USUAL, _is_led_by_rank):
         left = [group for group in largest if not is_odd(calls[group[0]])]
         largest = left if len(left) == 1 else largest
     if len(signatures) == 1 and any(call.name in ROOTED for call in calls.values()):
