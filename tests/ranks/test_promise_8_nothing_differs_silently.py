@@ -253,22 +253,47 @@ def test_replicas_that_differ_raise_with_their_names() -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 2) -> None:
         super().__init__()
-        self.one = nn.Linear(2, 2, bias=False)
-        self.other = nn.Linear(2, 2, bias=False)
+        self.one = nn.Linear(width, width, bias=False)
+        self.other = nn.Linear(width, width, bias=False)
         self.other.weight = self.one.weight
 
 
-def test_both_ends_of_a_tie_in_the_source(caplog: pytest.LogCaptureFixture) -> None:
-    same = {"one.weight": torch.ones(2, 2), "other.weight": torch.ones(2, 2)}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_ends_of_a_tie_in_the_source(dtype: torch.dtype) -> None:
+    same = {"one.weight": torch.ones(2, 2), "other.weight": torch.ones(2, 2, dtype=dtype)}
+    same["one.weight"][0] = same["other.weight"][0] = torch.nan
     report = anyrank.load(Tied(), same)
     assert report.duplicates == {"other.weight": "one.weight"}
-    assert "one.weight was loaded, and not compared" in caplog.text
-    anyrank.load(Tied(), same, verify=True)
     differ = {**same, "other.weight": torch.zeros(2, 2)}
-    with pytest.raises(anyrank.LoadError, match=r"hold different values in\s+the source"):
-        anyrank.load(Tied(), differ, verify=True)
+    with pytest.raises(anyrank.LoadError, match=r"hold different values in the source") as caught:
+        anyrank.load(Tied(), differ)
+    assert "tie_word_embeddings=False" in str(caught.value)
+    for left_out, kept in (("other.weight", "one.weight"), ("one.weight", "other.weight")):
+        assert f"{'other.weight'!r}: ''" in str(caught.value)
+        model = Tied()
+        anyrank.load(model, differ, rename={left_out: ""})
+        assert torch.equal(model.one.weight.nan_to_num(7), differ[kept].nan_to_num(7))
+
+
+def job_differing_tie(path: str) -> tuple[str, list[bool]]:
+    """The last rows alone differ, which one of the ranks compares."""
+    with anyrank.meta():
+        model = Tied(1024)
+    model = fully_shard(model)
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.load(model, path)
+    return str(caught.value), [p.is_meta for p in model.parameters()]
+
+
+def test_ranks_share_the_comparison_of_a_tie_and_all_have_its_error(tmp_path: Path) -> None:
+    one, other = torch.ones(1024, 1024), torch.ones(1024, 1024)
+    other[-1, -1] = 2
+    save_file({"one.weight": one, "other.weight": other}, tmp_path / "w.safetensors")
+    for text, on_meta in run_ranks(2, job_differing_tie, str(tmp_path / "w.safetensors")):
+        assert "other.weight and one.weight are one tensor in the model" in text
+        assert all(on_meta)
 
 
 def job_other_strides() -> torch.Tensor:

@@ -42,7 +42,7 @@ BUDGETS = {
     "around/streams": 2400,
     "around/sync": 2815,
     "around/tables": 220,
-    "around/verify": 290,
+    "around/verify": 330,
     "around/weighted": 140,
     "around/workers": 80,
     "cli": 1290,

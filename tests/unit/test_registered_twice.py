@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,13 @@ def test_a_source_may_hold_either_name_or_both(
     assert not anyrank.plan(build(), weights).unexpected
 
 
-def test_two_values_under_its_names_are_told_of_as_for_tied_tensors(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_two_values_under_its_names_are_an_error_as_for_tied_tensors() -> None:
     weights = {key: torch.randn_like(tensor) for key, tensor in build().state_dict().items()}
-    with caplog.at_level(logging.WARNING, "anyrank.load"):
-        report = anyrank.load(build(), weights)
-    assert report.duplicates == {"2.weight": "0.weight", "2.bias": "0.bias"}
-    assert "not compared with the others" in caplog.text
-    with pytest.raises(anyrank.LoadError, match=r"0\.weight are one tensor"):
-        anyrank.load(build(), weights, verify=True)
+    with pytest.raises(anyrank.LoadError, match=r"0\.weight, 2\.bias and 0\.bias are one tensor"):
+        anyrank.load(build(), weights)
+    model = build()
+    anyrank.load(model, weights, rename={"0.weight": "", "0.bias": ""})
+    assert torch.equal(model[0].weight, weights["2.weight"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

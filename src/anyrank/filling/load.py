@@ -124,6 +124,10 @@ def load(
             _log(report, ranks)
             return report
         plan = plan_load(model, source, ranks, options, sources, headers)
+        if plan.match.stored_twice:
+            from anyrank.around.verify.weights import compare_ties  # a door
+
+            compare_ties(plan.match, plan.reading.readers, ranks)
         verified, nonfinite = list[str](), dict[str, int]()
         if verify:
             # Files are compared before anything is filled, what they have given afterwards.
@@ -186,11 +190,5 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
     if ranks.index:
         return
     log_report(report, log, "the source", "the model")
-    if report.duplicates and not report.verified and report.strategy != "sync":
-        log.warning(
-            "the source holds tied tensors more than once; %s was loaded, and not compared with "
-            "the others: verify=True does",
-            ", ".join(list(report.duplicates.values())[:10]),
-        )
     if "no checksums" in report.verified:
         log.warning("%s", report.verified)

@@ -86,7 +86,7 @@ class LoadReport(FillReport):
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
         duplicates: keys of tied tensors that the source holds more than once -> the key that was
-            loaded; compared with `verify=True` only.
+            loaded; they were equal.
         cast: tensor -> "dtype in the source -> dtype in the model".
         renewed: tensors on meta whose objects torch could not keep, as something else referred to
             them: the model has new objects, and an optimizer built before has the old ones.

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.around.foreign import optimizer as foreign_optimizer
 from anyrank.around.foreign.checkpoint import ForeignCheckpoint, is_plain_number
 from anyrank.around.foreign.read import read_foreign
-from anyrank.around.verify.weights import compare_duplicates
+from anyrank.around.verify.weights import compare_ties
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
@@ -146,11 +146,8 @@ def _plan_module(
     try:
         sources = ranks.together("looking at the source", tell)
         plan = plan_load(module, path, ranks, options, sources, headers, known=listing)
-        ends = plan.match.stored_twice  # a tied tensor keeps the values of one of them alone
-        if ends:
-            ranks.run_on_one(
-                "comparing tied tensors", lambda: compare_duplicates(plan.match.listing, ends)
-            )
+        if plan.match.stored_twice:
+            compare_ties(plan.match, plan.reading.readers, ranks)
     except LoadError as error:
         text = misfit_text(path, inner.unusable, [f"{part}: {error}"])
         raise CheckpointError(text, causes=error.causes) from error

@@ -1,8 +1,9 @@
-"""`verify=True`: the file against its checksums, replicas against one another, values for NaN."""
+"""What is read is compared: two names of one tensor with one another, in each load; with
+`verify=True` the file with its checksums, replicas with one another, values with NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,9 +14,13 @@ from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.tensors import ModelTensor, in_state_dict
+from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
+from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import join_first
 from anyrank.world.ranks import Ranks
 
+SHOWN = 5  # pairs in a message
 NO_CHECKSUMS = "the source has no checksums, so a flipped bit in it cannot be noticed"
 
 
@@ -28,13 +33,12 @@ def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> 
         ranks: of the call.
 
     Raises:
-        LoadError: as `_check_files` and `compare_duplicates`.
+        LoadError: as `_check_files`.
     """
 
     def check() -> list[str]:
         if ranks.rank not in readers:
             return []
-        compare_duplicates(match.listing, match.stored_twice)
         return _check_files(match.listing, readers.index(ranks.rank), len(readers))
 
     checked = next((words for words in ranks.together("checking the files", check) if words), [])
@@ -71,20 +75,56 @@ def _check_files(listing: Listing, number: int, count: int) -> list[str]:
     return compared(listing)
 
 
-def compare_duplicates(listing: Listing, duplicates: Mapping[str, str]) -> None:
-    """Compare the keys of tied tensors that a source holds more than once. Each rank by itself.
+def compare_ties(match: ModelMatch, readers: Sequence[int], ranks: Ranks) -> None:
+    """Compare what the source holds under several names of one tensor of the model. All ranks.
+
+    Args:
+        match: what is loaded of the source.
+        readers: the ranks that read, and share the work.
+        ranks: of the call.
 
     Raises:
-        LoadError: two keys of a tied tensor hold different values, and the model can keep only one.
+        LoadError: two names hold different values, and the model can keep only one.
     """
-    with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
-        for key, loaded in duplicates.items():
-            hashes = {content_hash(reader.read(listing.tensors[name])) for name in (key, loaded)}
-            if len(hashes) > 1:
-                raise LoadError(
-                    f"{key} and {loaded} are one tensor in the model, and hold different values in "
-                    "the source: untie them in the model, or remove the key that is wrong"
-                )
+    listing = match.listing
+
+    def compare() -> None:
+        if ranks.rank not in readers:
+            return
+        number, count = readers.index(ranks.rank), len(readers)
+        with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+
+            def values(name: str, box: Box) -> torch.Tensor:
+                return reader.read(listing.tensors[name], box)
+
+            different = [
+                (key, first)
+                for key, first in match.stored_twice.items()
+                for box in [*_boxes(listing.tensors[first])][number::count]
+                if _differ(values(key, box), values(first, box))
+            ]
+        if different:
+            pairs = [f"{key} and {first}" for key, first in dict(different).items()]
+            raise LoadError(
+                f"{join_first(pairs, SHOWN)} are one tensor in the model, and hold different "
+                "values in the source: build the model without this tie (transformers: "
+                "tie_word_embeddings=False), or leave out what is wrong, as by "
+                f"rename={dict.fromkeys(dict(different), '')!r}"
+            )
+
+    ranks.run("comparing tied tensors", compare)
+
+
+def _boxes(stored: StoredTensor) -> Iterator[Box]:
+    """A tensor in blocks."""
+    return Box.whole(stored.shape).cut(BLOCK_BYTES // stored.dtype.itemsize)
+
+
+def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether values differ in a bit; NaN equals NaN."""
+    dtype = torch.promote_types(tensor.dtype, other.dtype)
+    first, second = (t.to(dtype).reshape(-1).view(torch.uint8) for t in (tensor, other))
+    return not torch.equal(first, second)
 
 
 def _content_hashes(tensors: Iterable[torch.Tensor]) -> Iterable[str]:
