@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
+BATCH = {"batched": True, "batch_size": 6}
 SIZES = (25, 35, 45)
 IDS = sorted(1000 * number + row for number, size in enumerate(SIZES) for row in range(size))
 
@@ -56,7 +58,7 @@ def run(loader: anyrank.ElasticLoader, stop: int = 10**9) -> list[Any]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("chain", ["plain", "mapped", "torch"])
+@pytest.mark.parametrize("chain", ["plain", "mapped", "drawn", "torch"])
 def test_a_stream_is_read_once_through_resumes(
     kind: str, chain: str, num_workers: int, tmp_path: Path
 ) -> None:
@@ -68,6 +70,9 @@ def test_a_stream_is_read_once_through_resumes(
         if chain == "mapped":
             stream = stream.map(lambda row: {"twice": 2 * row["n"]})
             stream = stream.filter(lambda row: row["n"] % 2 == 0)
+        if chain == "drawn":  # in batches, which are computed when the first row is asked for
+            stream = stream.map(lambda rows: {"x": [random.random() for _ in rows["n"]]}, **BATCH)
+            stream = stream.filter(lambda row: random.random() < 2)
         if chain == "torch":
             stream = stream.with_format("torch")
         return anyrank.ElasticLoader.from_iterable(

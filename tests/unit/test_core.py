@@ -39,7 +39,7 @@ BUDGETS = {
     "around/remote": 190,
     "around/script": 575,
     "around/sharing": 1390,
-    "around/streams": 2400,
+    "around/streams": 2440,
     "around/sync": 2815,
     "around/tables": 220,
     "around/verify": 330,

@@ -107,19 +107,83 @@ def test_any_resume_goes_on_with_the_same_rows_and_numbers(
         assert resumed.receipts[0].verdict.startswith("exactly once, 119 rows in 9 shards")
 
 
+class Drawn:
+    """Shards that draw when they are opened, and for rows in batches, as a map of batches does."""
+
+    num_shards = 4
+
+    def shard(self, *, num_shards: int, index: int) -> Iterator[Any]:
+        shift = random.random()
+        rows = range(index, 101, num_shards)
+        for start in range(0, len(rows), 7):
+            drawn = [random.random() for _ in rows[start : start + 7]]
+            if random.random() < 0.9:  # as a filter that draws
+                yield from ((n, shift + x) for n, x in zip(rows[start:], drawn, strict=False))
+
+
+class Skipping(Drawn):
+    """As one of Hugging Face: its part can skip, and draws for what it skips."""
+
+    def shard(self, *, num_shards: int, index: int) -> Any:
+        return Part([*super().shard(num_shards=num_shards, index=index)])
+
+
+class Part:
+    def __init__(self, rows: list[Any], first: int = 0) -> None:
+        self.rows, self.first = rows, first
+
+    def skip(self, count: int) -> Part:
+        return Part(self.rows, count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((*row, random.random()) for row in self.rows)
+
+
+def read_from(shard: str, start: int = 0) -> Iterator[Any]:
+    """As `read`, from a row on."""
+    for number in range(start, SIZES[shard]):
+        yield shard, number, random.random() + float(torch.rand(()))
+
+
+def make_drawing(kind: str) -> anyrank.ElasticLoader:
+    if kind in ("drawn", "skipping"):
+        given: dict[str, Any] = {"global_batch": 12, "microbatch": 3, "collate_fn": mark}
+        dataset = Drawn() if kind == "drawn" else Skipping()
+        return anyrank.ElasticLoader.from_iterable(dataset, **given)
+    function = read_from if "start" in kind else read
+    return make(function=function, lengths=[*SIZES.values()] if "lengths" in kind else None)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "skipping", "start", "lengths", "lengths, start"])
+def test_what_is_skipped_changes_no_random_number(kind: str) -> None:
+    """Neither by a resume after any step, nor where a step is left and comes again."""
+    whole = make_drawing(kind)
+    expected = run(whole) + run(whole)
+    loader, seen, number = make_drawing(kind), list[Any](), 0
+    while loader.epoch < 2:
+        number += 1
+        for step in loader:
+            next(iter(step.microbatches(NET)))
+            break
+        seen += run(loader, number)
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader = make_drawing(kind)
+        loader.load_state_dict(state)
+    assert seen == expected
+
+
 def test_a_resume_begins_at_a_row_where_read_takes_start() -> None:
     begun: list[tuple[str, int]] = []
 
-    def read_from(shard: str, start: int = 0) -> Iterator[Any]:
+    def noted(shard: str, start: int = 0) -> Iterator[Any]:
         begun.append((shard, start))
-        for number in range(start, SIZES[shard]):
-            yield shard, number, random.random()
+        return read_from(shard, start)
 
-    expected = run(make(function=read_from))
-    loader = make(function=read_from)
+    expected = run(make(function=noted))
+    loader = make(function=noted)
     seen = run(loader, 9)
     begun.clear()
-    resumed = make(function=read_from)
+    resumed = make(function=noted)
     resumed.load_state_dict(loader.state_dict())
     assert seen + run(resumed) == expected
     assert max(start for _, start in begun) > 0

@@ -71,7 +71,7 @@ def test_a_lane_is_read_in_sequence_and_opens_a_shard_once() -> None:
         yield from read(shard)
 
     loader = make()
-    loader._fetcher.dataset.dataset.read = counted
+    loader._fetcher.dataset.dataset.stream.function = counted
     lanes: dict[int, list[Any]] = {}
     for number, (_, batch, _) in enumerate(run(loader)):
         lanes.setdefault(number % 3, []).extend(sample[:2] for sample in batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from anyrank.checks import check_int
@@ -15,6 +14,8 @@ REFUSED = {
     "Cycling": "shuffle(buffer_size=) or interleave_datasets mixes its shards while it reads them",
     "Step": "split_dataset_by_node has divided it among the ranks already",
 }
+# Steps of a Hugging Face stream that call no function of a user's, so that nothing is drawn.
+PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Formatted", "Skip", "Take"}
 
 
 class Parts:
@@ -28,18 +29,28 @@ class Parts:
     def __init__(self, dataset: Any, num_shards: int) -> None:
         self.dataset, self.num_shards = dataset, num_shards
 
+    def __call__(self, name: str) -> Iterator[Any]:
+        return _rows_of(self._part(name))
+
+    def _part(self, name: str) -> Any:
+        return self.dataset.shard(num_shards=self.num_shards, index=int(name.split()[0]))
+
+
+class SkippingParts(Parts):
+    """Parts whose rows are skipped by the dataset. For those that draw no random numbers: what is
+    drawn for rows that are skipped, or in a batch with others, shifts what is drawn after them.
+    """
+
     def __call__(self, name: str, start: int = 0) -> Iterator[Any]:
-        part = self.dataset.shard(num_shards=self.num_shards, index=int(name.split()[0]))
-        rows: Iterator[Any]
-        if start and hasattr(part, "skip"):
-            part = part.skip(start)
-            start = 0
-        if hasattr(part, "iter"):
-            # A plain iteration would give each worker of a DataLoader some shards of the part.
-            rows = ({k: v[0] for k, v in batch.items()} for batch in part.iter(batch_size=1))
-        else:
-            rows = iter(part)
-        return islice(rows, start, None)
+        part = self._part(name)
+        return _rows_of(part.skip(start) if start else part)
+
+
+def _rows_of(part: Any) -> Iterator[Any]:
+    if hasattr(part, "iter"):
+        # A plain iteration would give each worker of a DataLoader some shards of the part.
+        return ({k: v[0] for k, v in batch.items()} for batch in part.iter(batch_size=1))
+    return iter(part)
 
 
 def parts_of(dataset: Any, num_workers: int) -> tuple[list[str], Parts]:
@@ -56,7 +67,7 @@ def parts_of(dataset: Any, num_workers: int) -> tuple[list[str], Parts]:
             "Hugging Face's IterableDataset or a class with both; for files and generators use "
             "ElasticLoader.from_shards(shards, read)"
         )
-    steps = _steps_of(dataset.state_dict()) if hasattr(dataset, "state_dict") else ()
+    steps = [*_steps_of(dataset.state_dict())] if hasattr(dataset, "state_dict") else []
     for step in steps:
         if why := next((text for word, text in REFUSED.items() if word in step), None):
             raise ValueError(
@@ -75,7 +86,9 @@ def parts_of(dataset: Any, num_workers: int) -> tuple[list[str], Parts]:
             f"this {name} has {counts[0]} shards, and {counts[1]} when it is asked again: the same "
             "rows cannot be found after a resume; give a dataset of a fixed list of files"
         )
-    return [f"{n} of {counts[0]}" for n in range(counts[0])], Parts(resharded[0], counts[0])
+    draws = not steps or not all(step.startswith((*PLAIN,)) for step in steps)
+    kind = Parts if draws or not hasattr(resharded[0], "skip") else SkippingParts
+    return [f"{n} of {counts[0]}" for n in range(counts[0])], kind(resharded[0], counts[0])
 
 
 def _steps_of(state: Any) -> Iterator[str]:

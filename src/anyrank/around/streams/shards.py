@@ -9,7 +9,6 @@ is an order like any other: steps, counts, state and receipts are those of `Elas
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +17,9 @@ from typing import Any
 
 import torch
 
-from anyrank.checks import check_function, check_type
-from anyrank.data.fetch import MicrobatchDataset, OwnOrder
+from anyrank.around.streams.sources import Stream
+from anyrank.checks import check_type
+from anyrank.data.fetch import FetchedBatch, MicrobatchDataset, MicrobatchRequest, OwnOrder
 from anyrank.data.order import Order
 from anyrank.errors import CheckpointError
 from anyrank.random_state.streams import kept
@@ -93,7 +93,7 @@ class Shards(OwnOrder):
 
     Raises:
         TypeError: no list of shards, or of lengths; `read` is no function.
-        ValueError: not an int of at least 0 for each shard.
+        ValueError: no shard; not an int of at least 0 for each shard.
     """
 
     def __init__(
@@ -102,12 +102,10 @@ class Shards(OwnOrder):
         read: Callable[..., Iterable[Any]],
         lengths: Sequence[int],
     ) -> None:
+        self.stream = Stream(shards, read, None, None)
         self.lengths = _check_lengths(shards, lengths)
-        check_function("read", read)
-        self.shards = shards
-        self.read, self.has_start = read, takes_start(read)
         self.ends = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").cumsum(0)
-        self.max_open = 1
+        self.max_open, self.epoch = 1, 0
         # (shard, number of the next sample) -> the rest of the shard
         self.open: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
 
@@ -116,14 +114,15 @@ class Shards(OwnOrder):
 
     def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> ShardOrder:
         """The order of the samples, with a lane for each microbatch of a step."""
-        names = derive(*(repr(shard) for shard in self.shards))
+        self.stream.begin(seed, microbatch)
+        names = derive(*(repr(shard) for shard in self.stream.shards))
         return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
 
     def by_microbatch(
         self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
     ) -> MicrobatchDataset:
         num_shards = sum(length > 0 for length in self.lengths)
-        if num_shards < self.max_open and not self.has_start:
+        if num_shards < self.max_open and not self.stream.has_start:
             log.warning(
                 "%d shards with rows for %d lanes, the microbatches of a step: several lanes read "
                 "the same shard, each from its begin. Let read(shard, start=0) begin at a row, "
@@ -131,17 +130,22 @@ class Shards(OwnOrder):
                 num_shards,
                 self.max_open,
             )
-        return super().by_microbatch(seed, collate_fn)
+        return _ShardReader(self, seed, collate_fn)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Samples of an epoch are asked for next: they have random numbers of their own."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.open.clear()
 
     def __getitem__(self, sample_id: int) -> Any:
         shard = int(torch.searchsorted(self.ends, sample_id, right=True))
         number = sample_id - int(self.ends[shard]) + self.lengths[shard]
         rest = self.open.pop((shard, number), None)
         if rest is None:
-            with kept():  # skipped samples must not change the microbatch's random numbers
-                start, rest = self.nearest(shard, number)
-                for _ in range(start, number):
-                    self.checked(next(rest, END), shard)
+            start, rest = self.nearest(shard, number)
+            for _ in range(start, number):
+                self.checked(next(rest, END), shard)
         sample = self.checked(next(rest, END), shard)
         if number + 1 < self.lengths[shard]:
             self.open[shard, number + 1] = rest
@@ -153,12 +157,25 @@ class Shards(OwnOrder):
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """The open iterator of a shard that is closest before a sample, or a new iterator."""
-        if self.has_start:  # another lane's iterator stays where it is
-            return number, iter(self.read(self.shards[shard], start=number))
+        if self.stream.has_start:  # another lane's iterator stays where it is
+            first = number // self.stream.block * self.stream.block
+            return first, self.rows(shard, first)
         starts = [start for opened, start in self.open if opened == shard and start <= number]
         if not starts:
-            return 0, iter(self.read(self.shards[shard]))
+            return 0, self.rows(shard, 0)
         return max(starts), self.open.pop((shard, max(starts)))
+
+    def rows(self, shard: int, first: int) -> Iterator[Any]:
+        """The samples of a shard from one on, which begins a block; whole blocks are read."""
+        with kept():  # the random numbers of the microbatch are those of the collate_fn
+            rest = self.stream.open(self.epoch, shard, first)
+        while True:
+            with kept():
+                block = self.stream.read(rest, self.epoch, shard, first)
+            yield from block
+            first += len(block)
+            if len(block) < self.stream.block:
+                return
 
     def checked(self, sample: Any, shard: int) -> Any:
         """A sample; an error at the end of the shard."""
@@ -169,27 +186,26 @@ class Shards(OwnOrder):
     def wrong(self, shard: int, how: str) -> CheckpointError:
         """The error for a shard whose length differs."""
         return CheckpointError(
-            f"shard {self.shards[shard]!r} has {how} than {self.lengths[shard]} samples: give its "
-            "actual length, which must not change during a run"
+            f"shard {self.stream.shards[shard]!r} has {how} than {self.lengths[shard]} samples: "
+            "give its actual length, which must not change during a run"
         )
 
 
-def takes_start(read: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `start`."""
-    try:
-        return "start" in inspect.signature(read).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return False
+class _ShardReader(MicrobatchDataset):
+    """Tells the shards which epoch their samples are for."""
+
+    def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
+        self.dataset.begin_epoch(request.epoch)
+        return super().__getitem__(request)
 
 
 def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
     """The lengths of shards.
 
     Raises:
-        TypeError: no list of shards, or of lengths.
+        TypeError: no list.
         ValueError: not an int of at least 0 for each.
     """
-    check_type("shards", None if isinstance(shards, str) else shards, Sequence, "a list of shards")
     check_type("lengths", lengths, Sequence, "a list of numbers of samples")
     sizes = tuple(lengths)
     if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):

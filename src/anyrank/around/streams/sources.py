@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from anyrank.around.streams.shards import takes_start
 from anyrank.around.streams.transforms import Buckets, resize
 from anyrank.checks import check_function, check_int, check_type
 from anyrank.data.fetch import OwnOrder
@@ -85,7 +85,7 @@ class Stream(OwnOrder):
             raise ValueError("shards is empty: there is nothing to train on")
         self.shards, self.function, self.transform = shards, read, transform
         self.window, self.block, self.seed = window, window or 1, 0
-        self.has_start = takes_start(read)
+        self.has_start = _takes_start(read)
         self._digests: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
@@ -158,3 +158,11 @@ def _describe_transform(transform: Any) -> str:
     }
     text = ", ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
     return f"{type(transform).__name__}({text})"
+
+
+def _takes_start(read: Callable[..., Any]) -> bool:
+    """Whether a function has an argument `start`."""
+    try:
+        return "start" in inspect.signature(read).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
