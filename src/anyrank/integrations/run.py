@@ -182,7 +182,7 @@ class FrameworkRun:
         Raises:
             SystemExit: it has come.
         """
-        self.open().end_if_asked(has_stepped=self.has_stepped)
+        self.open().end_if_asked()
 
     def close(self) -> None:
         """Save the last step that was trained, if one was, and release the folder.

@@ -207,6 +207,7 @@ class Checkpoints:
             self._listeners.on_resume(None, None)
             state.parts.streams_before = state.parts.digests_of_streams()
             return None
+        self._counter.forget_steps()
         self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
         self._branch = state.step if resumed.is_branch else None
         return self._listeners.on_resume(resumed.report, resumed.offered)
@@ -309,26 +310,22 @@ class Checkpoints:
         if first.save_is_due or signals:
             self._save_for(signals)
 
-    def end_if_asked(self, *, has_stepped: bool = False) -> None:
+    def end_if_asked(self) -> None:
         """End the run if SIGTERM has come to any rank: for long loops within a step, as an
         evaluation. All ranks, equally often; each call is one agreement.
 
-        The last whole step is saved, and SystemExit raised. In the body of `steps()` this one is
-        whole if its optimizer has stepped: call it after all that the body changes.
-
-        Args:
-            has_stepped: in a loop of one's own before `step_done()`: whether the optimizer has.
+        The last whole step is saved, and SystemExit raised. The step that is under way is whole if
+        an optimizer of the state has stepped: call it after all that the step changes.
 
         Raises:
-            CheckpointError: within a step of one's own loop that does not count; or as `save`.
+            CheckpointError: within a step of one's own loop, with no optimizer in the state; or as
+                `save`.
         """
         self._signals.watch()
         ranks = self._open("end_if_asked")
         signals = {*ranks.together("looking for SIGTERM", self._signals.find_pending)}
         if signal.SIGTERM in signals:
-            if has_stepped:
-                self._counter.count()
-            self._counter.leave_body()
+            self._counter.leave_step()
             self._save_for(signals)
 
     def _save_for(self, signals: Set[int | None]) -> None:

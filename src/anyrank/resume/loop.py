@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from anyrank.checks import check_int
 from anyrank.errors import CheckpointError
@@ -20,6 +23,7 @@ from anyrank.state.train_state import TrainState
 from anyrank.state.wrappers import innermost
 from anyrank.steps.agreed_batches import OwnBatches
 from anyrank.steps.loader import ElasticLoader
+from anyrank.steps.position import Position
 from anyrank.steps.step import Step
 from anyrank.steps.step_listeners import tell_of_step
 from anyrank.world.failures import Failure
@@ -72,16 +76,21 @@ class StepHooks:
     """Hooks on a state's optimizers, which record whether one has stepped.
 
     Attributes:
-        optimizers: of the state.
-        stepped: set by any of them; reset by the loop before each body.
+        optimizers: of the state, that take hooks.
+        stepped: set by any of them; reset where a step counts, and before each body.
     """
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = False
         parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
-        self.optimizers = [innermost(o) for o in state.parts.optimizers()]
-        self._handles = [o.register_step_post_hook(self._on_step) for o in self.optimizers]
+        self.optimizers: list[Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        for optimizer in map(innermost, state.parts.optimizers()):
+            # A wrapper that was not made by torch's __init__ has no place for hooks.
+            with contextlib.suppress(AttributeError):
+                self._handles.append(optimizer.register_step_post_hook(self._on_step))
+                self.optimizers.append(optimizer)
 
     def missed_gradients(self) -> bool:
         """Whether there are gradients and no optimizer has stepped; never with a GradScaler."""
@@ -108,7 +117,9 @@ class StepCounter:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._body: tuple[Step, StepHooks] | None = None  # the one that runs now
+        self._hooks = StepHooks(state)
+        weakref.finalize(self, self._hooks.close).atexit = False
+        self._body: Step | None = None  # the step whose body runs now
         self._has_warned = False  # of a step in which no optimizer stepped
         self.completed = 0
 
@@ -132,20 +143,19 @@ class StepCounter:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
     ) -> Generator[Step]:
         """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
-        with contextlib.closing(StepHooks(self._state)) as hooks:
-            while not is_finished():
-                for step in loader:
-                    hooks.stepped = False
-                    self._body = step, hooks
-                    try:
-                        yield step
-                    except GeneratorExit:
-                        self.leave_body()
-                        raise
-                    self._end_body(step)
-                    step_done()
-                    if is_finished():
-                        break
+        while not is_finished():
+            for step in loader:
+                self.forget_steps()
+                self._body = step
+                try:
+                    yield step
+                except GeneratorExit:
+                    self.leave_body()
+                    raise
+                self._end_body(step)
+                step_done()
+                if is_finished():
+                    break
 
     def _end_body(self, step: Step) -> None:
         """Handle the end of a body.
@@ -153,13 +163,13 @@ class StepCounter:
         Raises:
             CheckpointError: the loop was left meanwhile, and has accounted for this step.
         """
-        if self._body is None or self._body[0] is not step:
+        if self._body is not step:
             raise CheckpointError(
                 f"the loop over steps() was left at step {step.number}, when the run was closed or "
                 "another loop began, and its iterator was kept: call steps() again"
             )
-        (_, hooks), self._body = self._body, None
-        if not self._has_warned and hooks.missed_gradients():
+        self._body = None
+        if not self._has_warned and self._hooks.missed_gradients():
             self._has_warned = True
             log.warning(
                 "step %d: no optimizer of the state has stepped, and there are gradients: the step "
@@ -170,16 +180,36 @@ class StepCounter:
 
     def leave_body(self) -> None:
         """Account for a body that did not run to its end, if any. Raises nothing."""
-        if self._body is None:
-            return
-        (step, hooks), self._body = self._body, None
-        position = require_loader(self._state).position
+        if self._body is not None:
+            self._body = None
+            self._leave_step(require_loader(self._state).position)
+
+    def leave_step(self) -> None:
+        """Account for the step that is under way, in a body or in a loop of one's own.
+
+        Without a known optimizer such a loop alone knows whether its step is whole: then it stays.
+        """
+        data = self._state.data
+        if self._body is not None:
+            self.leave_body()
+        elif not isinstance(data, ElasticLoader):
+            if self._hooks.stepped:
+                self.count()
+        elif data.in_step and self._hooks.optimizers:
+            self._leave_step(data.position)
+
+    def _leave_step(self, position: Position) -> None:
+        hooks = self._hooks
         if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
             self.count()
         elif hooks.stepped:
-            self._state.parts.unusable = _lost_step_text(step.number, EARLY_STEP)
+            self._state.parts.unusable = _lost_step_text(position.step, EARLY_STEP)
         else:
             position.abandon_step()  # the weights are those of the step before
+
+    def forget_steps(self) -> None:
+        """Steps of the optimizers until now are none of the step that comes."""
+        self._hooks.stepped = False
 
     @contextlib.contextmanager
     def guard_boundary(self) -> Generator[None]:
@@ -238,6 +268,7 @@ class StepCounter:
             state.samples = state.data.samples
         state.step += 1
         self.completed += 1
+        self.forget_steps()
         tell_of_step()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank import faults
 from anyrank.data.receipts import epochs_in_words
@@ -65,7 +66,7 @@ class _Restorer:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, Matched] = {}
-        self.comparison: Comparison | None = None  # of the script's settings, once it is matched
+        self.comparison: Comparison | None = None  # where the script gives other settings
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
@@ -82,21 +83,22 @@ class _Restorer:
             self.matched = self.source.match(self.state, self.arguments, self.ranks)
             problems = self._unknown_names()
             problems += [problem for part in self.matched.values() for problem in part.problems]
+            problems = problems or self._compare_settings()
             if problems:
-                raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
-            self.comparison = self._compare_settings()
-            if problems := self.comparison.problems():
                 raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
             return any(part.has_meta_buffers for part in self.matched.values())
 
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
 
-    def _compare_settings(self) -> Comparison:
-        """The door to `anyrank.around.script`, which a run that begins has no use for."""
+    def _compare_settings(self) -> list[str]:
+        """The door to `anyrank.around.script`, if the script is not as the saved run's. Problems."""
+        script, used = self.inner.settings, self.arguments.settings
+        if used == "saved" and script.are_those_of(self.source.settings, self.matched):
+            return []
         from anyrank.around.script.comparison import Comparison
 
-        script, used = self.inner.settings, self.arguments.settings
-        return Comparison(script, self.source.settings, self.matched, used)
+        self.comparison = Comparison(script, self.source.settings, self.matched, used)
+        return self.comparison.problems()
 
     def _unknown_names(self) -> list[str]:
         """The problem of names in skip= that are no part, if there are any.
@@ -177,6 +179,11 @@ class _Restorer:
             part.commit()
         if self.comparison is not None:
             self.comparison.settle()
+        filled = {name: self.inner.parts[name] for name in self.matched}
+        if any(isinstance(part, LRScheduler) for part in filled.values()):
+            from anyrank.around.script.hand_set import watch_rates  # a door: see test_house
+
+            watch_rates(filled)
 
     def _rebuild(self) -> None:
         # Hardly a resume has buffers on meta: a door, see test_house.

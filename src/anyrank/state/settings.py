@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.state.part_types import Matched
 from anyrank.state.plain_values import ABSENT, as_json, plain
 from anyrank.state.wrappers import innermost
 
@@ -46,6 +47,20 @@ class ScriptSettings:
             if name != "data" and (initial := _initial(part)) is not None
         }
         self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
+
+    def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, Matched]) -> bool:
+        """Whether the saved run's script gave the same, as far as it is known; groups in their
+        order. `saved` is its `record`, `matched` the parts that it fills.
+        """
+        for name in matched.keys() & saved.keys() & self.initial.keys():
+            given = as_json(self.initial[name])
+            # `kept` is of a script before, if this process has resumed another step already.
+            if not saved[name] == self.kept[name] == given:
+                return False
+            groups = matched[name].groups
+            if groups is not None and [*groups] != [*range(len(given))]:
+                return False
+        return True
 
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
         """What a save keeps. `records` are the parts', to leave out what they do not bring back."""

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 
 from anyrank.around.script.differences import differences, group_differences
-from anyrank.around.script.hand_set import watch_rates
 from anyrank.around.script.taking import count_of, is_replayed, take
 from anyrank.state.part_types import Matched
 from anyrank.state.plain_values import as_json
@@ -115,7 +114,6 @@ class Comparison:
         parts are filled.
         """
         script, matched = self._script, self._matched
-        watch_rates({name: script.parts[name] for name in matched})
         if self._used == "saved":
             script.kept |= self._kept
             return
