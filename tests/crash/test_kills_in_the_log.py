@@ -1,4 +1,6 @@
-"""A rank that is killed is a kill in the run's log, also where the others leave by an exception."""
+"""What ends a run in its log, as the first rank writes it: a rank that was killed, though the others
+leave by an exception, and another rank's exception, though that ends their connections.
+"""
 
 from __future__ import annotations
 
@@ -73,3 +75,44 @@ def test_the_survivors_exception_is_no_end(job: Any, wrapper: str, tmp_path: Pat
     assert time_of_run is not None
     assert "1 kill; ranks 2 -> 1 -> 2" in str(time_of_run)
     assert (time_of_run.kills, time_of_run.errors, time_of_run.ranks) == (1, 0, [2, 1, 2])
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.fails and dist.get_rank() == 1:
+            raise ValueError("a row that cannot be read")
+        return torch.ones(4)
+
+
+def fail(path: str, where: str) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = Rows(fails=False)
+    loader = anyrank.ElasticLoader(rows, global_batch=4, microbatch=2)
+    state = anyrank.TrainState(model, optimizer, data=loader)
+    with anyrank.Checkpoints(path, state, every=1) as ckpts:
+        for step in ckpts.steps(until=4):
+            rows.fails = step.number >= 1 and where == "dataset"
+            for batch in step.microbatches(model):
+                loss = model(batch).square().mean()
+                if step.number == 2 and where == "body" and dist.get_rank() == 1:
+                    raise ValueError("of the script")
+                step.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["dataset", "body"])
+def test_another_ranks_exception_is_an_error_and_no_kill(where: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    with pytest.raises(RanksFailed, match="ValueError"):
+        run_ranks(2, fail, path, where)
+    time_of_run = anyrank.inspect(path).run_time
+    assert time_of_run is not None
+    assert (time_of_run.kills, time_of_run.errors, time_of_run.is_open) == (0, 1, False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,39 +76,80 @@ def test_sigusr1_is_said_and_saved_at_the_end_of_the_step(
     assert [step.step for step in saved] == [6, 4]
 
 
-def own_loop(folder: Path, end: Callable[[anyrank.Checkpoints], None]) -> int:
+def own_loop(folder: Path, at: str, ends: bool = True, is_known: bool = True) -> anyrank.TrainState:
+    """A loop of one's own; in its first step SIGTERM comes `at` a place, and is looked for there."""
     model, optimizer, state = parts()
-    loader = state.data
+    if not is_known:
+        state = anyrank.TrainState(model, data=state.data)
     with anyrank.Checkpoints(folder, state) as ckpts:
         ckpts.resume()
-        for step in loader:
+        for step in state.data:
             for batch in step.microbatches(model):
                 step.backward(model(batch).square().mean())
+                if at == "within" and step.is_last:
+                    look(ckpts, ends)
+            if at == "before":
+                look(ckpts, ends)
             optimizer.step()
             optimizer.zero_grad()
-            signal.raise_signal(signal.SIGTERM)
-            end(ckpts)
-    return state.step
+            if at == "after":
+                look(ckpts, ends)
+            if at == "done":
+                signal.raise_signal(signal.SIGTERM)
+            ckpts.step_done()
+    return state
 
 
-def done_first(ckpts: anyrank.Checkpoints) -> None:
+def look(ckpts: anyrank.Checkpoints, ends: bool) -> None:
+    if ends:
+        signal.raise_signal(signal.SIGTERM)
+    ckpts.end_if_asked()
+
+
+@pytest.mark.parametrize(
+    ("at", "saved"), [("within", 0), ("before", 0), ("after", 1), ("done", 1)]
+)
+def test_in_a_loop_of_ones_own(at: str, saved: int, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        ckpts.step_done()
-    raise SystemExit
+        own_loop(tmp_path, at)
+    run = anyrank.Checkpoints(tmp_path, parts()[2]).saved()
+    assert [(step.step, step.samples) for step in run] == [(saved, 4 * saved)]
+    # The rest of the run is that of one that was not stopped.
+    ends = [own_loop(tmp_path / run, "never") for run in ("", "whole")]
+    weights = [state.parts.parts["model"].weight for state in ends]
+    assert torch.equal(*weights)
+    assert [state.step for state in ends] == [24, 24]
 
 
-def before_it_is_done(ckpts: anyrank.Checkpoints) -> None:
-    ckpts.end_if_asked(has_stepped=True)
+@pytest.mark.parametrize("at", ["within", "before", "after"])
+def test_nothing_is_counted_where_no_signal_has_come(at: str, tmp_path: Path) -> None:
+    assert own_loop(tmp_path, at, ends=False).step == 24
 
 
-@pytest.mark.parametrize("end", [done_first, before_it_is_done])
-def test_in_a_loop_of_ones_own(end: Callable[[anyrank.Checkpoints], None], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        own_loop(tmp_path, end)
-    saved = anyrank.Checkpoints(tmp_path, parts()[2]).saved()
-    assert [(step.step, step.samples) for step in saved] == [(1, 4)]
+def test_without_data_that_is_counted_the_optimizer_alone_says_it(tmp_path: Path) -> None:
+    model, optimizer, _ = parts()
+    state = anyrank.TrainState(model, optimizer)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts, pytest.raises(SystemExit):
+        optimizer.step()  # before the run begins: of none of its steps
+        ckpts.resume()
+        for _ in range(3):
+            ckpts.end_if_asked()  # of a step whose optimizer has not stepped
+            optimizer.step()
+            ckpts.step_done()
+        optimizer.step()
+        look(ckpts, True)
+    assert [step.step for step in ckpts.saved()] == [4]
 
 
-def test_a_step_of_ones_own_that_does_not_count_is_an_error(tmp_path: Path) -> None:
+def test_a_step_without_a_known_optimizer_that_is_not_done_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(anyrank.CheckpointError, match="within a step"):
-        own_loop(tmp_path, lambda ckpts: ckpts.end_if_asked())
+        own_loop(tmp_path, "after", is_known=False)
+
+
+def test_checkpoints_that_are_gone_leave_nothing_on_the_optimizer(tmp_path: Path) -> None:
+    _, optimizer, state = parts()
+    before = len(optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(3):
+        anyrank.Checkpoints(tmp_path, state).close()
+    gc.collect()
+    assert len(optimizer._optimizer_step_post_hooks) == before  # pyright: ignore[reportPrivateUsage]

@@ -235,7 +235,9 @@ def test_those_that_wait_in_a_later_part_are_not_it() -> None:
 @pytest.mark.parametrize(
     ("error", "kills", "errors"),
     [
-        (anyrank.RankError("rank 1 died"), 1, 0),
+        (anyrank.RankError("rank 1 died", causes={1: "no answer"}), 1, 0),
+        (anyrank.RankError("the connection between the ranks broke"), 1, 0),
+        (anyrank.RankError("fetching a batch failed", causes={1: "ValueError: a row"}), 0, 1),
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"), 1, 0),
         (torch.distributed.DistBackendError("NCCL communicator was aborted"), 1, 0),
         (ValueError("of the script"), 0, 1),

@@ -1,8 +1,8 @@
 """A run's `log.jsonl`: one JSON object a line, flat, which readers of metrics take as it is.
 
 Each process appends its own lines: a first with `"event": "start"`, one for every tenth step, and a
-last with `"event": "end"`, or "error" where an exception of its own ended it. A process that is
-killed, or whose other ranks are, writes neither. All have the seconds that
+last with `"event": "end"`, or "error" where an exception ended it, also one of another rank. A
+process that is killed, or whose other ranks are, writes neither. All have the seconds that
 this process has spent so far, so that its last line counts. Lines that are none are left out.
 """
 

@@ -38,6 +38,7 @@ from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import compare_arguments
+from anyrank.world.failures import is_death
 from anyrank.world.group import Group, check_group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -318,8 +319,7 @@ class Checkpoints:
         an optimizer of the state has stepped: call it after all that the step changes.
 
         Raises:
-            CheckpointError: within a step of one's own loop, with no optimizer in the state; or as
-                `save`.
+            CheckpointError: within a step of a state without an optimizer; or as `save`.
         """
         self._signals.watch()
         ranks = self._open("end_if_asked")
@@ -470,7 +470,10 @@ class Checkpoints:
                 self._wait_briefly()
                 if self._ranks is not None:  # the others may wait for this rank, and it may live on
                     text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-                    self._ranks.end(f"rank {self._ranks.rank} has left the run by {text}")
+                    why = f"rank {self._ranks.rank} has left the run by {text}"
+                    first = self._ranks.end(why, is_death(error))
+                    # To torch a rank that failed and one that died are a closed connection.
+                    error = first if first and is_death(error) else error
                 return
             if self._is_training and self._ranks and self._counter.has_whole_steps(self._ranks):
                 self.save(unless_saved=True)

@@ -17,7 +17,7 @@ from anyrank.saving.run_folder import RunFolder
 from anyrank.state.report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
-from anyrank.world.failures import is_of_others
+from anyrank.world.failures import is_death
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -106,8 +106,8 @@ class LogListener(RunListener):
         if not self._has_begun:
             return
         event = ERROR if isinstance(error, Exception) else END
-        # An error of a connection to other ranks is no end of this process's own: a rank has died.
-        self._write(self._state.step, event="" if is_of_others(error) else event)
+        # The death of another rank is no end of this process's own: it is a kill.
+        self._write(self._state.step, event="" if is_death(error) else event)
         if self._writes and log.isEnabledFor(logging.INFO):
             from anyrank.around.inspection.run_time import sum_up
 

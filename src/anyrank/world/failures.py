@@ -11,6 +11,7 @@ import torch.distributed as dist
 from anyrank.errors import AnyrankError, RankError
 
 COLLECTIVE = re.compile("gloo|NCCL|[Cc]onnection (closed|reset) by peer")  # has no class of its own
+NO_ANSWER = "no answer"  # the cause that is reported for a dead rank
 SHOWN_CHARACTERS = 100  # of an argument in a message
 
 
@@ -50,9 +51,12 @@ def describe_values(
     return f"{title}: {', '.join(parts)}"
 
 
-def is_of_others(error: BaseException | None) -> bool:
-    """Whether an error says that other ranks are gone, ours or that of a collective of torch's."""
-    if isinstance(error, RankError | dist.DistError):
+def is_death(error: BaseException | None) -> bool:
+    """Whether an error says that another rank died, ours or that of a collective of torch's."""
+    if isinstance(error, RankError):
+        # Where a rank failed, its error is a cause; a connection that broke has none.
+        return not error.causes or NO_ANSWER in error.causes.values()
+    if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and COLLECTIVE.search(str(error)) is not None
 

@@ -16,8 +16,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from anyrank.errors import RankError
 from anyrank.world.connections import Connections
 from anyrank.world.failures import (
+    NO_ANSWER,
     Failure,
     Interrupted,
     as_failure,
@@ -262,7 +264,7 @@ class Ranks:
             names = {r: head[: len(texts)] for r, head in zip(self.ranks, heads, strict=True)}
             if any(name != heads[0][: len(texts)] for name in names.values()):
                 text = _describe_crossing(names, self.name_ranks)
-                raise connections.fail(connections.state.end(text))
+                raise connections.fail(connections.state.end(text, self.ranks, "another call"))
             values = [inline for *_, inline in heads]  # with zeros behind it: a pickle has an end
             sizes = {index: int(size) for index, (*_, size, _) in enumerate(heads)}
             sizes = {index: size for index, size in sizes.items() if size > len(values[index])}
@@ -326,12 +328,23 @@ class Ranks:
         assert self.connections is not None
         return self.connections.receive(tensor, rank)
 
-    def end(self, why: str) -> None:
+    def end(self, why: str, is_death: bool) -> RankError | None:
         """End what the ranks do, from one rank and without a wait: the others' waits raise an error
         with this reason. The next call connects the ranks anew.
+
+        Args:
+            why: the reason.
+            is_death: whether this rank leaves because another died.
+
+        Returns:
+            The error of the rank that was the first to end it; None in a process alone.
         """
-        if self.connections is not None and not self.connections.has_failed:
-            self.connections.fail(self.connections.state.end(why, [self.rank], why))
+        if self.connections is None:
+            return None
+        state = self.connections.state
+        if not self.connections.has_failed:
+            self.connections.fail(state.end(why, [self.rank], NO_ANSWER if is_death else why))
+        return state.as_error() if state.error is not None else None
 
     @contextlib.contextmanager
     def open_channel(self, call: str) -> Generator[Ranks, None, None]:

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
+from anyrank.world.failures import NO_ANSWER
 from anyrank.world.group import SHOWN, name_ranks
 from anyrank.world.store import Store, StoreLost
 
@@ -24,7 +25,6 @@ log = logging.getLogger("anyrank.world")
 
 POLL_SEC = 1.0  # how often a rank that waits checks the others
 WARN_SEC = 10.0  # until the first warning; each further one after twice the time
-NO_ANSWER = "no answer"  # the cause that is reported for a dead rank
 WAY_OUT = "make the same calls on all ranks, or pass process_group=anyrank.ALONE"
 
 

@@ -19,7 +19,7 @@ class RunTime:
     Attributes:
         ranks: of each start, in order.
         kills: starts whose end is missing, but for the last one: a rank of them was killed.
-        errors: starts that an exception of the first rank's own has ended.
+        errors: starts that an exception has ended, of any rank.
         is_open: whether the last start has no end: the process runs, or was killed.
         steps: that were done, those that were done again counted twice.
         redone_steps: at most so many were done again after kills: the log has every tenth step.
