@@ -25,7 +25,7 @@ BUDGETS = {
     "around/elsewhere": 110,
     "around/exact": 1650,
     "around/first_values": 430,
-    "around/foreign": 2140,
+    "around/foreign": 2150,
     "around/frozen": 720,
     "around/fsdp2": 100,
     "around/hugging": 1019,
@@ -54,18 +54,18 @@ BUDGETS = {
     "memory": 3290,
     "model": 2080,
     "random_state": 500,
-    "resume": 2290,
+    "resume": 2320,
     "saving": 1130,
     "state": 2290,
     "steps": 2280,
     "tensors": 1350,
     "testing": 1373,
     "watching": 3490,
-    "world": 1660,
+    "world": 1680,
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_640
+CORE_LINES = 18_700
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

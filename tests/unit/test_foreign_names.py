@@ -134,6 +134,39 @@ def test_a_count_that_is_none_of_steps_is_warned_of(
         assert doubts[0] in caplog.messages
 
 
+def test_a_file_without_a_step_is_at_the_step_of_its_optimizer(tmp_path: Path) -> None:
+    """torchvision's references save epochs alone."""
+    source = file_of(tmp_path / "a.pth", **counted(6, 1), epoch=1)
+    report = begin(tmp_path / "run", source, state_of_schedule())
+    assert report.step == 6
+    assert f"step 6 is what the optimizer has counted: {source} holds none" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({}, "the checkpoint does not say its step"),
+        ({"step": 0}, "the checkpoint says step 0"),
+        ({"step": "3"}, "the checkpoint's step is '3', which is no step"),
+    ],
+)
+def test_a_run_that_counts_from_0_though_its_optimizer_has_stepped_is_warned_of(
+    table: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net_of(1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # keeps no count
+    model.get_parameter("weight").sum().backward()
+    sgd.step()
+    source = file_of(tmp_path / "a.pth", model=model, optimizer=sgd, **table)
+    now = net_of(0)
+    state = anyrank.TrainState(now, torch.optim.SGD(now.parameters(), lr=0.1, momentum=0.9))
+    with caplog.at_level(logging.WARNING, "anyrank.resume"):
+        report = begin(tmp_path / "run", source, state)
+    said = f"{words}: the run counts from 0, though its optimizer has stepped; set state.step"
+    assert [note.partition(" after")[0] for note in report.notes if words in note] == [said]
+    assert any(text.startswith(said) for text in caplog.messages)
+
+
 def test_a_step_that_the_name_alone_says_is_taken_from_it(tmp_path: Path) -> None:
     for name, step in (("epoch_1_step_6.pth", 6), ("model-iter12.pt", 12), ("v2.pth", 0)):
         source = file_of(tmp_path / name, model=net_of(1))

@@ -291,6 +291,12 @@ class ForeignStep(ResumeSource):
 
     def warnings(self) -> list[str]:
         step, stepped = self.source.step, self.source.optimizer_steps
+        has_state = any(part.state for part in self.source.optimizers.values())
+        if has_state and (step is None or (step == 0 and stepped is None)):
+            return [
+                f"{self._without_step()}, though its optimizer has stepped; set state.step after "
+                "the resume"
+            ]
         if step is None or stepped is None or max(step, stepped) <= MORE * min(step, stepped) + 1:
             return []
         return [
@@ -299,12 +305,16 @@ class ForeignStep(ResumeSource):
             "resume if that counts other things"
         ]
 
+    def _without_step(self) -> str:
+        says = "says step 0" if self.source.step == 0 else "does not say its step"
+        reason = self.source.not_a_step or f"the checkpoint {says}"
+        return f"{reason}: the run counts from 0"
+
     def notes(self) -> list[str]:
         source = self.source
         notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
-        if source.step is None:
-            reason = source.not_a_step or "the checkpoint does not say its step"
-            notes.append(f"{reason}: the run counts from 0")
+        if source.step is None and not self.warnings():
+            notes.append(self._without_step())
         notes += source.assumed
         pairs = [f"{part} from {key}" for part, key in source.keys.items() if part in self.used]
         notes += [f"read by other names: {', '.join(pairs)}"] if pairs else []

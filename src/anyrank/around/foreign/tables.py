@@ -118,6 +118,11 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     if step is None and not not_a_step and (match := STEP_NAME.search(path.rpartition("/")[2])):
         step = int(match[1])
         assumed.append(f"step {step} is read from the name of {path}, which holds none")
+    counts = [files.steps_of(optimizer) for optimizer in optimizers.values()]
+    optimizer_steps = max((count for count in counts if count is not None), default=None)
+    if step is None and not not_a_step and optimizer_steps:
+        step = optimizer_steps
+        assumed.append(f"step {step} is what the optimizer has counted: {path} holds none")
     if "model" not in weights:
         tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
         tensors = {key: value for key, value in tensors.items() if key not in STEPS}
@@ -144,7 +149,6 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
             f"epoch {epoch:g} is taken for {epoch:g} whole epochs; if it counts from 1, or names "
             "the epoch that had ended, give resume(epoch=) the whole epochs"
         )
-    counts = [files.steps_of(optimizer) for optimizer in optimizers.values()]
     return ForeignCheckpoint(
         "Lightning" if is_lightning else "a training script",
         files.listing("lightning" if is_lightning else "torch"),
@@ -157,7 +161,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         batches=batches,
         not_read=not_read | {key: WHY for key in rest if key.startswith(NOT_READ)},
         keys={name: key for name, key in keys.items() if name != key},
-        optimizer_steps=max((count for count in counts if count is not None), default=None),
+        optimizer_steps=optimizer_steps,
         assumed=assumed,
     )
 
