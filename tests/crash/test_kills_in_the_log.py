@@ -1,5 +1,5 @@
-"""What ends a run in its log, as the first rank writes it: a rank that was killed, though the others
-leave by an exception, and another rank's exception, though that ends their connections.
+"""What has ended a run, by its log, which the first rank writes: a rank that was killed, though the
+others leave by an exception; another rank's exception, though that ends their connections.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_sigusr1_is_said_and_saved_at_the_end_of_the_step(
 
 
 def own_loop(folder: Path, at: str, ends: bool = True, is_known: bool = True) -> anyrank.TrainState:
-    """A loop of one's own; in its first step SIGTERM comes `at` a place, and is looked for there."""
+    """A loop of one's own; in its first step SIGTERM comes `at` a place, and is looked for."""
     model, optimizer, state = parts()
     if not is_known:
         state = anyrank.TrainState(model, data=state.data)
@@ -106,9 +106,7 @@ def look(ckpts: anyrank.Checkpoints, ends: bool) -> None:
     ckpts.end_if_asked()
 
 
-@pytest.mark.parametrize(
-    ("at", "saved"), [("within", 0), ("before", 0), ("after", 1), ("done", 1)]
-)
+@pytest.mark.parametrize(("at", "saved"), [("within", 0), ("before", 0), ("after", 1), ("done", 1)])
 def test_in_a_loop_of_ones_own(at: str, saved: int, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         own_loop(tmp_path, at)
@@ -129,7 +127,7 @@ def test_nothing_is_counted_where_no_signal_has_come(at: str, tmp_path: Path) ->
 def test_without_data_that_is_counted_the_optimizer_alone_says_it(tmp_path: Path) -> None:
     model, optimizer, _ = parts()
     state = anyrank.TrainState(model, optimizer)
-    with anyrank.Checkpoints(tmp_path, state) as ckpts, pytest.raises(SystemExit):
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
         optimizer.step()  # before the run begins: of none of its steps
         ckpts.resume()
         for _ in range(3):
@@ -137,7 +135,8 @@ def test_without_data_that_is_counted_the_optimizer_alone_says_it(tmp_path: Path
             optimizer.step()
             ckpts.step_done()
         optimizer.step()
-        look(ckpts, True)
+        with pytest.raises(SystemExit):
+            look(ckpts, True)
     assert [step.step for step in ckpts.saved()] == [4]
 
 

@@ -81,10 +81,11 @@ class LogListener(RunListener):
         """Weighted sum and weight of this rank's losses, in a step with a line of the log."""
         data = self._state.data
         run = data.position.current if isinstance(data, ElasticLoader) else None
-        if run is None or number % LINE_STEPS or not run.losses:
+        last = run.passes[-1] if run is not None and run.passes else None
+        if last is None or number % LINE_STEPS or not last.losses:
             return None
-        losses = sum(weight * float(loss) for weight, loss in run.losses if weight)
-        return losses, sum(run.weights.values())
+        losses = sum(weight * float(loss) for weight, loss in last.losses if weight)
+        return losses, sum(last.weights.values())
 
     def on_step(self, news: Sequence[Any]) -> None:
         self._steps_sec, self._last = self._steps_sec + self._since_last(), time.monotonic()

@@ -91,7 +91,7 @@ class _Restorer:
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
 
     def _compare_settings(self) -> list[str]:
-        """The door to `anyrank.around.script`, if the script is not as the saved run's. Problems."""
+        """The door to `anyrank.around.script`, where the script is not the saved one; problems."""
         script, used = self.inner.settings, self.arguments.settings
         if used == "saved" and script.are_those_of(self.source.settings, self.matched):
             return []

@@ -39,6 +39,7 @@ class GradientSync:
             freeze different parameters must still meet, and compare.
         exchanged: those that DDP averages.
         meets: whether the ranks meet at the end of each step; else their wrappers do, in backward.
+        divides_by: what the exchange divides the sum of the ranks' gradients by.
 
     Raises:
         TypeError: FSDP1.
@@ -47,7 +48,7 @@ class GradientSync:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, group: Any) -> None:
-        self.ranks, self.group = ranks, group
+        self.ranks, self.group, self.divides_by = ranks, group, ranks.size
         self.modules = dict(model.named_modules())
         kinds = [*self.modules.values()]
         if any(is_fsdp1(module) for module in kinds):
@@ -189,6 +190,16 @@ class GradientSync:
             from anyrank.around.averaging.buckets import average
 
             average(used, self.ranks.size, self.group)
+
+    def check_norm_type(self, norm_type: float) -> None:
+        """Refuse a norm that gradients cannot be clipped by; raises ValueError."""
+        if not norm_type >= 1:
+            raise ValueError(f"norm_type is {norm_type}: give at least 1, or inf")
+
+    @contextmanager
+    def clipping(self) -> Generator[None, None, None]:
+        """Clip the gradients of this exchange within."""
+        yield
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by a factor."""

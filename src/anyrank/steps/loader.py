@@ -375,7 +375,7 @@ class ElasticLoader:
     @property
     def in_step(self) -> bool:
         """Whether microbatches were run that are not committed: a save is refused then."""
-        return self.position.current is not None and self.position.current.num_passes > 0
+        return self.position.current is not None and bool(self.position.current.passes)
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
         """The batches of the requests, from the first one asked for: the model decides on those."""

@@ -59,8 +59,7 @@ from anyrank.steps.agreed_batches import one_ahead
 from anyrank.steps.gradient_sync import GradientSync, reshard
 from anyrank.steps.norm import clip_gradients
 from anyrank.steps.position import Position
-from anyrank.steps.step_record import StepRecord, judge
-from anyrank.steps.step_run import StepRun
+from anyrank.steps.step_run import Pass, StepRun
 from anyrank.tensors.hashing import derive
 from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.world.arguments import compare_arguments
@@ -94,6 +93,8 @@ class Step:
     def __init__(self, run: StepRun, position: Position) -> None:
         self.number, self.epoch = run.plan.number, run.plan.epoch
         self._run, self._position = run, position
+        self._trained: GradientSync | None = None  # the exchange of the last pass that trained
+        self._divisor: float | None = None  # of weights until their total is known, once given
 
     # Not __iter__: frameworks iterate over whatever has that, to find out how large a batch is.
     def __getitem__(self, _: object) -> Never:
@@ -126,8 +127,8 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        self._current_slot()
-        return self._run.is_last
+        this, _ = self._current()
+        return this.is_last
 
     @property
     def k(self) -> int:
@@ -136,7 +137,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        return self._current_slot().k
+        return self._current()[1].k
 
     @property
     def is_copy(self) -> bool:
@@ -145,7 +146,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        return self._current_slot().is_copy
+        return self._current()[1].is_copy
 
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
         """This rank's batches; run forward and backward of each within the loop's body.
@@ -181,39 +182,35 @@ class Step:
                 step of a model.
         """
         check_model(model)
-        run = self._run
-        if run.num_passes and not run.is_complete:
+        run, position = self._run, self._position
+        if run.passes and not run.is_complete:
             raise ValueError(
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
-        position, is_first = self._position, not run.num_passes
+        is_first, pass_seed = not run.passes, (len(run.passes),) if run.passes else ()
         # Without gradients nothing is exchanged, and what a training step of the same model has
         # summed so far must stay: the pass has no parameters.
         evaluates = not torch.is_grad_enabled()
         is_new = not evaluates and id(model) not in position.checked
-        if evaluates:
-            sync = GradientSync(nn.Identity(), self._ranks, position.group)
-        else:
-            sync = self._sync(model, own_backward, is_new)
-        # Those of the training's step may still be there while it is evaluated.
-        had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
+        trained = nn.Identity() if evaluates else model
+        sync = self._open_sync(trained, own_backward, not evaluates, is_new)
+        this = Pass(run.plan, sync, self._ranks, is_new, own_backward)
         if is_first:
             position.drop_begun()
         computing = model.parameters() if evaluates else sync.named.values()
         devices = accelerators_of(computing)
         slots = position.slots(run.plan)
-        pass_seed = () if is_first else (run.num_passes,)
         fetcher = position.fetcher(run.plan, is_first)
         first = position.take_ahead() if is_first else None
         # A generator: a fetch seeds the streams, so it has to come where they are kept.
         batches = one_ahead(self._ranks, fetcher, slots, first)
-        # Clipping after an evaluation is of the gradients that were there before.
-        run.begin_pass(run.sync if evaluates and run.sync is not None else sync)
+        run.passes.append(this)
         position.begun.append(sync)
-        watching = run.watching(sync.parameters if is_new and not own_backward else ())
+        # Clipping after an evaluation is of the gradients that were there before.
+        self._trained = sync if not evaluates or self._trained is None else self._trained
         seed = position.schedule.order.seed
         try:
-            with kept(devices), sync.active(), watching:
+            with kept(devices), this.running():
                 for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
                     reseed(derive(seed, self.number, slot.k, "microbatch", *pass_seed), devices)
                     # Under an autocast around the loop, the gradient of a cast that was kept would
@@ -223,25 +220,18 @@ class Step:
                         run.seen += fetched.request.ids
                     if fetched.request.is_empty:
                         slot = replace(slot, is_copy=True)
-                    run.is_last = number + 1 == len(slots)
-                    with sync.on(slot, run.is_last):
-                        run.slot = slot
+                    with this.microbatch(slot, number + 1 == len(slots)):
                         yield fetched.batch
-                        run.slot = None
-                    if not own_backward:
-                        run.end_microbatch(slot)
             if is_first:
                 position.fetch_ahead(run.plan)
             if evaluates:
-                self._check_evaluated()
+                self._check_evaluated(this)
                 reshard(filter(is_fsdp2, model.modules()))
-            is_untold = run.is_weighted is None and not had_gradients and sync.has_gradients()
-            is_other = not own_backward and (run.saw_other_backward or is_untold)
-            self._exchange(model, sync, own_backward, is_new, is_other)
-            run.is_complete = True
+            if this.end(self._divisor):
+                position.checked[id(model)] = model
+            this.is_complete = True
         finally:
-            run.slot = None
-            if not run.is_complete:
+            if not this.is_complete:
                 sync.drop_unfinished()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -259,9 +249,10 @@ class Step:
         Raises:
             ValueError: not within `microbatches`, a loss of several values, a wrong weight.
         """
-        before = self._run.in_own_backward  # as of a loss that is scaled, and waits
+        this, _ = self._current()
+        before = this.in_own_backward  # as of a loss that is scaled, and waits
         self.scale(loss, weight).backward()
-        self._run.in_own_backward = before
+        this.in_own_backward = before
 
     def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """The weighted loss, for frameworks that run backward themselves.
@@ -269,13 +260,11 @@ class Step:
         `accelerator.backward(step.scale(loss))` is equivalent to `step.backward(loss)`. Arguments
         and errors are those of `backward`. Run backward of each result once.
         """
-        slot = self._current_slot()
-        units = self._run.add_loss(slot, loss, weight)
-        whole = self._run.plan.assumed_samples if weight is None else self._divisor(units)
-        # Wrappers divide the sum of the ranks' gradients by their number; the exact sum does not,
-        # so that no bit of a term depends on it.
-        ranks = 1 if self._position.exact is not None else self._ranks.size
-        return loss * (0.0 if slot.is_copy else units / whole * ranks)
+        this, slot = self._current()
+        units = this.add_loss(slot, loss, weight)
+        plan = self._run.plan
+        whole = plan.assumed_samples if weight is None else self._divisor_of(units, slot)
+        return loss * (0.0 if slot.is_copy else units / whole * this.sync.divides_by)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -302,10 +291,10 @@ class Step:
             ValueError: a wrong argument, or a call before the end of `microbatches`.
             RuntimeError: the norm is not finite, with error_if_nonfinite; on all ranks.
         """
-        run, exact = self._run, self._position.exact
+        sync = self._trained
 
         def check() -> None:
-            if not run.is_complete:
+            if sync is None or not self._run.is_complete:
                 raise ValueError(
                     f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
                     "which exchanges the gradients at its end"
@@ -314,23 +303,16 @@ class Step:
                 check_type(name, value, (Real, torch.Tensor), "a number")
             if not float(max_norm) >= 0:
                 raise ValueError(f"max_norm is {max_norm}: give at least 0")
-            if not float(norm_type) >= 1 or (exact and norm_type not in (1, 2, math.inf)):
-                kinds = "1, 2 or inf with exact=True" if exact else "at least 1, or inf"
-                raise ValueError(f"norm_type is {norm_type}: give {kinds}")
+            sync.check_norm_type(float(norm_type))
 
         arguments = {"max_norm": max_norm, "norm_type": norm_type}
         arguments |= {"error_if_nonfinite": error_if_nonfinite}
         compare_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
-        sync = run.sync
         assert sync is not None
         reshard(sync.fsdp)
-        parameters = [*sync.named.values()]
-        if exact is not None:  # now, as clipping hides what was changed before
-            exact.compare(parameters, self._position.notes)
-        norm = clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
-        if exact is not None:
-            exact.remember_gradients(parameters)
-        return norm
+        with sync.clipping():
+            parameters = [*sync.named.values()]
+            return clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def loss(self) -> float:
         """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
@@ -341,7 +323,15 @@ class Step:
         Raises:
             ValueError: no rank has called `backward` yet.
         """
-        return self._run.mean_loss(self._ranks)
+        last = self._run.passes[-1:]
+        terms = [w * float(loss) for this in last for w, loss in this.losses if w]
+        own_weights = [weight for this in last for weight in this.weights.values()]
+        rows = self._ranks.gather((terms, own_weights), "step.loss()")
+        weights = [weight for _, row in rows for weight in row]
+        if not weights:
+            raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
+        total = math.fsum(weights)
+        return math.fsum(term for row, _ in rows for term in row) / total if total else 0.0
 
     def rank_loss(self) -> torch.Tensor:
         """This rank's part of `loss()`, without an exchange or a wait for the device. Any rank.
@@ -356,14 +346,28 @@ class Step:
             ValueError: before the end of the loop over `microbatches`, without `backward` in it, or
                 with own_backward=True.
         """
-        return self._run.rank_loss(self._ranks.size)
+        last = self._run.passes[-1] if self._run.is_complete else None
+        if last is None or last.total is None:
+            raise ValueError(
+                f"step {self.number}: call rank_loss() after the loop over microbatches(), with a "
+                "step.backward in each of them, and without own_backward=True"
+            )
+        _, first = last.losses[0]
+        # In at least float32, so that a sum of many loses nothing.
+        total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+        for weight, loss in last.losses:
+            if weight:
+                total += weight * self._ranks.size / last.total * loss
+        return total.reshape(())
 
-    def _current_slot(self) -> MicrobatchSlot:
-        if self._run.slot is None:
+    def _current(self) -> tuple[Pass, MicrobatchSlot]:
+        """The pass that runs, and the microbatch of its body."""
+        this = self._run.passes[-1] if self._run.passes else None
+        if this is None or this.slot is None:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
-        return self._run.slot
+        return this, this.slot
 
-    def _divisor(self, units: float) -> float:
+    def _divisor_of(self, units: float, slot: MicrobatchSlot) -> float:
         """The divisor of weights until the step's total is known: one for all losses of a step.
 
         It is the number of microbatches times a power of two near an ordinary weight, that of the
@@ -373,30 +377,32 @@ class Step:
 
         Args:
             units: weight of the current microbatch.
+            slot: the microbatch.
         """
-        run, position = self._run, self._position
-        if run.divisor is None:
+        position = self._position
+        if self._divisor is None:
             if position.exponent is None:
-                slot = self._current_slot()
                 is_first = slot.k == 0 and not slot.is_copy
                 weight = max(self._ranks.gather(units if is_first else 0.0, "comparing weights"))
                 position.exponent = round(math.log2(weight)) if weight else None
-            run.divisor = math.ldexp(run.plan.num_microbatches, position.exponent or 0)
-        return run.divisor
+            self._divisor = math.ldexp(self._run.plan.num_microbatches, position.exponent or 0)
+        return self._divisor
 
-    def _check_evaluated(self) -> None:
+    def _check_evaluated(self, this: Pass) -> None:
         """Refuse a backward in a pass that began without gradients."""
-        if self._run.losses:
+        if this.losses:
             raise ValueError(
                 f"step {self.number}: step.backward was called in a pass that began under "
                 "torch.no_grad(), which exchanges no gradients: begin the loop over microbatches() "
                 "outside of it"
             )
 
-    def _sync(self, model: nn.Module, own_backward: bool, is_new: bool) -> GradientSync:
+    def _open_sync(
+        self, model: nn.Module, own_backward: bool, trains: bool, is_new: bool
+    ) -> GradientSync:
         """The exchange of a model's gradients in one pass over the microbatches."""
         ranks, position = self._ranks, self._position
-        if position.exact is None:
+        if position.exact is None or not trains:
             return GradientSync(model, ranks, position.group)
         if own_backward:
             raise ValueError(
@@ -406,62 +412,6 @@ class Step:
             )
         plan = self._run.plan
         return position.exact.open_sync(model, ranks, position.group, plan, is_new, position.notes)
-
-    def _exchange(
-        self,
-        model: nn.Module,
-        sync: GradientSync,
-        own_backward: bool,
-        is_new: bool,
-        is_other: bool,
-    ) -> None:
-        """Compare what the ranks have seen, and finish the gradients. All data-parallel ranks.
-
-        Args:
-            model: of `microbatches`.
-            sync: of this pass.
-            own_backward: whether the caller weights the losses.
-            is_new: whether it has to be found out how the model's gradients are exchanged.
-            is_other: whether a backward ran that was not `step.backward`.
-        """
-        run, refusal = self._run, None
-        if is_other:
-            refusal = (
-                f"step {self.number}: gradients were computed without step.backward, so they are a "
-                "sum that depends on the number of ranks: call step.backward(loss), or run "
-                "backward of step.scale(loss), as in accelerator.backward(step.scale(loss)); or "
-                "pass microbatches(model, own_backward=True) and weight the losses yourself"
-            )
-        losses = [float(loss) for _, loss in run.losses] if is_new else []
-        values = sync.values() if is_new and self._ranks.size > 1 else {}
-        digest = f"{derive(repr(values)):x}"
-        record = StepRecord([*run.weights.values()], run.without, losses, refusal, digest)
-        # Gradients that an evaluation finds are those of the training, exchanged already.
-        record = sync.complete(record, is_new and (run.is_weighted is not None or own_backward))
-        # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
-        must_gather = sync.meets or bool(run.is_weighted) or is_new
-        records = self._ranks.gather(record, "comparing the step") if must_gather else [record]
-        summed, exchanged = [*sync.summed], [*sync.exchanged]
-        is_checked = judge(self.number, records, summed, exchanged, values, self._ranks)
-        weights = [weight for record in records for weight in record.weights]
-        if run.is_weighted is not None and not own_backward:
-            run.total = math.fsum(weights) if must_gather else self.samples
-        # No rank has run a backward, as in an evaluation; a rank with copies alone has losses.
-        if not (weights or run.losses or own_backward):
-            sync.drop_unfinished()
-            return
-        if is_checked:
-            self._position.checked[id(model)] = model
-        factor: float | None = None  # of the gradients, where the losses had weights
-        if run.is_weighted:
-            assert run.divisor is not None  # of the losses' weights, by the first of them
-            total = math.fsum(weights)
-            factor = run.divisor / total if total else 0.0
-        elif not own_backward and run.plan.samples != run.plan.assumed_samples:
-            factor = run.plan.assumed_samples / run.plan.samples
-        sync.finish(records, factor)
-        if self._position.exact is not None:
-            self._position.exact.remember_gradients([*sync.named.values()])
 
     @property
     def _ranks(self) -> Ranks:

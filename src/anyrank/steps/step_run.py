@@ -1,9 +1,9 @@
-"""How far a step has come on this rank: the state of a `Step`."""
+"""How far a step has come on this rank: its passes, and what the ranks agree on at their ends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -11,74 +11,87 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
 
 from anyrank.checks import as_float, check_type
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.steps.gradient_sync import GradientSync
-from anyrank.steps.step_record import check_backwards
+from anyrank.steps.step_record import StepRecord, check_backwards, judge
+from anyrank.tensors.hashing import derive
 from anyrank.world.ranks import Ranks
 
 
-@dataclass
-class StepRun:
-    """One step on this rank.
+class Pass:
+    """One pass over a step's microbatches on this rank.
+
+    Args:
+        plan: the step.
+        sync: the exchange of its gradients.
+        ranks: the data-parallel ranks.
+        is_new: whether it has to be found out how the model's gradients are exchanged.
+        own_backward: whether the caller weights the losses.
 
     Attributes:
-        plan: the step.
-        seen: ids of the samples that this rank has run, without copies and repeats.
-        num_passes: calls of `microbatches`.
-        is_complete: whether the last pass ran to its end.
-        divisor: of weights until their total is known, once a weight is given.
-        sync: the exchange of gradients; this and the following are of the last pass.
         slot: the microbatch of the loop's current body.
         is_last: whether it is the rank's last.
-        is_weighted: whether weights are given; None before the first backward.
+        is_complete: whether the pass ran to its end.
         weights: by microbatch, without copies.
         losses: of all microbatches, with their weights, which are 0 for copies.
         total: of the weights of all ranks, once the pass has ended without own_backward.
-        without: the microbatches that had no backward.
         in_own_backward: whether a backward of a loss that was given runs, or is to come.
-        saw_other_backward: whether a watched parameter got a gradient of another loss.
     """
 
-    plan: StepPlan
-    seen: list[Any] = field(default_factory=list[Any])
-    num_passes: int = 0
-    is_complete: bool = False
-    divisor: float | None = None
-    sync: GradientSync | None = None
-    slot: MicrobatchSlot | None = None
-    is_last: bool = False
-    is_weighted: bool | None = None
-    weights: dict[int, float] = field(default_factory=dict[int, float])
-    losses: list[tuple[float, torch.Tensor]] = field(
-        default_factory=list[tuple[float, torch.Tensor]]
-    )
-    total: float | None = None
-    without: list[int] = field(default_factory=list[int])
-    in_own_backward: bool = False
-    saw_other_backward: bool = False
+    def __init__(
+        self, plan: StepPlan, sync: GradientSync, ranks: Ranks, is_new: bool, own_backward: bool
+    ) -> None:
+        self.plan, self.sync, self.ranks = plan, sync, ranks
+        self.is_new, self.own_backward = is_new, own_backward
+        self.slot: MicrobatchSlot | None = None
+        self.is_last = self.is_complete = False
+        self.weights: dict[int, float] = {}
+        self.losses: list[tuple[float, torch.Tensor]] = []
+        self.total: float | None = None
+        self._is_weighted: bool | None = None  # whether weights are given; None before a backward
+        self._without: list[int] = []  # the microbatches that had no backward
+        self.in_own_backward = False
+        self._saw_other_backward = False
+        # Those of the training's step may still be there while it is evaluated.
+        self._had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
 
-    def begin_pass(self, sync: GradientSync) -> None:
-        """A pass over the microbatches begins."""
-        self.num_passes += 1
-        self.is_complete, self.sync = False, sync
-        self.is_weighted, self.weights, self.losses, self.without = None, {}, [], []
-        self.total = None
-        self.in_own_backward = self.saw_other_backward = False
+    # -- a microbatch -----------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-        """Notice where parameters get gradients of other losses than those that are given."""
+    def running(self) -> Generator[None, None, None]:
+        """Run the pass; a new model's parameters tell where they get gradients of other losses than
+        those that are given.
+        """
 
         def note(_: torch.Tensor) -> None:
-            self.saw_other_backward = self.saw_other_backward or not self.in_own_backward
+            self._saw_other_backward = self._saw_other_backward or not self.in_own_backward
 
-        with ExitStack() as hooks:
-            for parameter in parameters:
+        with self.sync.active(), ExitStack() as hooks:
+            for parameter in self.sync.parameters if self.is_new and not self.own_backward else ():
                 hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
             yield
+
+    @contextmanager
+    def microbatch(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
+        """Run the loop's body for a microbatch.
+
+        Raises:
+            ValueError: it had no backward, and others had one.
+        """
+        self.is_last = is_last
+        try:
+            with self.sync.on(slot, is_last):
+                self.slot = slot
+                yield
+        finally:
+            self.slot = None
+        self.in_own_backward = False
+        if not self.own_backward:
+            if not slot.is_copy and slot.k not in self.weights:
+                self._without.append(slot.k)
+            check_backwards(self.plan.number, self.weights, self._without)
 
     def add_loss(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: Any) -> float:
         """Note the loss of the current microbatch, whose backward comes. Returns its weight.
@@ -91,9 +104,9 @@ class StepRun:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
         check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
         units = as_float("weight", self.plan.size(slot.k) if weight is None else weight)
-        if self.is_weighted is (weight is None):
+        if self._is_weighted is (weight is None):
             raise ValueError(f"step {self.plan.number}: give weight= in each backward or in none")
-        self.is_weighted = weight is not None
+        self._is_weighted = weight is not None
         if not 0 <= units < math.inf or self.weights.get(slot.k, units) != units:
             raise ValueError(
                 f"weight is {units}: give at least 0, and the same value throughout a microbatch"
@@ -102,50 +115,84 @@ class StepRun:
             self.weights[slot.k] = units
         self.losses.append((0.0 if slot.is_copy else units, loss.detach()))
         # Before the wrapper's backward, which would wait for ranks that are elsewhere.
-        check_backwards(self.plan.number, self.weights, self.without)
+        check_backwards(self.plan.number, self.weights, self._without)
         self.in_own_backward = True
         return units
 
-    def end_microbatch(self, slot: MicrobatchSlot) -> None:
-        """The body of a microbatch has ended.
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end(self, divisor: float | None) -> bool:
+        """Compare what the ranks have seen, and finish the gradients. All data-parallel ranks.
+
+        Args:
+            divisor: of the losses' weights, if they had any.
+
+        Returns:
+            Whether a new model's gradients are known to be exchanged once.
 
         Raises:
-            ValueError: it had no backward, and others had one.
+            ValueError: as `judge`.
         """
-        self.in_own_backward = False
-        if not slot.is_copy and slot.k not in self.weights:
-            self.without.append(slot.k)
-        check_backwards(self.plan.number, self.weights, self.without)
+        sync, plan = self.sync, self.plan
+        record, values = self._record()
+        # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
+        must_gather = sync.meets or bool(self._is_weighted) or self.is_new
+        records = self.ranks.gather(record, "comparing the step") if must_gather else [record]
+        summed, exchanged = [*sync.summed], [*sync.exchanged]
+        is_checked = judge(plan.number, records, summed, exchanged, values, self.ranks)
+        weights = [weight for record in records for weight in record.weights]
+        if self._is_weighted is not None and not self.own_backward:
+            self.total = math.fsum(weights) if must_gather else plan.samples
+        # No rank has run a backward, as in an evaluation; a rank with copies alone has losses.
+        if not (weights or self.losses or self.own_backward):
+            sync.drop_unfinished()
+            return False
+        factor: float | None = None  # of the gradients, where the losses had weights
+        if self._is_weighted:
+            assert divisor is not None
+            total = math.fsum(weights)
+            factor = divisor / total if total else 0.0
+        elif not self.own_backward and plan.samples != plan.assumed_samples:
+            factor = plan.assumed_samples / plan.samples
+        sync.finish(records, factor)
+        return is_checked
 
-    def mean_loss(self, ranks: Ranks) -> float:
-        """The mean loss over the microbatches of all ranks so far. All ranks.
-
-        Raises:
-            ValueError: no rank has had a backward.
-        """
-        terms = [weight * float(loss) for weight, loss in self.losses if weight]
-        rows = ranks.gather((terms, list(self.weights.values())), "step.loss()")
-        weights = [weight for _, row in rows for weight in row]
-        if not weights:
-            raise ValueError(f"step {self.plan.number}: no loss yet, call step.backward first")
-        total = math.fsum(weights)
-        return math.fsum(term for row, _ in rows for term in row) / total if total else 0.0
-
-    def rank_loss(self, size: int) -> torch.Tensor:
-        """This rank's part of the mean loss, whose mean over all `size` ranks is that.
-
-        Raises:
-            ValueError: the pass has not ended, had no backward, or was one with own_backward.
-        """
-        if not self.is_complete or self.total is None:
-            raise ValueError(
-                f"step {self.plan.number}: call rank_loss() after the loop over microbatches(), "
-                "with a step.backward in each of them, and without own_backward=True"
+    def _record(self) -> tuple[StepRecord, dict[str, str]]:
+        """What this rank has seen; and shape and hash of the parameters that it has a hash of."""
+        sync, refusal = self.sync, None
+        has_losses = self._is_weighted is not None
+        is_untold = not has_losses and not self._had_gradients and sync.has_gradients()
+        if not self.own_backward and (self._saw_other_backward or is_untold):
+            refusal = (
+                f"step {self.plan.number}: gradients were computed without step.backward, so they "
+                "are a sum that depends on the number of ranks: call step.backward(loss), or run "
+                "backward of step.scale(loss), as in accelerator.backward(step.scale(loss)); or "
+                "pass microbatches(model, own_backward=True) and weight the losses yourself"
             )
-        _, first = self.losses[0]
-        # In at least float32, so that a sum of many loses nothing.
-        total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-        for weight, loss in self.losses:
-            if weight:
-                total += weight * size / self.total * loss
-        return total.reshape(())
+        losses = [float(loss) for _, loss in self.losses] if self.is_new else []
+        values = sync.values() if self.is_new and self.ranks.size > 1 else {}
+        digest = f"{derive(repr(values)):x}"
+        record = StepRecord([*self.weights.values()], self._without, losses, refusal, digest)
+        # Gradients that an evaluation finds are those of the training, exchanged already.
+        has_exchanged = has_losses or self.own_backward
+        return sync.complete(record, self.is_new and has_exchanged), values
+
+
+@dataclass
+class StepRun:
+    """One step on this rank.
+
+    Attributes:
+        plan: the step.
+        seen: ids of the samples that this rank has run, without copies and repeats.
+        passes: over its microbatches; all but the last ran to their ends.
+    """
+
+    plan: StepPlan
+    seen: list[Any] = field(default_factory=list[Any])
+    passes: list[Pass] = field(default_factory=list[Pass])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last pass ran to its end."""
+        return bool(self.passes) and self.passes[-1].is_complete

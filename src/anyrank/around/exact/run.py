@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -122,7 +123,9 @@ class ExactRun:
         if self.takes_turns is None:
             self.takes_turns = takes_turns(model, ranks)
         rounds = Rounds(plan, ranks, self.takes_turns)
-        return ExactSync(model, ranks, group, rounds, is_first)
+        compare = partial(self.compare, notes=notes)
+        remember = self.remember_gradients
+        return ExactSync(model, ranks, group, rounds, is_first, compare, remember)
 
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
         """Check a model before its first step. All data-parallel ranks.

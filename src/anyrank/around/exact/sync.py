@@ -8,7 +8,8 @@ buckets (`groups`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,8 @@ class ExactSync(GradientSync):
         group: the user's group of these ranks.
         rounds: of the step.
         is_first: it is the model's first pass: whole buffers are compared.
+        compare: looks whether the gradients of parameters are those that were remembered.
+        remember: remembers them.
 
     Raises:
         TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered; units of
@@ -51,9 +54,18 @@ class ExactSync(GradientSync):
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, group: Any, rounds: Rounds, is_first: bool
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        group: Any,
+        rounds: Rounds,
+        is_first: bool,
+        compare: Callable[[Sequence[nn.Parameter]], None],
+        remember: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
         super().__init__(model, ranks, group)
+        self.divides_by = 1  # so that no bit of a term depends on the number of ranks
+        self.compare, self.remember = compare, remember
         check_names(self.fsdp, is_exact=True)
         check_wrappers(self, ranks)
         self.rounds = rounds
@@ -151,6 +163,18 @@ class ExactSync(GradientSync):
                     param.sharded_param.grad = None
         if factor is not None:
             self.scale(factor)
+        self.remember([*self.named.values()])
+
+    def check_norm_type(self, norm_type: float) -> None:
+        if norm_type not in (1, 2, math.inf):
+            raise ValueError(f"norm_type is {norm_type}: give 1, 2 or inf with exact=True")
+
+    @contextmanager
+    def clipping(self) -> Generator[None, None, None]:
+        parameters = [*self.named.values()]
+        self.compare(parameters)  # now, as clipping hides what was changed before
+        yield
+        self.remember(parameters)
 
     def refusal(self) -> str | None:
         """Why this rank's sums of the pass are not exact, and the way out; None if they are."""
