@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from anyrank.memory.recompute import recompute
     from anyrank.memory.tile import tile
     from anyrank.resume.checkpoints import Checkpoints
-    from anyrank.state.report import ResumeReport
+    from anyrank.state.resume_report import ResumeReport
     from anyrank.state.train_state import TrainState
     from anyrank.steps.loader import ElasticLoader
     from anyrank.versions import __version__
@@ -111,7 +111,7 @@ HOMES = {
     "Pack": "anyrank.around.streams.transforms",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
-    "ResumeReport": "anyrank.state.report",
+    "ResumeReport": "anyrank.state.resume_report",
     "Sync": "anyrank.around.sync.sync",
     "SyncReport": "anyrank.around.sync.report",
     "TrainState": "anyrank.state.train_state",

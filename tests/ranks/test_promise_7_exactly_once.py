@@ -207,9 +207,8 @@ def run_to(
         for step in loader:
             for batch in step.microbatches(net):
                 drawn = draw(step)
-                assert step._run.slot is not None
-                if not step._run.slot.is_copy:
-                    seen[step.number, step._run.slot.k] = (batch, drawn)
+                if not step.is_copy:
+                    seen[step.number, step.k] = (batch, drawn)
             loader.commit()
             if loader.step == steps:
                 break

@@ -126,7 +126,7 @@ DOORS = {
     "anyrank.saving.run_folder": ("foreign",),
     "anyrank.resume.log_listener": ("inspection",),
     "anyrank.state.optimizer": ("own_methods",),
-    "anyrank.state.settings": ("script",),
+    "anyrank.state.script_settings": ("script",),
     "anyrank.state.train_state": ("base",),
 }
 MOST_CALLS = 5

@@ -12,7 +12,7 @@ from torch import nn
 import anyrank
 from anyrank.resume.listener import OfferedStep, RunListener
 from anyrank.resume.listeners import Listeners
-from anyrank.state.report import ResumeReport
+from anyrank.state.resume_report import ResumeReport
 
 
 class Hearing(RunListener):

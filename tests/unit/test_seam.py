@@ -52,11 +52,11 @@ SEAM = {
     "filling.report": "FillReport LoadReport log_report mib_by_rank",
     "formats": "torch_zip weight_files",
     "formats.dcp_output": "metadata_of",
-    "formats.run_folder": """
-        ASIDE INDEX METADATA SavedBox SavedStep check_sizes is_step list_step list_steps
+    "formats.run_log": "END ERROR LOG LogLine SECONDS START read_log",
+    "formats.run_step": """
+        ASIDE INDEX METADATA SavedStep StoredBox check_sizes is_step list_step list_steps
         no_step number_of steps_in whole_steps
     """,
-    "formats.run_log": "END ERROR LOG LogLine SECONDS START read_log",
     "formats.safetensors": "ALIGN CODES MAX_HEADER_BYTES RESERVED",
     "formats.sources": """
         RUN Source check_source checkpoint_among format_of_folder is_of_tool is_run_of_tool
@@ -91,17 +91,17 @@ SEAM = {
     "saving.run_folder": "RunFolder",
     "saving.write": "RankShare SaveRecord describe_step write_own_share",
     "settings": "BUFFER_BYTES PEERS_FOLDER TIMEOUT_SEC",
+    "state.accelerate_wrappers": "innermost",
     "state.digests": "check_memory digests_of",
     "state.optimizer": "Names UNKNOWN match_optimizer",
-    "state.part_types": "Matched PartState StoredStep listed misfits",
+    "state.part_types": "PartMatch PartSource PartState listed misfits",
     "state.plain_values": "as_json plain",
-    "state.report": "Outcome ResumeReport SavedOn",
-    "state.settings": "FUNCTIONS ScriptSettings Settings is_schedule optimizer_of",
+    "state.resume_report": "Outcome ResumeReport SavedOn",
+    "state.script_settings": "FUNCTIONS ScriptSettings Settings is_schedule optimizer_of",
     "state.stateful": """
         BY_GROUP attribute_tensors has_own_methods match_stateful save_stateful tensors_now
     """,
     "state.train_state": "TrainState names_of",
-    "state.wrappers": "innermost",
     "steps.agreed_batches": "Fetcher",
     "steps.gradient_sync": "GradientSync local used_on_any_rank",
     "steps.loader": "ElasticLoader",

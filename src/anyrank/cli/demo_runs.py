@@ -35,7 +35,7 @@ from anyrank.errors import AnyrankError
 from anyrank.files.manifest import read_manifest, step_name
 from anyrank.files.reader import memory_of
 from anyrank.files.storage import storage_for
-from anyrank.formats.run_folder import list_step, steps_in
+from anyrank.formats.run_step import list_step, steps_in
 from anyrank.model.memory_meter import PeakMemory
 
 SCRIPT = "finetune.py"

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.run_step import StoredBox
 
 
 def metadata_of(
-    places: Iterable[SavedBox], aliases: Mapping[str, str], by_part: bool = True
+    places: Iterable[StoredBox], aliases: Mapping[str, str], by_part: bool = True
 ) -> bytes:
     """DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to.
 

@@ -17,8 +17,8 @@ from anyrank.files.listing import (
 )
 from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.files.storage import Storage, storage_for
-from anyrank.formats import run_folder, weight_files
-from anyrank.formats.run_folder import METADATA
+from anyrank.formats import run_step, weight_files
+from anyrank.formats.run_step import METADATA
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
@@ -30,7 +30,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 LISTED_BY_READERS = (DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_folder.ASIDE) + ".*",)),
+    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_step.ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
     "accelerate": ((r"random_states_\d+\.pkl",), (r"pytorch_model_fsdp(_\d+)?(\.bin)?",)),
     "deepspeed": (
@@ -142,7 +142,7 @@ def _list_path(path: str) -> Listing:
 def _list_folder(storage: Storage, path: str) -> Listing:
     name = format_of_folder(storage.names(path))
     if name == RUN:
-        return run_folder.list_folder(storage, path)
+        return run_step.list_folder(storage, path)
     if not is_run_of_tool(name):
         from anyrank.around.readers.listers import list_as  # a door: see test_house
 

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 from anyrank.checks import check_function, check_path, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.storage import storage_for
-from anyrank.formats.run_folder import SavedStep
+from anyrank.formats.run_step import SavedStep
 from anyrank.resume.agree import agree_on_run, become_writer
 from anyrank.resume.listeners import Listeners, open_listeners
 from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, SaveOptions
-from anyrank.resume.records import SaveRecords, warn_of_saved
 from anyrank.resume.resume import resume_run
+from anyrank.resume.save_records import SaveRecords, warn_of_saved
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import SaveRecord, write
 from anyrank.state.replicas import check_replicas
-from anyrank.state.report import ResumeReport
-from anyrank.state.settings import Settings
+from anyrank.state.resume_report import ResumeReport
+from anyrank.state.script_settings import Settings
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.step import Step
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from anyrank.around.background.save import BackgroundSave
 
 log = logging.getLogger("anyrank.resume")
-
-FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
 
 
 class Checkpoints:
@@ -467,7 +465,9 @@ class Checkpoints:
         try:
             self._counter.leave_body()  # of a loop whose iterator is still alive
             if error is not None:
-                self._wait_briefly()
+                if self._background and self._ranks and self._background.is_in_flight:
+                    add = partial(self._records.add_alone, ranks=self._ranks)
+                    self._background.finish_for_error(add)
                 if self._ranks is not None:  # the others may wait for this rank, and it may live on
                     text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
                     why = f"rank {self._ranks.rank} has left the run by {text}"
@@ -481,16 +481,6 @@ class Checkpoints:
         finally:
             self._release(error)
         self._signals.resend()
-
-    def _wait_briefly(self) -> None:
-        """Wait briefly for a save in flight while an exception passes, which the user must see."""
-        if not (self._background and self._ranks and self._background.is_in_flight):
-            return
-        try:
-            record = self._background.wait(FAILED_EXIT_SEC)
-            self._records.add_alone(record, self._ranks)
-        except Exception as error:  # whatever on_commit raises
-            log.error("while an exception ends the run: %s", error)
 
 
 def _open_background(write_snapshot: Callable[[Snapshot, Ranks], SaveRecord]) -> BackgroundSave:

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest
-from anyrank.state.report import ResumeReport
+from anyrank.state.resume_report import ResumeReport
 
 
 class OfferedStep(ABC):

@@ -10,7 +10,7 @@ from anyrank.resume.log_listener import LogListener
 from anyrank.resume.options import SaveOptions
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
-from anyrank.state.report import ResumeReport
+from anyrank.state.resume_report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 

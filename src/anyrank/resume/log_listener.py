@@ -14,7 +14,7 @@ from anyrank.formats.run_log import END, ERROR, LOG, START, LogLine, read_log
 from anyrank.resume.listener import OfferedStep, RunListener
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
-from anyrank.state.report import ResumeReport
+from anyrank.state.resume_report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.world.failures import is_death

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from anyrank.checks import check_int
 from anyrank.errors import CheckpointError
 from anyrank.saving.collect import is_within_step
+from anyrank.state.accelerate_wrappers import innermost
 from anyrank.state.train_state import TrainState
-from anyrank.state.wrappers import innermost
 from anyrank.steps.agreed_batches import OwnBatches
 from anyrank.steps.loader import ElasticLoader
 from anyrank.steps.position import Position

@@ -28,8 +28,8 @@ from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable_error
 from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.saving.collect import rank_coords
-from anyrank.state.part_types import Matched
-from anyrank.state.report import Outcome, ResumeReport
+from anyrank.state.part_types import PartMatch
+from anyrank.state.resume_report import Outcome, ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
 from anyrank.wording import count
@@ -65,7 +65,7 @@ class _Restorer:
     ) -> None:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
-        self.matched: dict[str, Matched] = {}
+        self.matched: dict[str, PartMatch] = {}
         self.comparison: Comparison | None = None  # where the script gives other settings
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}

@@ -13,7 +13,7 @@ from anyrank.resume.options import ResumeArguments
 from anyrank.resume.restore import restore_state
 from anyrank.resume.search import StepSearch
 from anyrank.saving.run_folder import RunFolder
-from anyrank.state.report import ResumeReport
+from anyrank.state.resume_report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 

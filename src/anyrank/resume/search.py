@@ -11,14 +11,14 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.json_codec import reading_record
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import Manifest, read_manifest, step_name
-from anyrank.formats.run_folder import ASIDE, list_step
+from anyrank.formats.run_step import ASIDE, list_step
 from anyrank.random_state.saved_streams import from_json
 from anyrank.resume.listener import OfferedStep
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_folder import DAMAGED, RunFolder
-from anyrank.state.part_types import Matched, StoredStep
-from anyrank.state.report import Outcome, SavedOn
+from anyrank.state.part_types import PartMatch, PartSource
+from anyrank.state.resume_report import Outcome, SavedOn
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
@@ -44,15 +44,15 @@ class StepOfRun(ResumeSource):
 
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
-    ) -> dict[str, Matched]:
+    ) -> dict[str, PartMatch]:
         inner, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
-        stored = StoredStep(self.listing, self.saved_on.ranks, same_ranks, fresh, drop)
+        part_source = PartSource(self.listing, self.saved_on.ranks, same_ranks, fresh, drop)
         try:
-            matched = inner.match(records, stored, ranks.index)
+            matched = inner.match(records, part_source, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             # No proof of damage: the state_dict() of a part may have raised it.
             raise CheckpointError(
@@ -62,7 +62,7 @@ class StepOfRun(ResumeSource):
             has, lacks = ("checkpoint", "state") if name in saved else ("state", "checkpoint")
             problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
             problem += f"it as it is with skip=[{name!r}]"
-            matched[name] = Matched(Outcome("exact"), problems=[problem])
+            matched[name] = PartMatch(Outcome("exact"), problems=[problem])
         return matched
 
     def notes(self) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 from anyrank.files.listing import Listing
 from anyrank.random_state.saved_streams import SavedStreams
 from anyrank.resume.options import ResumeArguments
-from anyrank.state.part_types import Matched
-from anyrank.state.report import SavedOn
+from anyrank.state.part_types import PartMatch
+from anyrank.state.resume_report import SavedOn
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
@@ -62,7 +62,7 @@ class ResumeSource(ABC):
     @abstractmethod
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
-    ) -> dict[str, Matched]:
+    ) -> dict[str, PartMatch]:
         """Match each part of a state that is not skipped with its source. Any rank, by itself.
 
         Changes nothing. What does not fit is among the problems of the parts.

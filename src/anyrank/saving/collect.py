@@ -147,11 +147,13 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         return (parts, streams), _summarize(state, parts, rank_coords(state, ranks), streams)
 
     (parts, states), summaries = ranks.run_and_gather("collecting the state", collect_own)
+    # Before the replicas: tensors that differ in name or layout have none.
     _compare(parts, summaries, ranks)
     records = _build_records(parts, summaries, ranks)
     meshes = [summary.mesh_coordinates for summary in summaries]
     coordinates = dict(zip(ranks.ranks, meshes, strict=True))
     differed = compare_replicas(parts, coordinates, summaries[0].saves, state.step, ranks)
+    # The first rank's count on all, as they compare the same ninth in the next save.
     state.parts.saves = summaries[0].saves + 1
     manifest = Manifest(
         run=state.run or summaries[0].new_run,

@@ -19,7 +19,7 @@ from anyrank.files.storage import (
     storing,
     write_file,
 )
-from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.run_step import StoredBox
 from anyrank.formats.torch_zip import ALIGN, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece, local_pieces
@@ -76,7 +76,7 @@ def make_items(
 
 def write_share(
     store: Storage, folder: str, name: str, items: Sequence[Item]
-) -> tuple[list[SavedBox], dict[str, FileRecord]]:
+) -> tuple[list[StoredBox], dict[str, FileRecord]]:
     """Write the items into one data file, durably, and its checksums into another.
 
     Returns:
@@ -86,7 +86,7 @@ def write_share(
         CheckpointError: a write failed.
     """
     path = join_path(folder, name)
-    boxes: list[SavedBox] = []
+    boxes: list[StoredBox] = []
     with storing(path):
         output = _Output(store.create(path))
         try:
@@ -94,7 +94,7 @@ def write_share(
                 start = output.size
                 length, offset = output.put(item)
                 tensor = (item.name, item.shape, item.dtype, item.box)
-                boxes.append(SavedBox(*tensor, name, start + offset, start, length))
+                boxes.append(StoredBox(*tensor, name, start + offset, start, length))
             output.flush()
         except BaseException:
             output.sink.abandon()

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
 from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
-from anyrank.formats.run_folder import (
+from anyrank.formats.run_step import (
     ASIDE,
     SavedStep,
-    Step,
+    StepFolder,
     check_sizes,
     describe,
     is_step,
@@ -72,7 +72,7 @@ class RunFolder:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepFolder]:
         """The run's steps, the newest first: whole ones, and damaged ones without a manifest.
 
         In an object store a step without a manifest is left by a save that died, and not listed.
@@ -84,7 +84,7 @@ class RunFolder:
             steps = list_steps(self.store, self.absolute_path, self.names())
         return [step for step in steps if step.is_whole or self.store.renames]
 
-    def whole_steps(self) -> list[Step]:
+    def whole_steps(self) -> list[StepFolder]:
         """The `steps` that have their manifest."""
         return [step for step in self.steps() if step.is_whole]
 
@@ -166,6 +166,7 @@ class RunFolder:
             if self.store.is_dir(step_path):
                 new_name = self.set_aside(step_name(step), DAMAGED)
                 log.warning("%s: has no manifest, and was renamed %s", step_path, new_name)
+            # A rank of a dead save may still write: no later save shares its folder.
             path = f"{step_path}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
             self.store.make_folder(path)
             return path
@@ -215,6 +216,7 @@ class RunFolder:
         name = step_name(step)
         if self.store.renames:
             with storing(self.path):
+                # A step that exists must be whole after a power cut: its entries come first.
                 self.store.sync_folder(temporary)
                 self.store.rename(temporary, self.join(name))
                 self.store.sync_folder(self.absolute_path)
@@ -230,6 +232,7 @@ class RunFolder:
             self._write_latest(name)
             steps = self.whole_steps()
             newest, older = steps[:keep_newest], steps[keep_newest:]
+            # A step that bit rot has shortened must not take the place of a good one.
             removable = [step.name for step in older if not keeps_forever(step.number)]
             if removable and self._has_enough_good([step.name for step in newest]):
                 for folder in removable:

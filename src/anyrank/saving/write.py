@@ -13,7 +13,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.manifest import Manifest
 from anyrank.files.storage import FileRecord, Storage, join_path, write_file
 from anyrank.formats.dcp_output import metadata_of
-from anyrank.formats.run_folder import INDEX, METADATA, SavedBox, index_of
+from anyrank.formats.run_step import INDEX, METADATA, StoredBox, index_of
 from anyrank.random_state.saved_streams import StreamState
 from anyrank.saving.collect import Snapshot
 from anyrank.saving.rank_file import write_share
@@ -112,7 +112,7 @@ def write(
 class RankShare(NamedTuple):
     """What a rank wrote of a step: boxes, records of files, states of random streams."""
 
-    boxes: list[SavedBox]
+    boxes: list[StoredBox]
     files: dict[str, FileRecord]
     states: dict[str, StreamState]
 

@@ -21,9 +21,9 @@ from anyrank.model.replace import Replacement
 from anyrank.model.share import default_device, room_for
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.state.part_types import (
-    Matched,
+    PartMatch,
+    PartSource,
     PartState,
-    StoredStep,
     check_has_bytes,
     hold_to_save,
     layout_digest,
@@ -139,8 +139,8 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: PartState) -> An
 
 
 def match_module(
-    part: str, module: nn.Module, targets: list[ModelTensor], record: Any, stored: StoredStep
-) -> Matched:
+    part: str, module: nn.Module, targets: list[ModelTensor], record: Any, source: PartSource
+) -> PartMatch:
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
     problems: list[str] = []
@@ -158,12 +158,12 @@ def match_module(
         for target in in_state_dict(targets)
         if target.frozen not in elsewhere and id(target.tensor) not in checked
     ]
-    outcome = stored.moved(record["layout"], layout_digest(wanted))
-    matched = Matched(outcome, fills, problems=problems)
-    fresh, dropped = _fit_tensors(part, wanted, device, stored, matched)
+    outcome = source.moved(record["layout"], layout_digest(wanted))
+    matched = PartMatch(outcome, fills, problems=problems)
+    fresh, dropped = _fit_tensors(part, wanted, device, source, matched)
     title = "kept, as the checkpoint has none"
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
-    restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, stored, matched)
+    restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, source, matched)
 
     def commit() -> None:
         for fill in fills:
@@ -188,13 +188,13 @@ def _fit_tensors(
     part: str,
     wanted: Sequence[ModelTensor],
     device: torch.device,
-    stored: StoredStep,
-    matched: Matched,
+    source: PartSource,
+    matched: PartMatch,
 ) -> tuple[list[str], list[str]]:
     """Add what fills these tensors, and what does not fit. Names of those that start fresh, and of
     the checkpoint's that are left out.
     """
-    saved = {k: t for k, t in stored.listing.tensors.items() if k.startswith(f"{part}.")}
+    saved = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
     fresh: list[str] = []
     used: set[str] = set()
@@ -206,7 +206,7 @@ def _fit_tensors(
         key = next((name for name in (target.name, *names) if name in saved), None)
         if key is None:
             name = target.name.removeprefix(f"{part}.")
-            is_fresh = stored.is_fresh(name) and not target.is_meta
+            is_fresh = source.is_fresh(name) and not target.is_meta
             (fresh if is_fresh else missing).append(name)
             continue
         used.update({key, *names})  # all names of a tied tensor are one tensor of the checkpoint
@@ -220,14 +220,14 @@ def _fit_tensors(
         if problem:
             matched.problems.append(problem)
             continue
-        matched.fills.append(Fill(target, saved[key], room_for(target, device), stored.listing))
+        matched.fills.append(Fill(target, saved[key], room_for(target, device), source.listing))
     extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
-    dropped = [name for name in extra if stored.is_dropped(name)]
+    dropped = [name for name in extra if source.is_dropped(name)]
     extra = [name for name in extra if name not in dropped]
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
         matched.problems.append(listed(f"{part}: not in the checkpoint", shown))
-        if any(stored.is_fresh(name) for name in missing):
+        if any(source.is_fresh(name) for name in missing):
             matched.problems.append("fresh= keeps the values that are there: give them some first")
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
@@ -237,14 +237,14 @@ def _fit_tensors(
 
 
 def _fit_extra(
-    part: str, modules: Mapping[str, nn.Module], record: Any, stored: StoredStep, matched: Matched
+    part: str, modules: Mapping[str, nn.Module], record: Any, source: PartSource, matched: PartMatch
 ) -> list[tuple[nn.Module, Any]]:
     """Pair each module with its saved extra state. Adds fills and problems to `matched`."""
 
     def take(table: Any) -> torch.Tensor:
-        saved = stored.listing.tensors[table["~whole"]]
+        saved = source.listing.tensors[table["~whole"]]
         sharded = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
-        matched.fills.append(Fill(sharded, saved, sharded.tensor, stored.listing))
+        matched.fills.append(Fill(sharded, saved, sharded.tensor, source.listing))
         return sharded.tensor
 
     saved: dict[str, Any] = record["extra"]

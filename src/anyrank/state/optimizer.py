@@ -29,9 +29,9 @@ from anyrank.model.dtensors import as_sharded, dtensor_like, placement_of
 from anyrank.model.share import device_for
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import (
-    Matched,
+    PartMatch,
+    PartSource,
     PartState,
-    StoredStep,
     differences,
     hold_to_save,
     layout_digest,
@@ -162,25 +162,25 @@ def _is_count(where: str) -> bool:
 
 
 def match_optimizer(
-    part: str, optimizer: Optimizer, record: Any, stored: StoredStep, names: Names, rank: int
-) -> Matched:
+    part: str, optimizer: Optimizer, record: Any, source: PartSource, names: Names, rank: int
+) -> PartMatch:
     """What fills an optimizer. Nothing is changed."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer) and "opaque" in record:
         from anyrank.around.own_methods.optimizer import match_own_methods
 
-        return _with_notes(match_own_methods(part, optimizer, record, stored, rank), part, record)
-    matched = Matched(stored.moved("", ""))
+        return _with_notes(match_own_methods(part, optimizer, record, source, rank), part, record)
+    matched = PartMatch(source.moved("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
         # Only its own methods know what is in such a state.
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
-    groups, fresh = _fit_groups(part, optimizer, record, names, stored, matched.problems)
+    groups, fresh = _fit_groups(part, optimizer, record, names, source, matched.problems)
     matched.is_regrouped = _are_regrouped(groups, len(record["groups"]))
     matched.groups = groups
     absent = [name for name in record["state"] if name not in by_name]
-    unknown = [name for name in absent if not stored.is_dropped(name)]
+    unknown = [name for name in absent if not source.is_dropped(name)]
     if unknown and not matched.problems:
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
@@ -188,7 +188,7 @@ def match_optimizer(
         matched.problems.append(other_class(part, name, record["class"]))
     if matched.problems:
         return matched
-    room = _Room(stored, matched, optimizer, rank)
+    room = _Room(source, matched, optimizer, rank)
     states = {
         key: from_json(tree, room.taker(names[id(by_name[key])], f"{part}.state.{key}"))
         for key, tree in record["state"].items()
@@ -202,7 +202,7 @@ def match_optimizer(
         if number is not None
     ]
     extra = dict(from_json(record["extra"], take))
-    matched.outcome = stored.moved(record["layout"], layout_digest(room.tensors))
+    matched.outcome = source.moved(record["layout"], layout_digest(room.tensors))
     saved = dict.fromkeys(name for group in record["groups"] for name in group["params"])
     dropped = [name for name in saved if name not in by_name]
     title = "fresh, as the checkpoint has none"
@@ -211,7 +211,7 @@ def match_optimizer(
     return _with_notes(matched, part, record)
 
 
-def _with_notes(matched: Matched, part: str, record: Any) -> Matched:
+def _with_notes(matched: PartMatch, part: str, record: Any) -> PartMatch:
     """Say what the optimizer that was saved kept in attributes."""
     if unsaved := record.get("unsaved"):
         matched.notes.append(
@@ -250,7 +250,8 @@ def _put_state(
     for group, saved in options:
         for key, value in saved.items():
             if key in IMPLEMENTATION and key in group:
-                continue
+                continue  # how it steps is this script's: another device may not have the other's
+            # In place, as a graph that was captured holds the tensor.
             if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                 group[key].copy_(value)
             else:
@@ -273,9 +274,9 @@ class _Room:
     """
 
     def __init__(
-        self, stored: StoredStep, matched: Matched, optimizer: Optimizer, rank: int
+        self, source: PartSource, matched: PartMatch, optimizer: Optimizer, rank: int
     ) -> None:
-        self.stored, self.matched, self.rank = stored, matched, rank
+        self.source, self.matched, self.rank = source, matched, rank
         self.state = optimizer.state
         self.tensors: list[ShardedTensor] = []
         self.counts_on_device = {
@@ -303,12 +304,12 @@ class _Room:
         ((kind, (where, layout)),) = table.items()
         is_own = kind == "~rank"
         key = own_name(where, self.rank) if is_own else where
-        saved = self.stored.listing.tensors.get(key)
+        saved = self.source.listing.tensors.get(key)
         same_layout = parameter is not None and str(parameter.layout) == layout
         try:
-            if saved is None or (is_own and not (self.stored.same_ranks and same_layout)):
+            if saved is None or (is_own and not (self.source.same_ranks and same_layout)):
                 raise _Unplaced(
-                    f"{where}: each of {self.stored.ranks} ranks saved a tensor of its own, of "
+                    f"{where}: each of {self.source.ranks} ranks saved a tensor of its own, of "
                     "another shape than its parameter: only as many ranks with the same layout can "
                     "go on with it"
                 )
@@ -325,7 +326,7 @@ class _Room:
             return torch.empty(0, device="cpu")
         sharded = _hold(key, lie, saved.shape, self._dtype(saved, where, parameter), device)
         self.tensors += [] if is_own else [sharded]
-        self.matched.fills.append(Fill(sharded, saved, sharded.local(), self.stored.listing))
+        self.matched.fills.append(Fill(sharded, saved, sharded.local(), self.source.listing))
         return sharded.tensor
 
     def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
@@ -339,7 +340,7 @@ class _Room:
         if not dist.is_initialized():
             return None
         parsed = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
-        if parsed is None or int(parsed[3]) != self.stored.ranks:
+        if parsed is None or int(parsed[3]) != self.source.ranks:
             raise _Unplaced(
                 f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so only "
                 "the optimizer knows its mesh: let the optimizer make its state before the resume"
@@ -352,7 +353,7 @@ class _Room:
 
     def _dtype(self, saved: StoredTensor, where: str, parameter: ModelTensor | None) -> torch.dtype:
         own_dtype = saved.dtype if parameter is None else parameter.dtype
-        casts = self.stored.casts and not _is_count(where) and saved.dtype.is_floating_point
+        casts = self.source.casts and not _is_count(where) and saved.dtype.is_floating_point
         return own_dtype if casts and own_dtype.is_floating_point else saved.dtype
 
     def _device(self, where: str, parameter: ModelTensor | None) -> torch.device:
@@ -430,7 +431,7 @@ def _fit_groups(
     optimizer: Optimizer,
     record: Any,
     names: Names,
-    stored: StoredStep,
+    source: PartSource,
     problems: list[str],
 ) -> tuple[list[int | None], list[str]]:
     """For each group of the optimizer, the saved group whose hyperparameters it takes; and the
@@ -444,7 +445,7 @@ def _fit_groups(
         members = [names[id(parameter)].name for parameter in group["params"]]
         seen.update(members)
         new = [name for name in members if name not in home]
-        unasked = [name for name in new if not stored.is_fresh(name)]
+        unasked = [name for name in new if not source.is_fresh(name)]
         if unasked:
             problems.append(
                 listed(f"{part}: parameters that the checkpoint's had not", unasked)
@@ -467,7 +468,7 @@ def _fit_groups(
                     f"{differences(first, options)}): group them as they were"
                 )
         chosen.append(sources[0])
-    absent = [name for name in home if name not in seen and not stored.is_dropped(name)]
+    absent = [name for name in home if name not in seen and not source.is_dropped(name)]
     if absent:
         problems.append(
             listed(f"{part}: parameters of the checkpoint's that it no longer has", absent)

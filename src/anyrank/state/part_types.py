@@ -13,7 +13,7 @@ import torch
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Fill, Listing
 from anyrank.model.dtensors import as_sharded
-from anyrank.state.report import Outcome
+from anyrank.state.resume_report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, join_first
@@ -47,7 +47,7 @@ class PartState:
 
 
 @dataclass
-class Matched:
+class PartMatch:
     """What a resume would do with one part.
 
     Attributes:
@@ -76,8 +76,8 @@ class Matched:
 
 
 @dataclass(frozen=True)
-class StoredStep:
-    """A committed step, as the parts see it.
+class PartSource:
+    """What parts are filled from: a committed step, or what another tool saved.
 
     Attributes:
         listing: its tensors.

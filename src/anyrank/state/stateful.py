@@ -22,15 +22,15 @@ from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import Fill
 from anyrank.model.dtensors import as_sharded
 from anyrank.state.part_types import (
-    Matched,
+    PartMatch,
+    PartSource,
     PartState,
-    StoredStep,
     hold_to_save,
     layout_digest,
     other_class,
     own_name,
 )
-from anyrank.state.report import Outcome
+from anyrank.state.resume_report import Outcome
 from anyrank.steps.loader import ElasticLoader
 from anyrank.tensors.sharded_tensor import ShardedTensor
 
@@ -96,17 +96,17 @@ def match_stateful(
     part: str,
     thing: Any,
     record: Any,
-    stored: StoredStep,
+    source: PartSource,
     rank: int,
     groups: Sequence[int | None] | None = None,
-) -> Matched:
+) -> PartMatch:
     """What fills a stateful object. Nothing is changed.
 
     Args:
         part: its name in the state.
         thing: the object.
         record: of the checkpoint.
-        stored: the checkpoint.
+        source: the checkpoint.
         rank: this process's own.
         groups: of a scheduler whose optimizer has other groups than the checkpoint's: the saved
             group of each, or None for a new one.
@@ -114,15 +114,15 @@ def match_stateful(
     Raises:
         CorruptCheckpoint: the record is not what a save writes of such an object.
     """
-    matched = Matched(Outcome("exact"))
+    matched = PartMatch(Outcome("exact"))
     name, is_position = _class_name(thing), isinstance(thing, ElasticLoader)
     if record["class"] != name:
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     if "by_rank" in record:
-        if not stored.same_ranks:
+        if not source.same_ranks:
             matched.problems.append(
-                f"{part}: a {record['class']} whose state differed between the {stored.ranks} "
+                f"{part}: a {record['class']} whose state differed between the {source.ranks} "
                 "ranks that saved it cannot go on with another number: give it a state that knows "
                 "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
             )
@@ -131,7 +131,7 @@ def match_stateful(
     current: Any = thing.state_dict()
     # An empty state is no state to load: some objects refuse it. A position always has one.
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
-        return Matched(Outcome("fresh", "it had no state when it was saved"))
+        return PartMatch(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
         record = record | {"tree": _in_groups(record["tree"], current, groups)}
     own_rank = rank if "by_rank" in record else 0
@@ -142,7 +142,7 @@ def match_stateful(
         ((kind, written),) = table.items()
         key = own_name(written, own_rank) if kind == "~rank" else written
         where = written.removesuffix(own_name("", 0))
-        saved = stored.listing.tensors[key]
+        saved = source.listing.tensors[key]
         like = now().get(where)
         is_sharded = hasattr(like, "placements") and "by_rank" not in record
         # What the object has now says where its tensor lies: its code may never move it.
@@ -153,7 +153,7 @@ def match_stateful(
             tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
         sharded = as_sharded(where, tensor)
         tensors.append(sharded)
-        matched.fills.append(Fill(sharded, saved, sharded.local(), stored.listing))
+        matched.fills.append(Fill(sharded, saved, sharded.local(), source.listing))
         return tensor
 
     tree: Any = from_json(record["tree"], take)
@@ -165,7 +165,7 @@ def match_stateful(
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
     if tensors and any(sharded.layout for sharded in tensors):
-        matched.outcome = stored.moved(record["layout"], layout_digest(tensors))
+        matched.outcome = source.moved(record["layout"], layout_digest(tensors))
 
     def commit() -> None:
         _give(part, thing, tree)

@@ -16,13 +16,13 @@ from anyrank.checks import check_int, check_model, check_names, check_type
 from anyrank.errors import CheckpointError
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.random_state.saved_streams import capture, digests_of
+from anyrank.state.accelerate_wrappers import unwrapped
 from anyrank.state.modules import match_module, save_module, targets_of
 from anyrank.state.optimizer import match_optimizer, save_optimizer
-from anyrank.state.part_types import Matched, PartState, StoredStep
-from anyrank.state.report import Outcome
-from anyrank.state.settings import ScriptSettings
+from anyrank.state.part_types import PartMatch, PartSource, PartState
+from anyrank.state.resume_report import Outcome
+from anyrank.state.script_settings import ScriptSettings
 from anyrank.state.stateful import Stateful, match_stateful, save_stateful
-from anyrank.state.wrappers import unwrapped
 from anyrank.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
@@ -288,12 +288,12 @@ class RunParts:
             )
 
     def match(
-        self, records: Mapping[str, Any], stored: StoredStep, rank: int
-    ) -> dict[str, Matched]:
+        self, records: Mapping[str, Any], source: PartSource, rank: int
+    ) -> dict[str, PartMatch]:
         """What fills every part that `records` has; nothing is changed."""
         targets = self.targets()
         names = names_of(targets)
-        matched: dict[str, Matched] = {}
+        matched: dict[str, PartMatch] = {}
         for part, record in records.items():
             value = self.parts[part]
             kind = _kind(value)
@@ -303,7 +303,7 @@ class RunParts:
                     f"part that was saved under this name, or leave it with skip=[{part!r}]"
                 )
             if isinstance(value, nn.Module):
-                matched[part] = match_module(part, value, targets[part], record, stored)
+                matched[part] = match_module(part, value, targets[part], record, source)
                 base = self.base if part == "model" else None
                 if base is not None or "base" in record:
                     from anyrank.around.base.base import base_problems
@@ -311,19 +311,19 @@ class RunParts:
                     wrong = base_problems(base, record)
                     matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
-                matched[part] = match_optimizer(part, value, record, stored, names, rank)
+                matched[part] = match_optimizer(part, value, record, source, names, rank)
         groups = self._groups_of(matched)
         for part in [part for part in records if part not in matched]:
             value = self.parts[part]
             chosen = groups.get(id(getattr(value, "optimizer", None)))
-            matched[part] = match_stateful(part, value, records[part], stored, rank, chosen)
+            matched[part] = match_stateful(part, value, records[part], source, rank, chosen)
         matched = {part: matched[part] for part in records}
         self._check_schedulers(matched)
-        if "data" in matched and not stored.same_ranks:
-            self._check_data(matched["data"], stored.ranks)
+        if "data" in matched and not source.same_ranks:
+            self._check_data(matched["data"], source.ranks)
         return matched
 
-    def _check_data(self, matched: Matched, num_ranks: int) -> None:
+    def _check_data(self, matched: PartMatch, num_ranks: int) -> None:
         """Refuse, on another number of ranks, a place in data that may be split by rank: counts
         within each rank's share are equal on all ranks by symmetry.
         """
@@ -346,7 +346,7 @@ class RunParts:
             "its data from the begin with skip=['data']"
         )
 
-    def _groups_of(self, matched: Mapping[str, Matched]) -> dict[int, Sequence[int | None]]:
+    def _groups_of(self, matched: Mapping[str, PartMatch]) -> dict[int, Sequence[int | None]]:
         """Id of each optimizer -> for each of its groups, the saved one that it goes on from."""
         return {
             id(self.parts[name]): part.groups
@@ -354,7 +354,7 @@ class RunParts:
             if part.groups is not None
         }
 
-    def _check_schedulers(self, matched: Mapping[str, Matched]) -> None:
+    def _check_schedulers(self, matched: Mapping[str, PartMatch]) -> None:
         """Refuse schedulers, which count groups, for an optimizer that has them otherwise."""
         regrouped = {
             id(self.parts[name]): name for name, part in matched.items() if part.is_regrouped

@@ -39,7 +39,7 @@ def compare_arguments(
             another class on a rank.
     """
 
-    def look() -> tuple[dict[str, str], object]:
+    def check_own() -> tuple[dict[str, str], object]:
         try:
             if check is not None:
                 check()
@@ -51,7 +51,7 @@ def compare_arguments(
             raise kind(str(wrong)) from wrong
         return {name: argument_text(value) for name, value in arguments.items()}, value
 
-    answers = ranks.together(f"{call}()", look)
+    answers = ranks.together(f"{call}()", check_own)
     for name in answers[0][0]:
         values = {r: texts[name] for r, (texts, _) in zip(ranks.ranks, answers, strict=True)}
         if len(set(values.values())) > 1:

@@ -18,6 +18,8 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
 
+FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
+
 Write = Callable[[Snapshot, Ranks], SaveRecord]
 
 
@@ -94,3 +96,12 @@ class BackgroundSave:
             raise result
         assert result is not None
         return replace(result, stall_seconds=self._stall_sec)
+
+    def finish_for_error(self, tell: Callable[[SaveRecord], None]) -> None:
+        """Wait briefly for the save in flight while an exception passes, which the user must see;
+        calls `tell` with its record.
+        """
+        try:
+            tell(self.wait(FAILED_EXIT_SEC))
+        except Exception as error:  # whatever on_commit raises
+            log.error("while an exception ends the run: %s", error)

@@ -28,7 +28,7 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats.dcp_output import metadata_of
-from anyrank.formats.run_folder import SavedBox
+from anyrank.formats.run_step import StoredBox
 from anyrank.model.alike import check_alike
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
@@ -135,7 +135,7 @@ def _saved(
         with storing(folder):
             STORE.make_folder(folder)
 
-    def write_own() -> list[SavedBox]:
+    def write_own() -> list[StoredBox]:
         writes = plan_writes(tensors, coordinates, by_first=buffers)
         items = make_items(tensors, [], writes, ranks.rank)
         return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items)[0]

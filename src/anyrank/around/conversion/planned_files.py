@@ -9,7 +9,7 @@ from anyrank.around.conversion.output import FileSpan, Output, OutputFile, Outpu
 from anyrank.errors import LoadError
 from anyrank.formats import torch_zip
 from anyrank.formats.dcp_output import metadata_of
-from anyrank.formats.run_folder import METADATA, SavedBox
+from anyrank.formats.run_step import METADATA, StoredBox
 from anyrank.formats.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED
 from anyrank.formats.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
 from anyrank.tensors.box import Box
@@ -102,7 +102,7 @@ def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) ->
     """A DCP folder of a flat dict of tensors; tied names point at the same bytes."""
     fixed: list[tuple[int, bytes]] = []
     spans: list[FileSpan] = []
-    places: list[SavedBox] = []
+    places: list[StoredBox] = []
     position = 0
     for tensor in tensors:
         for box in Box.whole(tensor.shape).cut(PIECE_BYTES // tensor.dtype.itemsize):
@@ -110,7 +110,7 @@ def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) ->
             head, tail = wrap(nbytes, box.sizes, tensor.dtype)
             start, length = position + len(head), len(head) + nbytes + len(tail)
             what = (tensor.name, tensor.shape, tensor.dtype, box)
-            places.append(SavedBox(*what, DCP_DATA, start, position, length))
+            places.append(StoredBox(*what, DCP_DATA, start, position, length))
             padding = bytes(-length % torch_zip.ALIGN)
             fixed += [(position, head), (start + nbytes, tail + padding)]
             spans.append(FileSpan(tensor, box, start))

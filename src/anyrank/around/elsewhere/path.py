@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anyrank.errors import CheckpointError
 from anyrank.files.storage import reading, storage_for
-from anyrank.formats.run_folder import ASIDE, is_step, number_of
+from anyrank.formats.run_step import ASIDE, is_step, number_of
 from anyrank.resume.options import RENAMING, ResumeArguments
 from anyrank.saving.run_folder import RunFolder
 from anyrank.wording import join_first

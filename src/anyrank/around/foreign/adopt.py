@@ -31,8 +31,8 @@ from anyrank.model.options import LoadOptions
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.state.optimizer import Names, match_optimizer
-from anyrank.state.part_types import Matched, StoredStep, listed
-from anyrank.state.report import Outcome, SavedOn
+from anyrank.state.part_types import PartMatch, PartSource, listed
+from anyrank.state.resume_report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
 from anyrank.steps.loader import ElasticLoader
@@ -138,7 +138,7 @@ def _plan_module(
     """
     inner = state.parts
     ways = {kind: text.format(part=[part]) for kind, text in WAYS.items()}
-    is_fresh = StoredStep(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+    is_fresh = PartSource(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
     module, listing = inner.parts[part], source.model(part)
     headers = header_reader(module, path, ranks, known=listing)
@@ -185,9 +185,9 @@ class ForeignStep(ResumeSource):
 
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
-    ) -> dict[str, Matched]:
+    ) -> dict[str, PartMatch]:
         inner = state.parts
-        names, matched = names_of(inner.targets()), dict[str, Matched]()
+        names, matched = names_of(inner.targets()), dict[str, PartMatch]()
         for part, value in inner.parts.items():
             if part in self.skip:
                 continue
@@ -201,7 +201,7 @@ class ForeignStep(ResumeSource):
                 matched[part] = self._stateful(part, value, ranks)
         return matched
 
-    def _module(self, part: str, module: nn.Module, ranks: Ranks) -> Matched:
+    def _module(self, part: str, module: nn.Module, ranks: Ranks) -> PartMatch:
         plan = self.plans.get(part)
         if plan is None:
             return self._absent(part)
@@ -211,11 +211,11 @@ class ForeignStep(ResumeSource):
             filled = fill_from_files(module, plan, ranks, Meter(), None)
             return filled.moved[ranks.index].read
 
-        return Matched(_outcome_of(plan), load=load)
+        return PartMatch(_outcome_of(plan), load=load)
 
-    def _absent(self, part: str) -> Matched:
+    def _absent(self, part: str) -> PartMatch:
         has_none = f"the checkpoint of {self.source.tool} has none"
-        return Matched(Outcome("fresh", self.source.not_read.get(part, has_none)))
+        return PartMatch(Outcome("fresh", self.source.not_read.get(part, has_none)))
 
     def _optimizer(
         self,
@@ -224,7 +224,7 @@ class ForeignStep(ResumeSource):
         names: Names,
         arguments: ResumeArguments,
         ranks: Ranks,
-    ) -> Matched:
+    ) -> PartMatch:
         source = self.source.optimizers.get(part)
         if source is None:
             return self._absent(part)
@@ -233,9 +233,9 @@ class ForeignStep(ResumeSource):
             part, optimizer, source, names, renamer(arguments.rename)
         )
         if problems:
-            return Matched(Outcome("exact"), problems=problems)
-        stored = self._stored(tensors, arguments)
-        matched = match_optimizer(part, optimizer, record, stored, names, ranks.index)
+            return PartMatch(Outcome("exact"), problems=problems)
+        part_source = self._part_source(tensors, arguments)
+        matched = match_optimizer(part, optimizer, record, part_source, names, ranks.index)
         if matched.outcome != "derived":  # else it has new parameters, or leaves some
             matched.outcome = _outcome(
                 [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
@@ -251,40 +251,40 @@ class ForeignStep(ResumeSource):
         matched.commit = commit_counted
         return matched
 
-    def _stored(
+    def _part_source(
         self, tensors: dict[str, StoredTensor], arguments: ResumeArguments | None = None
-    ) -> StoredStep:
+    ) -> PartSource:
         listing = self.listing.with_tensors(tensors)
         if arguments is None:
-            return StoredStep(listing, 0, False, casts=True)
+            return PartSource(listing, 0, False, casts=True)
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
-        return StoredStep(listing, 0, False, fresh, drop, casts=True)
+        return PartSource(listing, 0, False, fresh, drop, casts=True)
 
-    def _position(self, data: ElasticLoader, state: TrainState) -> Matched:
+    def _position(self, data: ElasticLoader, state: TrainState) -> PartMatch:
         position, outcome = _start_of(data, self.source)
 
         def commit() -> None:
             data.load_state_dict(position)
             state.samples = data.samples
 
-        return Matched(outcome, commit=commit)
+        return PartMatch(outcome, commit=commit)
 
-    def _stateful(self, part: str, thing: Any, ranks: Ranks) -> Matched:
+    def _stateful(self, part: str, thing: Any, ranks: Ranks) -> PartMatch:
         if part not in self.source.states:
             return self._absent(part)
         self.used.add(part)
         tree, outcome = self.source.states[part], None
         problem = _problem_of(part, thing, tree)
         if problem is not None:
-            return Matched(Outcome("exact"), problems=[problem])
+            return PartMatch(Outcome("exact"), problems=[problem])
         warnings: list[str] = []
         if part.startswith("scheduler") or isinstance(thing, LRScheduler):
             tree, outcome = _in_optimizer_steps(part, thing, tree, self.source)
             warnings = [] if outcome else _doubts_on_count(part, tree, self.source)
         record, tensors = _record_of(part, thing, tree)
         if isinstance(record, str):
-            return Matched(Outcome("fresh", record))
-        matched = match_stateful(part, thing, record, self._stored(tensors), ranks.index)
+            return PartMatch(Outcome("fresh", record))
+        matched = match_stateful(part, thing, record, self._part_source(tensors), ranks.index)
         matched.outcome = outcome or matched.outcome
         matched.warnings += warnings
         return matched

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
-from anyrank.formats.run_folder import INDEX, list_steps
+from anyrank.formats.run_step import INDEX, list_steps
 from anyrank.formats.sources import checkpoint_among, is_of_tool
 from anyrank.formats.weight_files import format_of
 

@@ -24,7 +24,7 @@ from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
-from anyrank.formats.run_folder import list_step, no_step, whole_steps
+from anyrank.formats.run_step import list_step, no_step, whole_steps
 from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, rows

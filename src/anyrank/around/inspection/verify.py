@@ -17,7 +17,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.progress import Progress, progress_of_tool
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.formats.run_folder import check_sizes, is_step, list_step, list_steps, no_step
+from anyrank.formats.run_step import check_sizes, is_step, list_step, list_steps, no_step
 from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
 from anyrank.formats.weight_files import format_of
 from anyrank.wording import count, in_units, printable, rows

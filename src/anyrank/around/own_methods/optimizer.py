@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
-from anyrank.state.part_types import Matched, PartState, StoredStep, listed
-from anyrank.state.report import Outcome
+from anyrank.state.part_types import PartMatch, PartSource, PartState, listed
+from anyrank.state.resume_report import Outcome
 from anyrank.state.stateful import attribute_tensors, match_stateful, save_stateful, tensors_now
 
 
@@ -41,14 +41,14 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
 
 
 def match_own_methods(
-    part: str, optimizer: Optimizer, record: Any, stored: StoredStep, rank: int
-) -> Matched:
+    part: str, optimizer: Optimizer, record: Any, source: PartSource, rank: int
+) -> PartMatch:
     """What fills such an optimizer: its load_state_dict(). Nothing is changed.
 
     It is "derived" where its state_dict() then has other values than it was given, as of an inner
     optimizer that the call leaves out.
     """
-    matched = match_stateful(part, optimizer, record, stored, rank)
+    matched = match_stateful(part, optimizer, record, source, rank)
     load = matched.commit
 
     def commit() -> None:

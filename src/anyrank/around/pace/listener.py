@@ -9,8 +9,8 @@ from torch import nn
 
 from anyrank.around.pace.pace import Pace, Spent
 from anyrank.resume.listener import RunListener
+from anyrank.state.accelerate_wrappers import innermost
 from anyrank.state.train_state import TrainState
-from anyrank.state.wrappers import innermost
 from anyrank.world.ranks import Ranks
 
 

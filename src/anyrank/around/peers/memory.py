@@ -24,14 +24,14 @@ from anyrank.errors import CheckpointError
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import Manifest, read_manifest, step_name
 from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
-from anyrank.formats.run_folder import INDEX, list_step
+from anyrank.formats.run_step import INDEX, list_step
 from anyrank.resume.listener import OfferedStep, RunListener
 from anyrank.resume.options import Cadence
 from anyrank.saving.collect import Snapshot, collect
 from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import RankShare, describe_step, write_own_share
 from anyrank.settings import PEERS_FOLDER
-from anyrank.state.report import ResumeReport
+from anyrank.state.resume_report import ResumeReport
 from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 

@@ -13,7 +13,7 @@ from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.block_sums import sums_name
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
-from anyrank.formats.run_folder import METADATA
+from anyrank.formats.run_step import METADATA
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
 

@@ -14,11 +14,11 @@ import torch
 
 from anyrank.around.script.differences import differences, group_differences
 from anyrank.around.script.taking import count_of, is_replayed, take
-from anyrank.state.part_types import Matched
+from anyrank.state.accelerate_wrappers import innermost
+from anyrank.state.part_types import PartMatch
 from anyrank.state.plain_values import as_json
-from anyrank.state.report import Outcome
-from anyrank.state.settings import FUNCTIONS, ScriptSettings, Settings, optimizer_of
-from anyrank.state.wrappers import innermost
+from anyrank.state.resume_report import Outcome
+from anyrank.state.script_settings import FUNCTIONS, ScriptSettings, Settings, optimizer_of
 
 SHOWN_GROUPS = 8
 
@@ -57,7 +57,7 @@ class Comparison:
         self,
         script: ScriptSettings,
         saved: Mapping[str, Any],
-        matched: Mapping[str, Matched],
+        matched: Mapping[str, PartMatch],
         used: Settings,
     ) -> None:
         self._script, self._saved, self._matched = script, saved, matched

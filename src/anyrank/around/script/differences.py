@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from anyrank.state.settings import FUNCTIONS
+from anyrank.state.script_settings import FUNCTIONS
 from anyrank.state.stateful import BY_GROUP
 
 # What a schedule derives from its other settings and from its optimizer's, or counts.

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
 )
 
-from anyrank.state.wrappers import innermost
+from anyrank.state.accelerate_wrappers import innermost
 
 log = logging.getLogger("anyrank.resume")
 

@@ -14,14 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from anyrank.around.script.differences import RATES, changed_keys, raw_changes
 from anyrank.around.script.unsaved import functions_of
 from anyrank.errors import CheckpointError
+from anyrank.state.accelerate_wrappers import innermost
 from anyrank.state.plain_values import as_json, plain
-from anyrank.state.settings import (
+from anyrank.state.script_settings import (
     FUNCTIONS,
     ScriptSettings,
     is_schedule,
     optimizer_of,
 )
-from anyrank.state.wrappers import innermost
 
 DRIVEN = {*RATES, "momentum", "betas", "max_momentum", "base_momentum"}  # what schedules move
 

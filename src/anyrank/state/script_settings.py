@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.files.manifest import IMPLEMENTATION
-from anyrank.state.part_types import Matched
+from anyrank.state.accelerate_wrappers import innermost
+from anyrank.state.part_types import PartMatch
 from anyrank.state.plain_values import ABSENT, as_json, plain
-from anyrank.state.wrappers import innermost
 
 Settings = Literal["saved", "script"]
 
@@ -48,17 +48,17 @@ class ScriptSettings:
         }
         self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
 
-    def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, Matched]) -> bool:
+    def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> bool:
         """Whether the saved run's script gave the same, as far as it is known; groups in their
         order. `saved` is its `record`, `matched` the parts that it fills.
         """
         for name in matched.keys() & saved.keys() & self.initial.keys():
-            given = as_json(self.initial[name])
+            settings = as_json(self.initial[name])
             # `kept` is of a script before, if this process has resumed another step already.
-            if not saved[name] == self.kept[name] == given:
+            if not saved[name] == self.kept[name] == settings:
                 return False
             groups = matched[name].groups
-            if groups is not None and [*groups] != [*range(len(given))]:
+            if groups is not None and [*groups] != [*range(len(settings))]:
                 return False
         return True
 

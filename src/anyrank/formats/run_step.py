@@ -39,7 +39,7 @@ ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
 
 
 @dataclass(frozen=True, slots=True)
-class SavedBox:
+class StoredBox:
     """Where one box of a tensor lies: the file, and the byte of its first element.
 
     Attributes:
@@ -112,7 +112,7 @@ def steps_in(folder: str) -> list[SavedStep]:
     return steps
 
 
-class Step(NamedTuple):
+class StepFolder(NamedTuple):
     """A step's folder in a run's.
 
     Attributes:
@@ -138,23 +138,23 @@ def is_step(storage: Storage, folder: str) -> bool:
     return storage.is_file(join_path(folder, MANIFEST))
 
 
-def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step]:
+def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
     """The steps of a run, the newest first; `names` is what is in its folder.
 
     A folder without a manifest counts where it has the name that a save gives.
     """
-    steps: list[Step] = []
+    steps: list[StepFolder] = []
     for name in names:
         number, path = number_of(name), join_path(folder, name)
         if number is None:
             continue
         is_whole = is_step(storage, path)
         if is_whole or (name == step_name(number) and not storage.is_file(path)):
-            steps.append(Step(number, name, is_whole))
+            steps.append(StepFolder(number, name, is_whole))
     return sorted(steps, reverse=True)
 
 
-def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step]:
+def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
     """Those of `list_steps` that are whole."""
     return [step for step in list_steps(storage, folder, names) if step.is_whole]
 
@@ -275,7 +275,7 @@ def _counts(key: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def index_of(places: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
+def index_of(places: Iterable[StoredBox], aliases: Mapping[str, str]) -> bytes:
     """`tensors.json`, from every rank's places."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
