@@ -18,9 +18,9 @@ What happens between two steps of the optimizer, in this order:
    ranks have theirs is known at the end of this step in a run (9), else as the next one begins; an
    error is raised as the next one begins, so that this one counts. The random streams go on as
    before the loop.
-6. The ranks gather what each has seen (`StepRecord`), and every rank judges all of it (`judge`).
-   They skip the gather where all gradients of a model are a wrapper's, no weights are given, and a
-   step before has shown that each gradient is exchanged once.
+6. In `Pass.end` the ranks gather what each has seen (`StepRecord`), and every rank judges all of
+   it (`judge`). They skip the gather where all gradients of a model are a wrapper's, no weights are
+   given, and a step before has shown that each gradient is exchanged once.
 7. The rest: with weights gradients are scaled by the step's total, and where no wrapper has done so
    they are averaged; with exact=True the other ordered sums are exchanged, scaled, and are `.grad`.
 8. The user clips, and steps the optimizer.
