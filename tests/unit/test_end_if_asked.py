@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.resume.signals import PendingSignals
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, anyrank.TrainState]:
@@ -145,10 +147,33 @@ def test_a_step_without_a_known_optimizer_that_is_not_done_is_an_error(tmp_path:
         own_loop(tmp_path, "after", is_known=False)
 
 
-def test_checkpoints_that_are_gone_leave_nothing_on_the_optimizer(tmp_path: Path) -> None:
+def test_a_run_that_is_dropped_records_no_signal_and_leaves_no_hook(tmp_path: Path) -> None:
     _, optimizer, state = parts()
     before = len(optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    for _ in range(3):
-        anyrank.Checkpoints(tmp_path, state).close()
-    gc.collect()
+    ckpts = anyrank.Checkpoints(tmp_path, state)
+    ckpts.save()
+    ckpts.step_done()
+    gone = weakref.ref(ckpts)
+    gc.disable()  # at once, and not when Python looks for circles
+    try:
+        del ckpts
+        assert gone() is None
+    finally:
+        gc.enable()
     assert len(optimizer._optimizer_step_post_hooks) == before  # pyright: ignore[reportPrivateUsage]
+    assert not any(str(tmp_path) in run.describe() for run in PendingSignals.open_runs)
+
+
+def test_a_run_that_its_optimizer_holds_is_freed_with_it(tmp_path: Path) -> None:
+    """As integrations have it, whose hooks on the optimizer hold the run."""
+
+    def begin() -> weakref.ref[anyrank.Checkpoints]:
+        _, optimizer, state = parts()
+        ckpts = anyrank.Checkpoints(tmp_path, state)
+        optimizer.register_step_post_hook(lambda *_: print(ckpts))
+        ckpts.save()
+        return weakref.ref(ckpts)
+
+    gone = begin()
+    gc.collect()
+    assert gone() is None

@@ -121,7 +121,9 @@ class Checkpoints:
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
         self._writers: Ranks | None = None  # the same, for the thread of background=True
-        self._signals = PendingSignals(lambda: f"{self.path}: step {state.step + 1}")
+        # By the path and not by `self`: a run that is dropped must not stay, and record signals.
+        path = self.path
+        self._signals = PendingSignals(lambda: f"{path}: step {state.step + 1}")
         self._lock = RunLock(self._folder.store, self._folder.absolute_path)
         self._background = _open_background(self._write) if background else None
         self._counter = StepCounter(state)

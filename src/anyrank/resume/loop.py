@@ -77,6 +77,7 @@ class StepHooks:
 
     Attributes:
         optimizers: of the state, that take hooks.
+        handles: of the hooks.
         stepped: set by any of them; reset where a step counts, and before each body.
     """
 
@@ -85,11 +86,11 @@ class StepHooks:
         parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
         self.optimizers: list[Optimizer] = []
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
         for optimizer in map(innermost, state.parts.optimizers()):
             # A wrapper that was not made by torch's __init__ has no place for hooks.
             with contextlib.suppress(AttributeError):
-                self._handles.append(optimizer.register_step_post_hook(self._on_step))
+                self.handles.append(optimizer.register_step_post_hook(self._on_step))
                 self.optimizers.append(optimizer)
 
     def missed_gradients(self) -> bool:
@@ -102,11 +103,6 @@ class StepHooks:
     def _on_step(self, *_: Any) -> None:
         self.stepped = True
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
 
 class StepCounter:
     """Counts the steps that a process completes, within a loop over them and by itself.
@@ -118,7 +114,9 @@ class StepCounter:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._hooks = StepHooks(state)
-        weakref.finalize(self, self._hooks.close).atexit = False
+        # By the handles, which hold no optimizer: one may have hooks that hold this run.
+        for handle in self._hooks.handles:
+            weakref.finalize(self, handle.remove).atexit = False
         self._body: Step | None = None  # the step whose body runs now
         self._has_warned = False  # of a step in which no optimizer stepped
         self.completed = 0
