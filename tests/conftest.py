@@ -123,8 +123,6 @@ def pytest_terminal_summary(
         terminalreporter.write_line("no CUDA device here: tests/gpu did not run on one (make gpu)")
         if why_not():
             terminalreporter.write_line(f"no simulated device either: {why_not()}")
-    if "test_hugging_streams" in str(terminalreporter.getreports("skipped")):
-        terminalreporter.write_line("no datasets here: test_hugging_streams.py did not run")
     skipped, passed = (
         [one for one in terminalreporter.getreports(how) if "tests/machines" in one.nodeid]
         for how in ("skipped", "passed")

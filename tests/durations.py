@@ -1,8 +1,9 @@
 """How long each test took, written by the run itself; the Makefile calls this to sum it up.
 
 `python tests/durations.py FOLDER` prints the slowest tests of all sessions that have left a file in
-the folder, and then the end of each error: of a long log often only the last lines are kept. With
-`--keep` it writes the time of each test file into benchmarks/results/tests.json.
+the folder, then what was skipped, and the end of each error: of a long log often only the last
+lines are kept. With `--keep` it writes the time of each test file into tests.json of
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Recorder:
 
     The file is a JSON object: `seconds` of the whole session, its imports as well; `ended` with
     0 where all is green; `tests`, which has the seconds of each test by its name, with what
-    its fixtures took; and `failed`, the last lines of the error of each test that has one.
+    its fixtures took; `skipped`, which has the reason of each test or file that did not run; and
+    `failed`, the last lines of the error of each that has one.
 
     Args:
         path: the file.
@@ -42,25 +44,31 @@ class Recorder:
         self.path = path
         self.start = time.monotonic()
         self.tests: dict[str, float] = {}
+        self.skipped: dict[str, str] = {}
         self.failed: dict[str, list[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add the time of a test, or of its set-up or end, and its error."""
+        """Add the time of a test, or of its set-up or end, and how it ended."""
         self.tests[report.nodeid] = self.tests.get(report.nodeid, 0.0) + report.duration
-        if report.failed:
-            self.failed[report.nodeid] = report.longreprtext.splitlines()[-ERROR_LINES:]
+        self._note_end(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the error of a file that cannot be imported."""
+        """Keep why a file was skipped, or cannot be imported."""
+        self._note_end(report)
+
+    def _note_end(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.failed[report.nodeid] = report.longreprtext.splitlines()[-ERROR_LINES:]
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the file."""
         tests = {name: round(seconds, 3) for name, seconds in self.tests.items()}
         seconds = round(time.monotonic() - self.start, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"seconds": seconds, "ended": int(exitstatus), "tests": tests, "failed": self.failed}
+        told = {"seconds": seconds, "ended": int(exitstatus), "tests": tests}
+        told |= {"skipped": self.skipped, "failed": self.failed}
         self.path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
@@ -76,6 +84,16 @@ def slowest(sessions: dict[str, Session]) -> list[str]:
     lines = [f"{seconds:8.1f} s  {name}" for seconds, name in sorted(tests, reverse=True)[:SLOWEST]]
     ends = [f"{name} {one['seconds']:.0f} s" for name, one in sessions.items()]
     return [f"the {len(lines)} slowest of {len(tests)} tests:", *lines, ", ".join(ends)]
+
+
+def skips(sessions: dict[str, Session]) -> list[str]:
+    """Lines with what did not run: how many tests of each file, and why."""
+    counts = Counter(
+        (name.partition("::")[0], why)
+        for one in sessions.values()
+        for name, why in one["skipped"].items()
+    )
+    return [f"skipped, {count} in {file}: {why}" for (file, why), count in counts.items()]
 
 
 def failures(sessions: dict[str, Session]) -> list[str]:
@@ -120,7 +138,7 @@ def _commit() -> str:
 
 def main() -> None:
     sessions = read_sessions(Path(sys.argv[1]))
-    print(*slowest(sessions), *failures(sessions), sep="\n")
+    print(*slowest(sessions), *skips(sessions), *failures(sessions), sep="\n")
     if "--keep" in sys.argv:
         if any(one["ended"] for one in sessions.values()):
             sys.exit("not kept, as tests have failed")

@@ -159,16 +159,22 @@ def files_of(room: Room) -> list[str]:
 def changed_files() -> tuple[str, set[str]]:
     """What they are compared with, and the files that differ from it, by their paths.
 
-    That is where this branch left main; on main itself it is the commit before. Outside of a clone
-    it is nothing, and no file differs.
+    That is where this branch left main; on main itself it is the commit before. Outside of a clone,
+    and where git does not have that commit, it is nothing, and no file differs.
     """
+    if _git("rev-parse", "--show-cdup", "--is-inside-work-tree") != "true":
+        return "nothing, as this is no clone, or git is not there", set()
     name = next((one for one in ("main", "origin/main") if _git("merge-base", "HEAD", one)), "")
     if not name:
         return "nothing, as git knows no branch main here", set()
     base = _git("merge-base", "HEAD", name)
     if base == _git("rev-parse", "HEAD"):
-        name, base = "the commit before", "HEAD~1"
-    differ = [_git("diff", "--name-only", base), _git("ls-files", "--others", "--exclude-standard")]
+        name, base = "the commit before", _git("rev-parse", "--verify", "HEAD~1")
+        if not base:
+            return "nothing, as git has no commit before this one", set()
+    # A file that was moved differs in both places.
+    differ = [_git("diff", "--name-only", "--no-renames", base)]
+    differ.append(_git("ls-files", "--others", "--exclude-standard"))
     return name, set("\n".join(differ).splitlines())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import tiers
-from tests.durations import ERROR_LINES, Recorder, failures, read_sessions, slowest, table
+from tests.durations import ERROR_LINES, Recorder, failures, read_sessions, skips, slowest, table
 from tests.tiers import ROOMS, ROOT, FastTier, changed_files, changed_rooms, files_of, left_out
 
 
@@ -60,21 +60,29 @@ def git(folder: Path, *arguments: str) -> None:
 
 def test_what_differs_is_asked_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "ROOT", tmp_path)
-    assert changed_files() == ("nothing, as git knows no branch main here", set())
+    no_clone = ("nothing, as this is no clone, or git is not there", set())
+    assert changed_files() == no_clone
     git(tmp_path, "init", "--initial-branch", "main")
+    assert changed_files() == ("nothing, as git knows no branch main here", set())
     for name in ("a", "b"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text(name)
         git(tmp_path, "add", name)
         git(tmp_path, "commit", "-m", name)
+        if name == "a":  # or in a clone of one commit
+            assert changed_files() == ("nothing, as git has no commit before this one", set())
     (tmp_path / "a").write_text("changed")
     assert changed_files() == ("the commit before", {"a", "b"})
     git(tmp_path, "checkout", "-b", "work")
     git(tmp_path, "commit", "-a", "-m", "changed")
+    git(tmp_path, "mv", "b", "moved")
     (tmp_path / "new").touch()
-    assert changed_files() == ("main", {"a", "new"})
+    assert changed_files() == ("main", {"a", "b", "moved", "new"})
     git(tmp_path, "checkout", "--orphan", "other")
     git(tmp_path, "commit", "-m", "without a past")
-    assert changed_files()[1] == set()
+    assert changed_files() == ("nothing, as git knows no branch main here", set())
+    (tmp_path / "copy").mkdir()  # below the clone of something else
+    monkeypatch.setattr(tiers, "ROOT", tmp_path / "copy")
+    assert changed_files() == no_clone
 
 
 def test_the_run_writes_what_its_tests_took(tmp_path: Path) -> None:
@@ -108,3 +116,19 @@ def test_the_run_ends_with_the_last_lines_of_each_error(tmp_path: Path) -> None:
     assert lines[ERROR_LINES] == "    rank 2 stood at a.py:7"
     assert "    trace" not in lines
     assert lines[-2:] == ["failed: tests/b.py", "    no module named c"]
+
+
+def test_the_run_ends_with_what_was_skipped_and_why(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "ranks.json")
+    for name in ("x", "y"):
+        why = ("/a.py", 7, "Skipped: there is no g++")
+        recorder.pytest_runtest_logreport(
+            pytest.TestReport(f"tests/a.py::{name}", ("", 0, ""), {}, "skipped", why, "setup")
+        )
+    whole = ("/b.py", 1, "Skipped: could not import 'datasets'")
+    recorder.pytest_collectreport(pytest.CollectReport("tests/b.py", "skipped", whole, []))
+    recorder.pytest_sessionfinish(pytest.ExitCode.OK)
+    assert skips(read_sessions(tmp_path)) == [
+        "skipped, 2 in tests/a.py: there is no g++",
+        "skipped, 1 in tests/b.py: could not import 'datasets'",
+    ]
