@@ -43,6 +43,7 @@ from anyrank.testing import (
     pss_anon,
     rss_anon,
     run_ranks,
+    server,
     worker,
 )
 from anyrank.testing.pool import LEAST_PORT
@@ -52,8 +53,12 @@ POINT = "test.point"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """A pool that no other module uses, for tests that look at its processes."""
-    with RankPool(max_ranks=4) as made:
+    """A pool that no other module uses, for tests that look at its processes.
+
+    Its server starts three times, and has no need of the frameworks that other modules import.
+    """
+    with pytest.MonkeyPatch.context() as patch, RankPool(max_ranks=4) as made:
+        patch.setattr(server, "PACKAGES", ("anyrank", "pytest"))
         yield made
 
 
@@ -600,19 +605,19 @@ def test_a_fault_that_is_never_reached_is_a_failure() -> None:
 # -- where jobs come from -------------------------------------------------------------------------
 
 SCRIPT = """
-    import torch.distributed as dist
-    from anyrank.testing import run_ranks
+import torch.distributed as dist
+from anyrank.testing import run_ranks
 
-    class Value:
-        def __init__(self, rank): self.rank = rank
+class Value:
+    def __init__(self, rank): self.rank = rank
 
-    def job(value):
-        return Value(value.rank + dist.get_rank())
+def job(value):
+    return Value(value.rank + dist.get_rank())
 
-    if __name__ == "__main__":
-        results = run_ranks(2, job, Value(5))
-        assert all(type(result) is Value for result in results)
-        print([result.rank for result in results])
+if __name__ == "__main__":
+    results = run_ranks(2, job, Value(5))
+    assert all(type(result) is Value for result in results)
+    print([result.rank for result in results])
 """
 
 
@@ -627,10 +632,26 @@ def said(stderr: str) -> str:
     return stderr.partition("nanobind: leaked")[0]
 
 
-def test_a_job_in_a_script(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+def test_a_job_in_a_script_whose_ranks_end_with_it(tmp_path: Path) -> None:
+    script = """
+        def kill_owner(owner):
+            pathlib.Path(f"pid{os.getpid()}").touch()
+            dist.barrier()
+            os.kill(owner, signal.SIGKILL)
+            time.sleep(100)
+
+        if __name__ == "__main__":
+            sys.stdout.flush()
+            run_ranks(2, kill_owner, os.getpid())
+    """
+    imports = "import os, pathlib, signal, sys, time\n"
+    (tmp_path / "script.py").write_text(imports + SCRIPT + textwrap.dedent(script))
     done = run_python("script.py", cwd=tmp_path)
     assert (done.stdout, said(done.stderr)) == ("[5, 6]\n", "")
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(file.name.removeprefix("pid")) for file in tmp_path.glob("pid*")]
+    assert len(pids) == 2
+    wait_for_the_end_of(pids)
 
 
 def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
@@ -638,25 +659,31 @@ def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "helper.py").write_text("offset = 0\n")
-    script = textwrap.dedent(SCRIPT).replace(
-        "import torch", "from .helper import offset\nimport torch", 1
-    )
-    (package / "run.py").write_text(script)
+    (package / "run.py").write_text(f"from .helper import offset\n{SCRIPT}")
     done = run_python("-m", "some_package.run", cwd=tmp_path)
     assert (done.stdout, said(done.stderr)) == ("[5, 6]\n", "")
 
 
-def test_a_script_that_starts_ranks_where_they_import_it_is_refused(tmp_path: Path) -> None:
-    script = "from anyrank.testing import run_ranks\ndef job(): pass\nrun_ranks(2, job)\n"
-    (tmp_path / "script.py").write_text(script)
-    done = run_python("script.py", cwd=tmp_path)
-    assert "put the call under `if __name__ ==" in done.stderr
+def test_a_file_that_starts_ranks_where_they_import_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["import os", "from anyrank.testing import run_ranks", "def job(): pass"]
+    lines += ["if 'RANK' in os.environ:", "    run_ranks(2, job)"]
+    (tmp_path / "starting_jobs.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        RanksFailed, match=r"starting_jobs.py: starts .* call under `if __name__ =="
+    ):
+        run_ranks(1, importlib.import_module("starting_jobs").job)
 
 
-def test_a_job_from_a_prompt_is_refused(tmp_path: Path) -> None:
-    code = "from anyrank.testing import run_ranks\ndef job(): pass\nrun_ranks(1, job)"
-    done = run_python("-c", code, cwd=tmp_path)
-    assert "define the job in a module and import it" in done.stderr
+def test_a_job_from_a_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = types.ModuleType("__main__")
+    prompt.job = types.FunctionType(get_pid.__code__, vars(prompt))
+    prompt.job.__qualname__ = "job"
+    monkeypatch.setitem(sys.modules, "__main__", prompt)
+    with pytest.raises(ValueError, match="define the job in a module and import it"):
+        run_ranks(1, prompt.job)
 
 
 def test_a_module_outside_the_path_is_found_and_its_changes_too(
@@ -676,29 +703,6 @@ def test_a_module_outside_the_path_is_found_and_its_changes_too(
         monkeypatch.setitem(sys.modules, "no_such_package.jobs", module)
         spec.loader.exec_module(module)
         assert run_ranks(2, module.job, init=False) == [round_number] * 2
-
-
-def test_ranks_end_with_their_owner(tmp_path: Path) -> None:
-    script = """
-        import os, pathlib, signal, time
-        import torch.distributed as dist
-        from anyrank.testing import run_ranks
-
-        def kill_owner(owner):
-            pathlib.Path(f"pid{os.getpid()}").touch()
-            dist.barrier()
-            os.kill(owner, signal.SIGKILL)
-            time.sleep(100)
-
-        if __name__ == "__main__":
-            run_ranks(2, kill_owner, os.getpid())
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    done = run_python("script.py", cwd=tmp_path)
-    assert done.returncode == -signal.SIGKILL
-    pids = [int(file.name.removeprefix("pid")) for file in tmp_path.glob("pid*")]
-    assert len(pids) == 2
-    wait_for_the_end_of(pids)
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Builds the simulated device, and runs a part of the tests of devices on it in another process:
-where it is registered, it is every call's accelerator. All of them: `make device`.
+where it is registered, it is every call's accelerator. All of them: `make device`. What needs no
+device runs in this session already.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def test_a_device_whose_copies_are_late_is_waited_for() -> None:
         pytest.skip(why_not())
     build()
     assert not hasattr(torch, "sim")  # nor in the process of all other tests
-    command = [sys.executable, "-m", "pytest", "-q", "--device", "sim", *PART]
+    command = [sys.executable, "-m", "pytest", "-q", "--device", "sim", "-m", "gpu", *PART]
     run = subprocess.run(
         command,
         cwd=ROOT,
