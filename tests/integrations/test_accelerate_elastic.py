@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import anyrank
 from anyrank.testing import Fault, RanksFailed, run_ranks
@@ -319,15 +319,6 @@ def test_data_that_is_divided_already_is_refused(tmp_path: Path) -> None:
     sampler = torch.utils.data.DistributedSampler(range(28), 1, 0)
     with pytest.raises(ValueError, match="a second sharding would lose samples"):
         setup(tmp_path, loader=points(shuffle=False, sampler=sampler))
-    batches = torch.utils.data.BatchSampler(range(28), 2, False)
-    with pytest.raises(ValueError, match="has a batch_sampler"):
-        setup(tmp_path, loader=DataLoader(range(28), batch_sampler=batches))
-
-
-def test_an_order_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    twice: Any = RandomSampler(range(28), replacement=True)
-    with pytest.raises(ValueError, match="sampler is a RandomSampler, whose order is not known"):
-        setup(tmp_path, loader=points(shuffle=False, sampler=twice))
 
 
 def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:

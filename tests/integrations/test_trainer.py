@@ -264,10 +264,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     made, run = trainer(tmp_path), tmp_path / "run"
     with pytest.raises(ValueError, match="13 is not a multiple of microbatch 2"):
         elastic(made, run, global_batch=13)
-    with pytest.raises(TypeError, match=r"global_batch=12\.0"):
-        elastic(made, run, global_batch=12.0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="keep=1: give at least 2"):
-        elastic(made, run, global_batch=12, keep=1)
     with pytest.raises(ValueError, match="'optimizer' is a part that the run has already"):
         elastic(made, run, global_batch=12, optimizer=None)
     with pytest.raises(TypeError, match="give a transformers Trainer"):

@@ -209,18 +209,6 @@ def test_what_differs_from_the_run_is_noted(name: str, caplog: pytest.LogCapture
     assert note in caplog.text
 
 
-def test_a_record_of_an_earlier_version_has_less() -> None:
-    loader = loader_of()
-    train(nn.Linear(4, 1), loader, 1)
-    state = loader.state_dict()
-    for name in ("anyrank", "wrapper"):
-        del state["exact"][name]
-    again = loader_of()
-    again.load_state_dict(state)
-    train(nn.Linear(4, 1), again, 1)
-    assert again.notes == []
-
-
 def test_a_compiled_model_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
     loader, model = loader_of(), torch.compile(nn.Linear(4, 1), backend="eager")
     assert isinstance(model, nn.Module)

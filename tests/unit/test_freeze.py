@@ -134,11 +134,6 @@ def test_a_parent_does_not_list_it_and_the_part_itself_does() -> None:
     assert model.get_submodule("vae.decoder") is model.vae.decoder
 
 
-def test_it_is_listed_nowhere_however_deep() -> None:
-    model = nn.ModuleDict({"inner": nn.Sequential(Model())})
-    assert {name.split(".")[2] for name, _ in model.named_parameters()} == {"before", "after"}
-
-
 def test_the_slice_of_a_frozen_container_is_an_ordinary_module() -> None:
     container = anyrank.freeze(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert type(container[:1]) is nn.Sequential
@@ -152,8 +147,6 @@ def test_freezing_again_keeps_the_source_or_adds_one() -> None:
     anyrank.freeze(vae)
     assert info(vae).source == SOURCE
     assert info(anyrank.freeze(vae, source=["a", Path("b")])).source == ("a", "b")
-    with pytest.raises(TypeError, match=r"source=.*: give a path"):
-        anyrank.freeze(vae, source={"weight": torch.ones(1)})  # type: ignore[arg-type]
 
 
 def test_a_frozen_part_within_a_frozen_part() -> None:

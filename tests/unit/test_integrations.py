@@ -209,6 +209,10 @@ class Stream(IterableDataset[int]):
             "sampler is a RandomSampler, whose order",
         ),
         (
+            lambda: DataLoader(DATA, sampler=torch.utils.data.RandomSampler(DATA, True)),
+            "sampler is a RandomSampler, whose order",
+        ),
+        (
             lambda: DataLoader(DATA, sampler=torch.utils.data.DistributedSampler(DATA, 1, 0)),
             "has a DistributedSampler: anyrank divides the data",
         ),

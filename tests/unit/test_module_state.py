@@ -416,10 +416,3 @@ def _derivative(result: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, to
     factor = result.detach().asin() / x.detach()
     (mine,) = torch.autograd.grad(result.sum(), x)
     return mine, factor * (factor * x.detach()).cos()
-
-
-def test_generators_that_are_none_are_refused(x: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match="generators has a int"):
-        anyrank.recompute(torch.sin, x, generators=[3])
-    with pytest.raises(TypeError, match="generators has a int"):
-        anyrank.recompute_(nn.Sequential(nn.Tanh()), "*", generators=[3])

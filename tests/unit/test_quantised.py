@@ -96,17 +96,6 @@ def test_without_a_configuration_blocks_are_of_128(tmp_path: Path) -> None:
     assert torch.equal(model.l.weight, expected)
 
 
-def test_a_dict_of_tensors(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    values, scales = fp8(130, 257, 128)
-    model = Holder(weight=torch.zeros(130, 257))
-    anyrank.load(model, {"l.weight": values, "l.weight_scale_inv": scales})
-    folder = write(tmp_path / "a", {"l.weight": values, "l.weight_scale_inv": scales}, None)
-    assert torch.equal(
-        model.l.weight, read_by_torch(folder, {"l.weight": (130, 257)}, 128)["l.weight"]
-    )
-
-
 @pytest.mark.parametrize("kind", ["one", "exponents", "stacked"])
 def test_other_scales(kind: str) -> None:
     values, scales = fp8(2 * BLOCK, BLOCK)

@@ -497,8 +497,3 @@ def test_the_dim_before_the_features_is_tiled_whatever_the_rank(shape: tuple[int
     rows.clear()
     torch.testing.assert_close(model(x), plain)
     assert rows == [4, 4, 2]
-
-
-def test_a_pattern_that_names_nothing() -> None:
-    with pytest.raises(ValueError, match=r"near: 0\.mlp"):
-        anyrank.tile_(nn.Sequential(Block()), "0.mpl", chunk_size=4)
