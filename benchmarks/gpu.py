@@ -136,6 +136,7 @@ def saves(machine: Machine) -> Rows:
         loads=[1],
         ways=["dcp", "dcp_async", "anyrank", "anyrank_background"],
         layers=machine.pick(42, 2),
+        width=machine.pick(save.WIDTH, 256),
         repeats=machine.pick(2, 1),
     )
     for way, figures in save.measure(options, machine.launcher)["rows"].items():
@@ -232,13 +233,14 @@ def hangs(machine: Machine) -> Rows:
 
 def restarts(machine: Machine) -> Rows:
     """SIGKILL of a rank under `anyrank run`, until the end of the next step."""
-    command = [sys.executable, "-m", "anyrank", "run", "--ranks", "2", "--then", "2", "train.py"]
+    then = machine.pick("2", "1")
+    command = [sys.executable, "-m", "anyrank", "run", "--ranks", "2", "--then", then, "train.py"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(gpu_jobs.RESTART, encoding="utf-8")
         run_script(machine, command, name)
         lost = round(gpu_jobs.seconds_lost(folder), 2)
-        yield {"way": "anyrank run, 2 ranks to 2", "seconds to the next step": lost}
+        yield {"way": f"anyrank run, 2 ranks to {then}", "seconds to the next step": lost}
 
 
 def run_script(machine: Machine, command: list[str], folder: str) -> str:

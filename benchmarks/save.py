@@ -105,7 +105,7 @@ def figures_of(outcome: Outcome) -> Run:
 
 def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """Saves, then loads of what two of them saved."""
-    size, widths = options.ranks, [WIDTH] * options.layers
+    size, widths = options.ranks, [options.width] * options.layers
     warm = 2 * state_bytes(widths)
     kinds = [kind for kind in LOADS if kind != "dcp" or kind in options.ways]
     moves = [f"{kind} {size}->{other}" for other in options.loads for kind in kinds]
@@ -113,7 +113,8 @@ def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
 
         def save_once(kind: str, number: int) -> Run:
             folder = f"{top}/{kind}-{number}"
-            os.sync()
+            if options.repeats > 1:  # else no figure is compared, and others may have much to write
+                os.sync()
             found = figures_of(launcher.run(size, save, kind, folder, widths, warm_bytes=warm))
             if number == 0:
                 given = (kind, f"{folder}-watched", widths, True)
@@ -178,5 +179,5 @@ def ratios_of(runs: Runs, size: int, loads: list[int]) -> list[Run]:
 
 if __name__ == "__main__":
     small = {"ranks": 2, "layers": 2, "repeats": 1, "loads": [2, 1]}
-    sizes: Run = {"ranks": 4, "layers": 21, "repeats": 5, "loads": [4, 2, 3]}
+    sizes: Run = {"ranks": 4, "layers": 21, "width": WIDTH, "repeats": 5, "loads": [4, 2, 3]}
     bench.main("save", measure, small, ["ways"], ways=[*SAVES], **sizes)

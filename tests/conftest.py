@@ -31,6 +31,11 @@ TOO_SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("anyrank", deadline=None, suppress_health_check=TOO_SLOW)
 hypothesis.settings.load_profile("anyrank")
 
+# For tensors as small as those of tests, threads wait for each other longer than they compute, and
+# beside other load ten times as long. The second line is for processes that a test starts.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Each process that a test starts would compile anyrank again: half a second of it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False  # and each session all assertions

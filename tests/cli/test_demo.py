@@ -228,7 +228,10 @@ def launch(script: str, log: Path) -> int:
     return torchrun.run_to_end(command, str(log), os.environ | demo.RANK_SETTINGS, "no end")
 
 
-def test_ranks_that_fail_leave_their_last_lines(tmp_path: Path) -> None:
+def test_ranks_that_fail_leave_their_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     script = (
         "import os; print('x\\n' * 99, os.environ['OMP_NUM_THREADS'], 'boom'); raise SystemExit(3)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,15 +67,9 @@ PATTERNS = {
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """Each test is warned anew, and uses one thread: beside other load, threads that wait for each
-    other take ten times as long for operations as small as these.
-    """
+def anew() -> None:
+    """Each test is warned anew."""
     caches._warn_once.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(family: str) -> Any:
