@@ -41,7 +41,7 @@ BUDGETS = {
     "around/sharing": 1390,
     "around/streams": 2440,
     "around/sync": 2815,
-    "around/tables": 220,
+    "around/tables": 245,
     "around/verify": 330,
     "around/weighted": 140,
     "around/workers": 80,

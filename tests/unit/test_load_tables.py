@@ -136,6 +136,59 @@ def test_without_a_name_the_known_part_is_read(form: str, tmp_path: Path) -> Non
     assert first_value(wrapped) == RAW
 
 
+def state_of_gan(first: str, second: str) -> dict[str, Any]:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {first: table(RAW), second: table(EMA), "opt_g": optimizer.state_dict(), "step": 3}
+
+
+def save_gan_run(state: dict[str, Any], path: Path) -> None:
+    first, second = (name for name in state if name not in ("opt_g", "step"))
+    models = {first: net(), second: net()}
+    for name, model in models.items():
+        model.load_state_dict(state[name])
+    optimizer = torch.optim.Adam(models[first].parameters())
+    parts = {**models, "opt_g": optimizer}
+    with anyrank.Checkpoints(path, anyrank.TrainState(**parts)) as ckpts:
+        ckpts.save()
+
+
+GANS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "pt": torch.save,
+    "dcp": save_folder,
+    "run": save_gan_run,
+    "safetensors": lambda state, path: save_file(
+        {f"{n}.{k}": t for n, m in [*state.items()][:2] for k, t in m.items()}, path
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [("generator", "discriminator"), ("model", "ema")])
+@pytest.mark.parametrize("form", GANS)
+def test_several_parts_are_read_into_several_models_in_one_call(
+    form: str, names: tuple[str, str], tmp_path: Path
+) -> None:
+    GANS[form](state_of_gan(*names), tmp_path / "saved")
+    models = nn.ModuleDict({name: net() for name in names})
+    report = anyrank.load(models, tmp_path / "saved")
+    assert [first_value(models[name]) for name in names] == [RAW, EMA]
+    assert report.tensors == 8
+    assert not report.unexpected
+    mine = nn.ModuleDict({"netG": net(), "netD": net()})
+    anyrank.load(mine, tmp_path / "saved", rename=dict(zip(names, mine, strict=True)))
+    assert [first_value(model) for model in mine.values()] == [RAW, EMA]
+
+
+@pytest.mark.parametrize("form", ["pt", "dcp", "safetensors"])
+def test_a_part_that_none_of_the_models_takes_is_unexpected(form: str, tmp_path: Path) -> None:
+    GANS[form](state_of_gan("generator", "discriminator"), tmp_path / "saved")
+    models = nn.ModuleDict({"generator": net()})
+    with pytest.raises(anyrank.LoadError, match=r"unexpected in the source \(4\):"):
+        anyrank.load(models, tmp_path / "saved")
+
+
 def test_a_part_below_one_name_above_all_is_named(tmp_path: Path) -> None:
     save_folder({"app": {"model": table(RAW), "ema": table(EMA)}}, tmp_path / "w")
     model = net()

@@ -20,7 +20,8 @@ def weights_for(
         rename: of the caller, from keys of the source, or of its table of weights, to these names.
     """
     # A source whose keys are all names of the model leaves nothing to choose.
-    if rename is None and all(key in known for key in listing.tensors):
+    is_all = bool(listing.tensors or not listing.beside)
+    if rename is None and is_all and all(key in known for key in listing.tensors):
         return replace(listing, table="", beside={})
     from anyrank.around.tables.choice import chosen_weights  # a door: see test_house
 

@@ -31,6 +31,11 @@ def chosen_weights(known: Collection[str], listing: Listing, rename: Renamer | N
         named = _tables_named(listing, rename, fits)
         if named is not None:
             return named
+    elif listing.beside and not _any_known(listing.tensors, known):
+        # A model that has several parts in it, under their names.
+        parts = _tables_named(listing, str, lambda key, _: _any_known([key], known))
+        if parts is not None:
+            return parts
     prefix = inner_prefix(listing.tensors, known, rename)
     inner: dict[str, StoredTensor] = {}
     others: list[str] = []
@@ -137,8 +142,7 @@ def inner_prefix(
 
     def any_known(prefix: str) -> bool:
         inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-        names = (renamed(key) for renamed in renamers for key in inner)
-        return any(name in known for new in names for name in candidates(new))
+        return _any_known((renamed(key) for renamed in renamers for key in inner), known)
 
     if any_known(""):
         return None
@@ -147,6 +151,10 @@ def inner_prefix(
     prefixes = [f"{name}." for name in NESTED if f"{name}." in outer]
     prefixes += [f"{above}{name}." for name in NESTED if above]
     return next((prefix for prefix in prefixes if any_known(prefix)), None)
+
+
+def _any_known(keys: Iterable[str], known: Collection[str]) -> bool:
+    return any(name in known for key in keys for name in candidates(key))
 
 
 def unused(rename: Rename, keys: Collection[str]) -> list[str]:
@@ -204,8 +212,16 @@ def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) 
     """Whether a key is of another part of the checkpoint, and not a tensor that nobody expects."""
     if prefix and listing.tables:
         return True
-    is_table = bool(prefix) or key.partition(".")[0] in listing.tables
-    return is_table and is_other_part(key) and key not in known
+    table = key.partition(".")[0]
+    is_table = bool(prefix) or table in listing.tables
+    is_other = is_other_part(key) or _is_optimizer(table, listing)
+    return is_table and is_other and key not in known
+
+
+def _is_optimizer(table: str, listing: Listing) -> bool:
+    """Whether a table is an optimizer's state_dict(), whatever its name."""
+    groups = f"{table}.param_groups"
+    return groups in listing.tables or any(note.startswith(groups) for note in listing.skipped)
 
 
 def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
