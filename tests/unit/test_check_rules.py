@@ -18,7 +18,7 @@ from anyrank.watching.rules import run_rules
 from anyrank.watching.slow import find_model
 from anyrank.world.ranks import one_process
 
-LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0, "")
+LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0)
 
 
 def facts(**changes: Any) -> Facts:

@@ -60,7 +60,7 @@ BUDGETS = {
     "steps": 2280,
     "tensors": 1350,
     "testing": 1373,
-    "watching": 3490,
+    "watching": 3465,
     "world": 1680,
     "": 700,
 }

@@ -455,6 +455,13 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
         ],
         ([1], "skipped", 10, ["rank 1 called all_reduce #7 at /u/train.py:10 main; rank 2 waits"]),
     ),
+    "a recv behind an evaluation, after which all come by other calls": (
+        [
+            waits(0, "recv", 20),
+            *(stands(rank, called("all_reduce", 7, arrival=OTHER)) for rank in (1, 2)),
+        ],
+        ([], "mismatch", None, ["nothing tells which rank is wrong"]),
+    ),
     "a recv that its other end does not send to": (
         [
             stands(0, called("all_reduce", 7)),
@@ -570,6 +577,17 @@ def test_what_is_concluded_from_the_looks_of_all_ranks(scene: str) -> None:
     *found, words = expected
     assert [verdict.culprits, verdict.kind, verdict.line] == found
     assert [word for word in words if word not in verdict.screen] == []
+
+
+def test_a_rank_that_reads_a_value_waits_for_no_message(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("while True: loss.item()\nhandle.wait()\n")
+    reads, waits_in_c = ((Frame(str(script), line, "main"),) for line in (1, 2))
+    others = [stands(rank, called("all_reduce", 7)) for rank in (0, 1)]
+    for stack, culprits in ((reads, [2]), (waits_in_c, [])):
+        verdict = conclude([*others, Look(2, stack=stack)], 61)
+        assert verdict is not None
+        assert verdict.culprits == culprits
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from anyrank.steps.loader import ElasticLoader
 
-MOST_TRANSFORMS = 256  # that are looked at: one may be within itself
-RANDOM = ("Random", "Jitter", "AutoAugment", "RandAugment", "TrivialAugment", "AugMix", "MixUp")
+MOST_DATASETS = 8  # that are around each other
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class LoaderFacts:
         samples: of the dataset, where it has a length.
         subset: digest of the rows of a Subset; empty for another dataset.
         repeated: samples that are given twice, so that all ranks have as many.
-        augments: a random transform of the dataset.
     """
 
     batch: int | None
@@ -36,7 +33,6 @@ class LoaderFacts:
     samples: int | None
     subset: str
     repeated: int
-    augments: str
 
 
 def look_at(loader: Any) -> LoaderFacts | None:
@@ -55,17 +51,7 @@ def look_at(loader: Any) -> LoaderFacts | None:
         samples,
         _rows(dataset),
         max(0, sampler.total_size - samples) if sampler is not None and samples is not None else 0,
-        _augments(dataset),
     )
-
-
-def _datasets(dataset: Any) -> Iterator[Any]:
-    """A dataset, and those that it is around."""
-    for _ in range(8):
-        if dataset is None:
-            return
-        yield dataset
-        dataset = getattr(dataset, "dataset", None)
 
 
 def _length(dataset: Any) -> int | None:
@@ -76,25 +62,10 @@ def _length(dataset: Any) -> int | None:
 
 
 def _rows(dataset: Any) -> str:
-    subsets = (inner for inner in _datasets(dataset) if isinstance(inner, Subset))
-    for subset in subsets:
-        rows = repr([*map(int, subset.indices)]).encode()
-        return hashlib.blake2b(rows, digest_size=8).hexdigest()
-    return ""
-
-
-def _augments(dataset: Any) -> str:
-    """The class of a random transform, as torchvision's datasets hold them."""
-    pending = [
-        getattr(inner, name, None)
-        for inner in _datasets(dataset)
-        for name in ("transform", "transforms")
-    ]
-    for transform in pending:  # to which those within are added
-        name = type(transform).__name__
-        if any(word in name for word in RANDOM):
-            return name
-        inner = getattr(transform, "transforms", None)
-        if inner and len(pending) < MOST_TRANSFORMS:
-            pending += inner if isinstance(inner, (list, tuple)) else [inner]
+    """The digest of the rows of a Subset, or of the one that a dataset is around; else ""."""
+    for _ in range(MOST_DATASETS):
+        if isinstance(dataset, Subset):
+            rows = repr([*map(int, dataset.indices)]).encode()
+            return hashlib.blake2b(rows, digest_size=8).hexdigest()
+        dataset = getattr(dataset, "dataset", None)
     return ""

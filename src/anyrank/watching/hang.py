@@ -70,7 +70,7 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
         exit: end all ranks with exit code 124 then.
         report: file to which the lowest rank that answers writes a JSON object: `culprits`, `kind`,
             `file`, `line`, `function`, `waiting`, `collective`, `stacks`. `kind` is one of skipped,
-            order, mismatch, branch, loader, worker, stopped, killed, gil, store, slow, ending.
+            order, mismatch, loader, worker, stopped, killed, gil, store, slow, ending.
 
     Returns:
         The watch. A second call while one runs changes nothing, warns, and returns the first.

@@ -19,7 +19,6 @@ from typing import Any
 
 from anyrank.watching.recorder import Call, calls_of, own_calls, read_entries, switched_off
 from anyrank.watching.stacks import (
-    WAIT,
     Frame,
     Stack,
     collective_of,
@@ -173,7 +172,7 @@ class Eyes:
         waiting_in = collective_of(stack)
         reads = bytes_moved() - moved > MOVED_BYTES and not waiting_in
         # Without a call under way, a wait that takes a core is for the rank's own device.
-        computes = is_busy and waiting_in == WAIT and not is_waiting and not switched_off()
+        computes = is_busy and waiting_in.endswith("()") and not is_waiting and not switched_off()
         at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
         # A pause that follows on work is as long as the limit before it counts.
         at_work |= self.stood_in.count(_functions(stack)) < STANDS * len(self.stood_in)

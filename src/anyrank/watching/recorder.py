@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from anyrank.watching.stacks import AGREEMENT, STORE, WAIT, Frame, Stack, collective_of, own_frames
+from anyrank.watching.stacks import AGREEMENT, WAIT, Frame, Stack, collective_of, own_frames
 from anyrank.world.rendezvous import open_connections
 from anyrank.world.waits import GroupState, Wait
 
@@ -28,12 +28,12 @@ PASSED = 8  # the newest calls of each group that have ended
 FRAMES = 6  # of a call's own lines
 SAFE_NCCL = (2, 14)  # before, a dump of NCCL's recorder may crash a job that runs
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-VAGUE = ("backward", WAIT, "torch.distributed", "")  # by a stack; the record has its name
+VAGUE = re.compile(r"|backward|torch\.distributed|.*\(\)")  # by a stack; the record has its name
 UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls for which ranks may have other sizes
 AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
 MESSAGES = "messages "  # how those begin that stand for one direction between two ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-ONE_ENDED = ("send", "recv", STORE, WAIT)  # within a name by a stack: there is no record of these
+ONE_ENDED = ("send", "recv", WAIT)  # within a name by a stack: there is no record of these
 USUAL, OTHER, FIRST = "usual", "other", "first"
 COALESCED = "coalesced"  # an entry that ends with all calls of its number, which never do
 
@@ -262,7 +262,7 @@ def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
         is_done,
         backend == "nccl",
         own_frames(stack)[:FRAMES],
-        shown="" if shown in VAGUE else shown,
+        shown="" if VAGUE.fullmatch(shown) else shown,
         time_ns=int(entry["time_created_ns"]),
         operation=int(entry["op_id"]),
     )

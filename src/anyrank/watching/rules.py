@@ -103,14 +103,12 @@ def _streams(known: Known) -> Iterator[Finding]:
         groups = [ranks for ranks in groups if len(ranks) == len(known.ranks)]
     for ranks in groups:
         facts = known.facts[known.ranks.index(ranks[0])]
-        augments = "" if facts.loader is None else facts.loader.augments
-        users = facts.dropout or (f"loader.dataset's {augments}" if augments else "")
-        if users:
+        if facts.dropout:
             yield Finding(
                 "streams",
                 "torch's random numbers come from one seed on several ranks",
-                f"{users}, {name_ranks(ranks)}",
-                "every rank drops and augments alike: fewer different samples than it seems",
+                f"{facts.dropout}, {name_ranks(ranks)}",
+                "every rank drops alike: fewer different gradients than it seems",
                 "torch.manual_seed(seed + dist.get_rank())  # after the model is built",
             )
 

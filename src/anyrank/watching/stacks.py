@@ -120,8 +120,10 @@ def collective_of(stack: Stack) -> str:
         return public[-1]  # the outermost: all_gather_object, and not the all_gather within
     if any(BACKWARD.search(frame.file) for frame in inner):
         return "backward"
-    if WAITS.search(line) or any(PIPELINES.search(frame.file) for frame in inner):
+    if any(PIPELINES.search(frame.file) for frame in inner):
         return WAIT
+    if waits := WAITS.search(line):
+        return f"{waits[1]}()"
     return "torch.distributed" if any(DISTRIBUTED.search(frame.file) for frame in inner) else ""
 
 

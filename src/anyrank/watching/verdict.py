@@ -236,11 +236,13 @@ class _Scene:
         Whoever waits for a message is never wrong by itself: its other end may be, which has called
         something else. Of gloo's messages that end is not known; but the recorder counts them.
         """
-        if odd := [rank for rank, call in ring.items() if call.arrival == OTHER]:
-            return odd
         waiting = {rank: call for rank, call in ring.items() if call.is_message}
+        called = ring.keys() - waiting.keys()
+        odd = [rank for rank in called if ring[rank].arrival == OTHER]
+        if odd and (len(odd) < len(called) or len(called) == 1):  # all: behind an evaluation
+            return sorted(odd)
         known = [self.waits_for[rank] for rank, call in waiting.items() if call.group]
-        if ends := set[int]().union(*known) & ring.keys() - waiting.keys():
+        if ends := called & set[int]().union(*known):
             return sorted(ends)
         odd = _odd_ranks(ring)
         is_exchange = 2 * len(odd) < len(ring) and not waiting.keys() & {*odd}
