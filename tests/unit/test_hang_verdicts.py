@@ -600,8 +600,8 @@ def test_a_rank_that_reads_a_value_waits_for_no_message(tmp_path: Path) -> None:
         ("trainer.is_global_zero", 1),
         ("config.lora_rank > 4", None),
         ("step % 10 == 0", None),
-        ("not (rank == 2 and step == 5)", None),
-        ("rank != 2", None),
+        ("not (rank == 2 and step == 5)", 2),
+        ("rank != 2", 2),
     ],
 )
 def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(

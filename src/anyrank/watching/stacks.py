@@ -38,6 +38,7 @@ RANK = re.compile(
     r"|(main|master)_process|\bis_(main|master)\b|process_index"
 )
 NEGATED = re.compile(r"\bnot\b|!=")
+LETS_IN, KEEPS_OUT = "lets in", "keeps out"
 
 
 class Frame(NamedTuple):
@@ -147,14 +148,14 @@ class Branch(NamedTuple):
         line: of the `if`.
         test: as text.
         is_else: whether the line is in its `else`.
-        asks_for_rank: whether the test does, by a usual name, and leads one rank there: all but
-            one go into the `else`, or behind a `not`.
+        effect: of a test that asks for the rank, by a usual name: LETS_IN one rank, or KEEPS_OUT
+            one, as an `else` or a `not` does; of another "".
     """
 
     line: int
     test: str
     is_else: bool
-    asks_for_rank: bool
+    effect: str
 
     def __str__(self) -> str:
         return f'{"the else of " if self.is_else else ""}"if {self.test}"'
@@ -166,9 +167,9 @@ def branches_around(frame: Frame) -> list[Branch]:
     for parent, child in itertools.pairwise(_nodes_around(frame)):
         if isinstance(parent, ast.If):
             test, is_else = ast.unparse(parent.test), child in parent.orelse
-            leads_one = is_else == bool(NEGATED.search(test))
-            asks = leads_one and bool(RANK.search(test.lower()))
-            branches.append(Branch(parent.lineno, test, is_else, asks))
+            effect = LETS_IN if is_else == bool(NEGATED.search(test)) else KEEPS_OUT
+            asks_for_rank = RANK.search(test.lower())
+            branches.append(Branch(parent.lineno, test, is_else, effect if asks_for_rank else ""))
     return branches
 
 
@@ -183,7 +184,7 @@ def branches_apart(stack: Stack, other: Stack) -> list[Branch]:
         is_beside = not have_parted and beside and beside[::2] == frame[::2]  # in one function
         shared = branches_around(beside) if beside and is_beside else []
         around = [branch for branch in branches_around(frame) if branch not in shared]
-        branches += around if is_beside else [branch for branch in around if branch.asks_for_rank]
+        branches += around if is_beside else [branch for branch in around if branch.effect]
         have_parted = frame != beside
     return branches
 

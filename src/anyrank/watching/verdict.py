@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from anyrank.watching.looks import Look
 from anyrank.watching.recorder import OTHER, USUAL, Call
 from anyrank.watching.stacks import (
+    KEEPS_OUT,
+    LETS_IN,
     STORE,
     Frame,
     Stack,
@@ -57,7 +59,9 @@ ADVICE = {
     "slow": "the others wait for it",
     "ending": "it has finished, and the others have not",
 }
-MESSAGES = "what a rank waits for has to come: a send and a recv of one tag, or a key of the store"
+MESSAGE_ADVICE = (
+    "what a rank waits for has to come: a send and a recv of one tag, or a key of the store"
+)
 
 
 @dataclass(frozen=True)
@@ -309,8 +313,8 @@ def _is_ending(look: Look) -> bool:
 def _odd_ranks(calls: Calls) -> list[int]:
     """The ranks outside the largest group that has made one call.
 
-    Where several are as large it is those that have come there as never before, or by an `if` that
-    asks for the rank, and nobody where that does not leave one group.
+    Where several are as large it is those that have come there as never before, or that an `if` has
+    let in or kept out by their rank, and nobody where that does not leave one group.
     """
     groups: dict[object, list[int]] = collections.defaultdict(list)
     signatures = {(call.key, call.signature) for call in calls.values()}
@@ -319,7 +323,11 @@ def _odd_ranks(calls: Calls) -> list[int]:
         groups[call.key, signature].append(rank)
     most = max(map(len, groups.values()))
     largest = [group for group in groups.values() if len(group) == most]
-    for is_odd in (lambda call: call.arrival != USUAL, _is_led_by_rank):
+    for is_odd in (
+        lambda call: call.arrival != USUAL,
+        lambda call: _is_within(call, LETS_IN),
+        lambda call: not _is_within(call, KEEPS_OUT),
+    ):
         left = [group for group in largest if not is_odd(calls[group[0]])]
         largest = left if len(left) == 1 else largest
     if len(signatures) == 1 and any(call.name in ROOTED for call in calls.values()):
@@ -329,9 +337,9 @@ def _odd_ranks(calls: Calls) -> list[int]:
     return [rank for rank in calls if rank not in largest[0]]
 
 
-def _is_led_by_rank(call: Call) -> bool:
-    """Whether an `if` that asks for the rank has led to a call."""
-    return any(branch.asks_for_rank for frame in call.stack for branch in branches_around(frame))
+def _is_within(call: Call, effect: str) -> bool:
+    """Whether a call is within an `if` that asks for the rank, with this effect."""
+    return any(branch.effect == effect for frame in call.stack for branch in branches_around(frame))
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -363,7 +371,7 @@ class _Screen:
         off = {look.recorder for look in self.scene.answering if look.recorder}
         notes = [f"torch's flight recorder is off ({name}): only stacks are seen" for name in off]
         waiting = [self.calls[rank] for rank in self.waiting if rank in self.calls]
-        advice = MESSAGES if any(call.is_message for call in waiting) else ADVICE[self.kind]
+        advice = MESSAGE_ADVICE if any(call.is_message for call in waiting) else ADVICE[self.kind]
         lines = [advice, *(printable(detail) for detail in details if detail), *notes]
         return "\n".join([f"anyrank: {head}", *(f"  {line}" for line in lines), *self._stacks()])
 
