@@ -20,7 +20,7 @@ from anyrank.model.frozen_parts import frozen_parts
 from anyrank.model.match import match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
-from anyrank.model.tensors import ModelTensor, find_tensors
+from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
 from anyrank.world.ranks import Ranks
 
@@ -148,12 +148,9 @@ def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTe
     """The tensors of the model, if `layout=` says what they are parts of."""
     if options.layout is None:
         return None
-    from anyrank.around.layouts.given import apply_layout, warn_of_unused
+    from anyrank.around.layouts.given import tensors_with_layout
 
-    tensors = find_tensors(model)
-    apply_layout(tensors, options.layout, ranks)
-    warn_of_unused(options.layout, tensors)
-    return tensors
+    return tensors_with_layout(model, options.layout, ranks)
 
 
 def _summary(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,10 +146,11 @@ def match_module(
     problems: list[str] = []
     fills: list[Fill] = []
     parts = dict(frozen_parts(module))
-    if record["frozen"]:
+    commit_frozen: Callable[[], None] | None = None
+    if parts or record["frozen"]:
         from anyrank.around.frozen.saved import match_frozen
 
-        problems, fills = match_frozen(part, module, record, device)
+        problems, fills, commit_frozen = match_frozen(part, module, record, device)
     checked = {id(fill.target.tensor) for fill in fills}
     # The source of a frozen part has its tensors, and the checkpoint does not.
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
@@ -172,10 +173,8 @@ def match_module(
         # After the tensors, as a module's code may look at its own.
         for submodule, value in restored:
             submodule.set_extra_state(value)
-        if parts:
-            from anyrank.around.frozen.saved import commit_frozen
-
-            commit_frozen(part, module, record)
+        if commit_frozen is not None:
+            commit_frozen()
 
     matched.commit = commit
     matched.has_meta_buffers = any(

@@ -19,7 +19,7 @@ from anyrank.around.conversion.options import ConvertOptions
 from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection
 from anyrank.around.conversion.stored import convert_listing
-from anyrank.around.layouts.given import apply_layout, join_parts, warn_of_unused
+from anyrank.around.layouts.given import join_parts, tensors_with_layout
 from anyrank.around.readers import dcp
 from anyrank.around.readers.memory import list_memory
 from anyrank.around.verify.weights import compare_replicas
@@ -31,7 +31,7 @@ from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_step import StoredBox
 from anyrank.model.alike import check_alike
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
-from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
@@ -220,9 +220,7 @@ def _look(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[Model
     Raises:
         LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
     """
-    tensors = in_state_dict(find_tensors(model))
-    apply_layout(tensors, options.layout, ranks)
-    warn_of_unused(options.layout, tensors)
+    tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
     on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
     if adapters:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.M
     return record, elsewhere
 
 
-def commit_frozen(part: str, module: nn.Module, record: Any) -> None:
+def _commit(part: str, module: nn.Module, record: Any) -> None:
     """Record what frozen parts hold that were filled, and compare it with what was saved of them.
 
     Raises:
@@ -49,8 +51,12 @@ def commit_frozen(part: str, module: nn.Module, record: Any) -> None:
 
 def match_frozen(
     part: str, module: nn.Module, record: Any, device: torch.device
-) -> tuple[list[str], list[Fill]]:
-    """Frozen parts whose weights are elsewhere: compared by hash, or filled from their source."""
+) -> tuple[list[str], list[Fill], Callable[[], None]]:
+    """Frozen parts whose weights are elsewhere: compared by hash, or filled from their source.
+
+    Returns:
+        What is wrong, what fills them, and what to call once all frozen parts are filled.
+    """
     problems: list[str] = []
     fills: list[Fill] = []
     parts = dict(frozen_parts(module))
@@ -87,7 +93,7 @@ def match_frozen(
                 problems.append(f"{part}.{name}.{problem} (its source)")
                 continue
             fills.append(Fill(target, saved, room_for(target, device), listing))
-    return problems, fills
+    return problems, fills, partial(_commit, part, module, record)
 
 
 def _compare_digest(part: str, name: str, inner: Any, record: Any) -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch import nn
 
 from anyrank.errors import LoadError, WrongType, WrongValue
 from anyrank.model.dtensors import placement_of
 from anyrank.model.options import GivenLayout, LayoutEntry
-from anyrank.model.tensors import ModelTensor
+from anyrank.model.tensors import ModelTensor, find_tensors
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import Coordinates
@@ -277,6 +278,18 @@ def check_parts(
                 f"{name}: the ranks' layout= make no whole, as the ranks at each place of its mesh "
                 f"of {list(layout.mesh_shape)} are {parts}: give all ranks of a mesh the same list"
             )
+
+
+def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> list[ModelTensor]:
+    """The tensors of a model, each as the layout says what it is part of. Each rank by itself.
+
+    Raises:
+        LoadError, TypeError, ValueError: as `apply_layout`.
+    """
+    tensors = find_tensors(model)
+    apply_layout(tensors, layout, ranks)
+    warn_of_unused(layout, tensors)
+    return tensors
 
 
 def warn_of_unused(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
