@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -77,26 +76,25 @@ class FirstStep:
     def conclude(self) -> NoReturn:
         """Check, write down what is found, and end the process. All ranks."""
         try:
-            result = self.check()
+            text = self.check()
         except AnyrankError as error:
-            result = {"error": str(error)}
+            text = json.dumps({"error": str(error)})
         if os.environ.get("RANK", "0") == "0":
             with open(self.result, "w", encoding="utf-8") as file:
-                json.dump(result, file)
+                file.write(text)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # whatever the script would do at its end
 
-    def check(self) -> dict[str, Any]:
-        """The findings as plain values. All ranks."""
+    def check(self) -> str:
+        """The findings as JSON. All ranks."""
         if self.model is None:
-            return {"error": "no module whose forward ran has parameters of the optimizer"}
+            raise AnyrankError("no module whose forward ran has parameters of the optimizer")
         is_seeded = self.seed != torch.initial_seed()  # as ElasticLoader seeds each microbatch
         written = {key for key, (p, version) in self.frozen.items() if p._version != version}
-        findings = check_now(
+        return check_now(
             self.model, self.optimizers, None, written=written, is_seeded=is_seeded
-        )
-        return {"ranks": findings.num_ranks, "findings": [asdict(finding) for finding in findings]}
+        ).to_json()
 
 
 def main(result: str, *program: str) -> None:
