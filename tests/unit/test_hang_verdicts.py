@@ -536,6 +536,16 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             ],
         ),
     ),
+    # As under HSDP: each rank waits in another group, and rank 2 has come there by other calls.
+    "four that wait in four groups": (
+        [
+            stands(0, called("all_reduce", 6, 1, group="r0", members=[0, 2])),
+            stands(1, called("all_reduce", 6, 1, group="r1", members=[1, 3])),
+            stands(2, called("barrier", 6, 2, arrival=OTHER)),
+            stands(3, called("all_gather", 11, 1, group="s1", members=[2, 3])),
+        ],
+        ([2], "order", 2, ["rank 2 called barrier #6 at /u/train.py:2 main"]),
+    ),
     "a call within a step of ours": (
         [
             stands(0, called("all_gather", 7, 12), called("", 6, is_done=True, **OURS)),

@@ -248,9 +248,10 @@ class _Scene:
         known = [self.waits_for[rank] for rank, call in waiting.items() if call.group]
         if ends := called & set[int]().union(*known):
             return sorted(ends)
-        odd = _odd_ranks(ring)
-        is_exchange = 2 * len(odd) < len(ring) and not waiting.keys() & {*odd}
-        return odd if is_exchange else []  # of most ranks, at one line
+        alike = collections.Counter(call.signature for call in waiting.values())
+        ((_, most),) = alike.most_common(1)
+        is_exchange = 2 * most > len(ring) and most == len(waiting)  # of most ranks, at one line
+        return sorted(called) if is_exchange else []
 
     def verdict(
         self,
@@ -314,7 +315,7 @@ def _odd_ranks(calls: Calls) -> list[int]:
     """The ranks outside the largest group that has made one call.
 
     Where several are as large it is those that have come there as never before, or that an `if` has
-    let in or kept out by their rank, and nobody where that does not leave one group.
+    let in or kept out by their rank, and nobody where that does not tell one group from the others.
     """
     groups: dict[object, list[int]] = collections.defaultdict(list)
     signatures = {(call.key, call.signature) for call in calls.values()}
@@ -328,8 +329,11 @@ def _odd_ranks(calls: Calls) -> list[int]:
         lambda call: _is_within(call, LETS_IN),
         lambda call: not _is_within(call, KEEPS_OUT),
     ):
-        left = [group for group in largest if not is_odd(calls[group[0]])]
-        largest = left if len(left) == 1 else largest
+        odd = [group for group in largest if is_odd(calls[group[0]])]
+        if len(odd) == 1 and len(largest) > 2:
+            return odd[0]
+        if len(odd) == len(largest) - 1:
+            largest = [group for group in largest if group not in odd]
     if len(signatures) == 1 and any(call.name in ROOTED for call in calls.values()):
         return []  # one that only sends has gone on, whoever is wrong
     if len(largest) != 1 or len(groups) == 1:
