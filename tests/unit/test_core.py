@@ -37,7 +37,7 @@ BUDGETS = {
     "around/peft": 430,
     "around/readers": 1635,
     "around/remote": 190,
-    "around/script": 570,
+    "around/script": 895,
     "around/sharing": 1390,
     "around/streams": 2440,
     "around/sync": 2815,
@@ -56,7 +56,7 @@ BUDGETS = {
     "random_state": 500,
     "resume": 2310,
     "saving": 1140,
-    "state": 2290,
+    "state": 2295,
     "steps": 2280,
     "tensors": 1350,
     "testing": 1373,
@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_700
+CORE_LINES = 18_720
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

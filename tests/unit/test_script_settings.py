@@ -251,7 +251,6 @@ class Falling:
     [
         lambda total: lambda o: schedules.LambdaLR(o, decay(total)),
         partial_decay,
-        lambda total: lambda o: schedules.LambdaLR(o, Falling(total)),
         lambda total: lambda o: schedules.MultiplicativeLR(o, decay(total)),
         lambda total: (
             lambda o: schedules.SequentialLR(
@@ -267,21 +266,228 @@ class Falling:
         ),
     ],
 )
-def test_with_settings_script_functions_are_as_if_they_had_been_the_runs_from_its_start(
+def test_with_settings_script_a_function_is_the_scripts_from_the_next_step_of_the_schedule_on(
     make: Any, tmp_path: Path
 ) -> None:
-    _, as_before = train(tmp_path / "as_before", 6, make(12))
-    _, whole = train(tmp_path / "whole", 9, make(30))
+    _, as_before = train(tmp_path / "as_before", 7, make(12))
+    _, changed = train(tmp_path / "changed", 4, make(12))
+    report, changed = train(tmp_path / "changed", 7, make(30))  # with the settings of the run
     train(tmp_path / "run", 4, make(12))
-    report, rates = train(tmp_path / "run", 6, make(12), settings="script")  # unchanged
-    assert rates == as_before[4:]
+    report, rates = train(tmp_path / "run", 4, make(12), settings="script")  # unchanged
     assert report is not None
     assert report.components["scheduler"] == "exact"
     assert report.notes == []
-    report, rates = train(tmp_path / "run", 9, make(30), settings="script")
-    assert rates == pytest.approx(whole[6:], rel=1e-12)
+    assert train(tmp_path / "run", 4, make(12), settings="script")[1] == []
+    report, rates = train(tmp_path / "run", 7, make(30), settings="script")
+    assert rates == pytest.approx(changed, rel=1e-12)
+    assert (rates[0], rates[1] > as_before[5]) == (as_before[4], True)
+
+
+def test_with_settings_script_an_object_in_the_place_of_a_function_is_as_if_from_the_start(
+    tmp_path: Path,
+) -> None:
+    def make(total: int) -> Schedule:  # the object's numbers are in the schedule's state
+        return lambda o: schedules.LambdaLR(o, Falling(total))
+
+    _, whole = train(tmp_path / "whole", 7, make(30))
+    train(tmp_path / "run", 4, make(12))
+    _, rates = train(tmp_path / "run", 7, make(30), settings="script")
+    assert rates == pytest.approx(whole[4:], rel=1e-12)
+
+
+PLATEAU: Schedule = lambda o: schedules.ReduceLROnPlateau(o, patience=0, factor=0.5)  # noqa: E731
+
+
+def drive(
+    folder: Path,
+    until: int,
+    makes: dict[str, Schedule],
+    *,
+    lrs: tuple[float, ...] = (0.1, 0.02),
+    as_tensor: bool = False,
+    by_hand: Callable[[int, Any], None] = lambda number, group: None,
+    **options: Any,
+) -> tuple[anyrank.ResumeReport | None, list[list[float]]]:
+    """A run whose two groups have other rates, with schedules of which each is stepped in each
+    step; a plateau's loss never falls. The rates of each step.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    groups: list[dict[str, Any]] = [
+        {"params": [*layer.parameters()], "lr": torch.tensor(lr) if as_tensor else lr}
+        for layer, lr in zip(model, lrs, strict=True)
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    parts = {name: make(optimizer) for name, make in makes.items()}
+    state = anyrank.TrainState(model, optimizer, **parts)
+    rates: list[list[float]] = []
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        report = ckpts.resume(**options)
+        while state.step < until:
+            rates.append([float(group["lr"]) for group in optimizer.param_groups])
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for part in parts.values():
+                is_plateau = isinstance(part, schedules.ReduceLROnPlateau)
+                part.step(*[1.0] * is_plateau)
+            for group in optimizer.param_groups:
+                by_hand(state.step, group)
+            ckpts.step_done()
+    return report, rates
+
+
+def cut(number: int, group: Any) -> None:
+    """A tenth of the rate from the third step on, by hand."""
+    group["lr"] *= 0.1 if number == 2 else 1.0
+
+
+MANY: dict[str, Schedule] = {
+    **{name: make(saved) for name, (_, _, saved, make) in CASES.items()},
+    "function": lambda o: schedules.LambdaLR(o, decay(12)),
+    "factors": lambda o: schedules.MultiplicativeLR(o, lambda _: 0.9),
+    "constant": lambda o: schedules.ConstantLR(o, 0.5, 3),
+    "warm": lambda o: schedules.LinearLR(o, 0.1, total_iters=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "as_tensor"), [*((name, False) for name in MANY), ("gamma", True), ("function", True)]
+)
+def test_an_unchanged_script_keeps_what_a_plateau_and_a_hand_did(
+    name: str, as_tensor: bool, tmp_path: Path
+) -> None:
+    makes = {"scheduler": MANY[name], "plateau": PLATEAU}
+    case: dict[str, Any] = {"as_tensor": as_tensor, "by_hand": cut}
+    _, whole = drive(tmp_path / "whole", 8, makes, **case)
+    drive(tmp_path / "run", 5, makes, **case)
+    report, rates = drive(tmp_path / "run", 8, makes, settings="script", **case)
+    assert rates == whole[5:]
     assert report is not None
-    assert report.components["scheduler"] == "derived"
+    assert (report.notes, {*report.components.values()}) == ([], {"exact"})
+
+
+# Schedules that compute a rate from the one before, by a value that the script changes.
+RECURSIVE: dict[str, Callable[[Any], Schedule]] = {
+    "exponential": lambda g: lambda o: schedules.ExponentialLR(o, (0.9, 0.8)[g]),
+    "step": lambda g: lambda o: schedules.StepLR(o, (2, 3)[g], 0.5),
+    "cosine": lambda g: lambda o: schedules.CosineAnnealingLR(o, (12, 20)[g]),
+    "warm": lambda g: lambda o: schedules.LinearLR(o, 0.1, total_iters=(3, 4)[g]),
+    "polynomial": lambda g: lambda o: schedules.PolynomialLR(o, (12, 20)[g]),
+    "sequence": lambda g: warmed((14, 20)[g]),
+    "chain": lambda g: chained((0.9, 0.8)[g]),
+}
+
+
+@pytest.mark.parametrize("by_hand", [cut, lambda number, group: None])
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_another_setting_or_rate_keeps_what_a_plateau_and_a_hand_did(
+    name: str, by_hand: Any, tmp_path: Path
+) -> None:
+    before = {"scheduler": RECURSIVE[name](0), "plateau": PLATEAU}
+    after = {"scheduler": RECURSIVE[name](1), "plateau": PLATEAU}
+    for lrs in ((0.1, 0.02), (0.05, 0.02)):
+        folder = tmp_path / str(lrs[0])
+        _, whole = drive(folder / "whole", 8, after, lrs=lrs, by_hand=by_hand)
+        drive(folder / "run", 5, before, by_hand=by_hand)
+        _, rates = drive(folder / "run", 8, after, lrs=lrs, by_hand=by_hand, settings="script")
+        assert rates == [pytest.approx(row, rel=1e-6) for row in whole[5:]]
+
+
+@pytest.mark.parametrize("makes", [{"plateau": PLATEAU}, {}])
+def test_a_new_rate_alone_keeps_what_a_plateau_and_a_hand_did(
+    makes: dict[str, Schedule], tmp_path: Path
+) -> None:
+    _, whole = drive(tmp_path / "whole", 8, makes, lrs=(0.1, 0.06), by_hand=cut)
+    drive(tmp_path / "run", 5, makes, by_hand=cut)
+    _, rates = drive(tmp_path / "run", 8, makes, lrs=(0.1, 0.06), by_hand=cut, settings="script")
+    assert rates == [pytest.approx(row, rel=1e-6) for row in whole[5:]]
+
+
+def test_saved_settings_that_cannot_be_followed_are_named_and_the_rate_stays(
+    tmp_path: Path,
+) -> None:
+    def falls(until: int) -> Schedule:
+        def factor(count: int) -> float:
+            if count > until:
+                raise IndexError("no such step")
+            return 0.9
+
+        return lambda o: schedules.MultiplicativeLR(o, factor)
+
+    _, before = drive(tmp_path, 5, {"scheduler": falls(9), "other": RECURSIVE["cosine"](0)})
+    makes = {"other": RECURSIVE["cosine"](0)}
+    report, rates = drive(
+        tmp_path, 6, makes, lrs=(0.05, 0.02), settings="script", skip=["scheduler"]
+    )
+    assert report is not None
+    assert any("the saved rate stays" in note for note in report.notes)
+    assert rates[0][0] < 0.55 * before[-1][0]  # half the base rate
+    assert rates[0][1] > 0.7 * before[-1][1]
+
+
+NEW: dict[str, Schedule] = {**MANY, "plateau": PLATEAU, "again": RECURSIVE["cosine"](1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, "saved") for name in NEW), ("again", "script"), ("warm", "script")],
+)
+def test_a_schedule_that_is_not_restored_begins_with_its_own_rates(
+    name: str, settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, whole = drive(tmp_path / "whole", 6, {"scheduler": NEW[name]})
+    drive(tmp_path / "run", 5, {"scheduler": lambda o: schedules.CosineAnnealingLR(o, 5)})
+    options: dict[str, Any] = {"skip": ["scheduler"], "settings": settings}
+    report, rates = drive(tmp_path / "run", 9, {"scheduler": NEW[name]}, **options)
+    assert rates == whole[:4]
+    (note,) = notes_of(report)
+    words = "as scheduler begins with, which is not restored; the saved run had 0"
+    assert words in note
+    assert all(f"{rate:g}" in note for rate in rates[0])
+    assert note in caplog.messages
+    report, rates = drive(tmp_path / "run", 11, {"scheduler": NEW[name]}, settings=settings)
+    assert (rates, notes_of(report)) == (whole[4:], [])
+
+
+def test_a_new_schedule_beside_a_restored_one_begins_where_that_is(tmp_path: Path) -> None:
+    cosine, warm = RECURSIVE["cosine"](0), MANY["warm"]
+    _, alone = drive(tmp_path / "alone", 6, {"scheduler": cosine})
+    drive(tmp_path / "run", 5, {"scheduler": cosine})
+    makes = {"scheduler": cosine, "second": warm}
+    _, rates = drive(tmp_path / "run", 6, makes, skip=["second"])
+    assert rates == [pytest.approx([0.1 * rate for rate in alone[5]])]
+    makes = {"scheduler": cosine, "second": warm, "plateau": PLATEAU}
+    report, _ = drive(tmp_path / "run", 7, makes, skip=["plateau"])
+    assert notes_of(report) == []
+
+
+def test_without_a_schedule_in_the_script_the_saved_rate_stays(tmp_path: Path) -> None:
+    _, before = drive(tmp_path, 5, {"scheduler": RECURSIVE["exponential"](0)})
+    _, rates = drive(tmp_path, 6, {}, skip=["scheduler"])
+    assert rates == [pytest.approx([0.9 * rate for rate in before[-1]])]
+
+
+@pytest.mark.parametrize(("second", "settings"), [({}, "saved"), ({"plateau": PLATEAU}, "script")])
+@pytest.mark.parametrize("name", MANY)
+def test_an_optimizer_that_is_not_restored_has_the_rates_of_its_restored_schedules(
+    name: str,
+    second: dict[str, Schedule],
+    settings: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    makes = {"scheduler": MANY[name], **second}
+    _, whole = drive(tmp_path / "whole", 8, makes)
+    drive(tmp_path / "run", 5, makes)
+    caplog.clear()
+    options: dict[str, Any] = {"skip": ["optimizer"], "settings": settings}
+    report, rates = drive(tmp_path / "run", 7, makes, **options)
+    assert rates == whole[5:7]
+    assert "after the resume is gone" not in caplog.text
+    assert notes_of(report) == []
+    _, rates = drive(tmp_path / "run", 8, makes, settings=settings)
+    assert rates == whole[7:]
 
 
 def test_a_plateau_takes_its_settings_and_keeps_its_counts(tmp_path: Path) -> None:

@@ -50,8 +50,11 @@ class ScriptSettings:
 
     def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> bool:
         """Whether the saved run's script gave the same, as far as it is known; groups in their
-        order. `saved` is its `record`, `matched` the parts that it fills.
+        order. `saved` is its `record`, `matched` the parts that it fills: all of those here, as an
+        optimizer and its schedules go by each other.
         """
+        if self.initial.keys() - matched.keys():
+            return False
         for name in matched.keys() & saved.keys() & self.initial.keys():
             settings = as_json(self.initial[name])
             # `kept` is of a script before, if this process has resumed another step already.

@@ -133,7 +133,7 @@ def match_stateful(
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return PartMatch(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
-        record = record | {"tree": _in_groups(record["tree"], current, groups)}
+        record = record | {"tree": in_groups(record["tree"], current, groups)}
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
@@ -227,7 +227,7 @@ def _class_name(thing: Any) -> str:
     return f"{name}({', '.join(_class_name(part) for part in inner)})" if inner else name
 
 
-def _in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
+def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
     """A scheduler's state for the groups that its optimizer has now: each goes on with what its
     saved group had, a new one as it is.
     """
@@ -242,7 +242,7 @@ def _in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
         rows, own_rows = cast("list[Any]", before), cast("list[Any]", after)
         if key == "_schedulers":
             pairs = zip(rows, own_rows, strict=False)
-            result[key] = [_in_groups(row, own_row, groups) for row, own_row in pairs]
+            result[key] = [in_groups(row, own_row, groups) for row, own_row in pairs]
         elif key in BY_GROUP and len(own_rows) == len(groups):
             pairs = zip(groups, own_rows, strict=True)
             result[key] = [own_row if n is None else rows[n] for n, own_row in pairs]

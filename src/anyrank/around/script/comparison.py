@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.optim import Optimizer
 
-from anyrank.around.script.differences import differences, group_differences
-from anyrank.around.script.taking import count_of, is_replayed, take
+from anyrank.around.script.differences import RATES, differences, group_differences
+from anyrank.around.script.driven import Driven, all_driven, begin_rates, take_last_rates
+from anyrank.around.script.replay import count_of, is_replayed
+from anyrank.around.script.taking import take_groups, take_values
 from anyrank.state.accelerate_wrappers import innermost
 from anyrank.state.part_types import PartMatch
 from anyrank.state.plain_values import as_json
 from anyrank.state.resume_report import Outcome
 from anyrank.state.script_settings import FUNCTIONS, ScriptSettings, Settings, optimizer_of
+from anyrank.state.stateful import in_groups
 
 SHOWN_GROUPS = 8
 
@@ -63,6 +67,7 @@ class Comparison:
         self._script, self._saved, self._matched = script, saved, matched
         self._used: Settings = used
         self._changes: list[Change] = []
+        self._notes: list[str] = []
         self._kept: dict[str, Any] = {}  # of the saved script, in the order of now
         self._new_groups: dict[str, list[int]] = {}  # of optimizers: those that the saved run lacks
         for part, initial in script.initial.items():
@@ -110,22 +115,90 @@ class Comparison:
         return is_first_momentum and isinstance(optimizer, torch.optim.RMSprop)
 
     def settle(self) -> None:
-        """Use the settings of the saved run, which are in place, or those of the script. After all
-        parts are filled.
+        """Use the settings of the saved run, which are in place, or those of the script; and give
+        the rates that go with them to what only one of an optimizer and its schedules has restored.
+        After all parts are filled.
         """
         script, matched = self._script, self._matched
-        if self._used == "saved":
-            script.kept |= self._kept
-            return
-        for name in take(script, self._saved, self._kept, matched, self._new_groups):
+        all_of_them = all_driven(script, matched, self._new_groups)
+        for driven in all_of_them:
+            if not driven.is_restored and driven.restored:
+                take_last_rates(driven)
+                self._keep_groups(driven)
+        if self._used == "script":
+            self._take(all_of_them)
+        for driven in all_of_them:
+            self._begin(driven)
+        script.kept |= self._kept
+
+    def _keep_groups(self, driven: Driven) -> None:
+        """The settings of groups that were not restored, and whose schedules were."""
+        part, saved = driven.owner, self._saved.get(driven.owner or "")
+        if part is not None and isinstance(saved, list):
+            now = as_json(self._script.initial[part])
+            if len(now) == len(saved):
+                rows = zip(now, cast("list[Any]", saved), strict=True)
+                self._kept[part] = [{**row, **_rates_in(old)} for row, old in rows]
+
+    def _take(self, all_of_them: Sequence[Driven]) -> None:
+        """Use the settings of the script."""
+        script, matched = self._script, self._matched
+        known = {part: self._kept[part] for part in self._kept if part in self._saved}
+        in_groups_of = [driven for driven in all_of_them if driven.owner is not None]
+        replayed = {p: d for d in in_groups_of for p in d.restored if is_replayed(d.restored[p])}
+        for part, driven in replayed.items():
+            sources = matched[driven.owner or ""].groups if driven.is_restored else None
+            if part in known and sources is not None:
+                known[part] = in_groups(known[part], as_json(script.initial[part]), sources)
+        changed: list[str] = []
+        for part in [part for part in script.initial if part in matched]:
+            is_other = not isinstance(script.parts[part], Optimizer) and part not in replayed
+            changed += [part] if is_other and take_values(script, known, part) else []
+        saved = self._saved.items()
+        lost_parts = [p for p, table in saved if p not in script.parts and _is_schedule(table)]
+        for driven in in_groups_of:
+            if not (driven.is_restored or driven.restored):
+                continue
+            parts, reason = take_groups(script, known, driven, lost_parts)
+            changed += [part for part in parts if part in matched]
+            if reason:
+                self._notes.append(
+                    f"{driven.owner} lr: the saved run's settings could not be followed to its "
+                    f"step, so the saved rate stays, times new base rate / saved one ({reason})"
+                )
+        for name in changed:
             part = matched[name]
             reasons = [part.outcome.reason, 'settings as the script gives them (settings="script")']
             part.outcome = Outcome("derived", "; ".join(filter(None, reasons)))
+        self._kept = {part: as_json(initial) for part, initial in script.initial.items()}
+
+    def _begin(self, driven: Driven) -> None:
+        """Let schedules that were not restored begin with rates of their own."""
+        kept = self._kept if self._used == "saved" else {}
+        rows = begin_rates(self._script, kept, driven)
+        if rows is None or driven.owner is None:
+            return
+        owner, (filled, begun) = driven.owner, rows
+        now = as_json(self._script.initial[owner])
+        of_script = [
+            {key: row_now[key] for key in row} for row_now, row in zip(now, begun, strict=True)
+        ]
+        self._kept[owner] = [
+            {**row, **row_now}
+            for row, row_now in zip(self._kept.get(owner, now), of_script, strict=True)
+        ]
+        self._changes = [c for c in self._changes if c.part != owner or c.key not in begun[0]]
+        before, after = _rates_text(filled), _rates_text(begun)
+        if before != after:
+            self._notes.append(
+                f"{owner} lr: {after}, as {', '.join(driven.begun)} begins with, which is not "
+                f"restored; the saved run had {before}"
+            )
 
     def warnings(self) -> list[str]:
         """What people have to know of it, in sentences."""
         new_groups = self._notes_on_new_groups() if self._used == "saved" else []
-        return [*new_groups, *_notes_on(self._changes, self._used)]
+        return [*new_groups, *self._notes, *_notes_on(self._changes, self._used)]
 
     def _notes_on_new_groups(self) -> list[str]:
         """A sentence for each optimizer whose new groups begin at a schedule's first rate."""
@@ -140,6 +213,24 @@ class Comparison:
             if numbers and optimizer_of(thing) is innermost(parts[owner])
             if (count := count_of(thing.state_dict()))
         ]
+
+
+def _rates_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group's options its rates."""
+    return {key: options[key] for key in RATES if key in options}
+
+
+def _rates_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rates of groups, once if they are alike."""
+    texts = [f"{float(row['lr']):g}" for row in rows]
+    shown = texts[:1] if len({*texts}) == 1 else texts[:SHOWN_GROUPS]
+    return ", ".join(shown) + (", ..." if len(texts) > SHOWN_GROUPS == len(shown) else "")
+
+
+def _is_schedule(table: Any) -> bool:
+    """Whether settings are those of a schedule that goes by its count."""
+    keys = set(cast("dict[str, Any]", table)) if isinstance(table, dict) else set[str]()
+    return "best" not in keys and not keys.isdisjoint(("last_epoch", "_schedulers"))
 
 
 def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:

@@ -3,187 +3,144 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
-from anyrank.around.script.differences import RATES, changed_keys, raw_changes
-from anyrank.around.script.unsaved import functions_of
-from anyrank.errors import CheckpointError
-from anyrank.state.accelerate_wrappers import innermost
-from anyrank.state.plain_values import as_json, plain
-from anyrank.state.script_settings import (
-    FUNCTIONS,
-    ScriptSettings,
-    is_schedule,
-    optimizer_of,
+from anyrank.around.script.differences import changed_keys, raw_changes
+from anyrank.around.script.driven import Driven
+from anyrank.around.script.replay import (
+    Options,
+    count_of,
+    give,
+    is_replayed,
+    options_of,
+    replay,
+    restored_settings,
+    scaled,
 )
+from anyrank.errors import CheckpointError
+from anyrank.state.plain_values import as_json
+from anyrank.state.script_settings import FUNCTIONS, ScriptSettings, is_schedule
 
-DRIVEN = {*RATES, "momentum", "betas", "max_momentum", "base_momentum"}  # what schedules move
+NOISE = 1e-9  # of a base rate: less is the rounding of a schedule that has ended
 
 
-def take(
-    script: ScriptSettings,
-    saved: Mapping[str, Any],
-    kept: Mapping[str, Any],
-    filled: Collection[str],
-    new_groups: Mapping[str, Sequence[int]],
-) -> list[str]:
-    """Use what the script gives otherwise than the saved run's script, in filled parts.
+def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> bool:
+    """Give a part that is no optimizer, and not replayed, what the script gives otherwise.
 
     Args:
         script: what the script gives.
-        saved: `record` of the saved run; a part that it lacks gets all that the script gives.
-        kept: the settings of the saved script, in the order of now.
-        filled: names of the parts that are filled.
-        new_groups: of optimizers, the groups that the saved run lacks.
+        kept: the settings of the saved script; a part that it lacks gets all of the script's.
+        part: that is filled.
 
     Returns:
-        Names of the parts that have other settings now.
+        Whether there was something.
 
     Raises:
-        CheckpointError: a schedule cannot go as far as the run is.
+        CheckpointError: its own code does not take it.
     """
-    changed_parts: list[str] = []
-    moved = set[int]()  # ids of the optimizers whose rates are those of the script
-    schedules: dict[Optimizer, dict[str, Any]] = {}
-    for part in [part for part in script.initial if part in filled]:
-        thing, initial = script.parts[part], script.initial[part]
-        before = kept.get(part) if part in saved else None
-        if isinstance(thing, Optimizer):
-            changed, has_rates = _take_groups(thing, initial, before)
-            is_moved = has_rates or bool(new_groups.get(part))
-            moved |= {id(innermost(thing))} if is_moved else set()
-        else:
-            changed = raw_changes(as_json(initial), before)
-            if is_replayed(thing):
-                schedules.setdefault(optimizer_of(thing), {})[part] = thing
-                moved |= {id(optimizer_of(thing))} if changed else set()
-            elif changed := changed - {FUNCTIONS}:
-                _take_values(part, thing, {key: initial[key] for key in changed})
-        changed_parts += [part] if changed else []
-    for optimizer, of_optimizer in schedules.items():
-        # No checkpoint holds functions, so the rates alone show whether they have changed.
-        has_functions = any(_has_functions(thing) for thing in of_optimizer.values())
-        if has_functions or id(optimizer) in moved:
-            before = copy.deepcopy([group["lr"] for group in optimizer.param_groups])
-            _replay(script, optimizer, of_optimizer)
-            if before != [group["lr"] for group in optimizer.param_groups]:
-                changed_parts += [part for part in of_optimizer if part not in changed_parts]
-    script.kept = {part: as_json(initial) for part, initial in script.initial.items()}
-    return changed_parts
-
-
-def _replay(script: ScriptSettings, optimizer: Optimizer, schedules: Mapping[str, Any]) -> None:
-    """Bring schedules, as the script makes them, to the count that they have, from their start:
-    most compute a rate from the one before.
-    """
-    counts = {part: count_of(thing.state_dict()) for part, thing in schedules.items()}
-    owners = [p for p in script.initial if isinstance(script.parts[p], Optimizer)]
-    part = next((p for p in owners if innermost(script.parts[p]) is optimizer), None)
-    groups = optimizer.param_groups
-    now = [{**group} for group in groups]
-    initial = [dict(group) for group in script.initial[part]] if part is not None else now
-    for group, options in zip(groups, initial, strict=False):
-        group.update(copy.deepcopy({k: v for k, v in options.items() if k in group}))
-    driven = {"lr"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a schedule that steps before its optimizer
-        for part, thing in schedules.items():
-            thing.load_state_dict(copy.deepcopy(_state_of(script.initial[part])))
-        for number in range(max(counts.values(), default=0)):
-            for part, thing in schedules.items():
-                if number < counts[part]:
-                    _step(part, thing, counts[part])
-            if number == 0:
-                driven |= _changed_options(groups, initial)
-    driven |= _changed_options(groups, initial)
-    for group, options in zip(groups, now, strict=True):
-        for key in options.keys() - driven - {"params"}:
-            group[key] = options[key]
-
-
-def is_replayed(part: Any) -> bool:
-    """Whether a schedule goes by its count alone."""
-    return isinstance(part, LRScheduler) and not isinstance(part, ReduceLROnPlateau)
-
-
-def _state_of(initial: Mapping[str, Any]) -> dict[str, Any]:
-    """The state_dict() among a schedule's settings."""
-    return {key: value for key, value in initial.items() if key != FUNCTIONS}
-
-
-def _has_functions(schedule: Any) -> bool:
-    """Whether rates are a function's, also in a schedule of schedules."""
-    inner = cast("Sequence[Any]", getattr(schedule, "_schedulers", ()))
-    return any(functions_of(schedule)) or any(_has_functions(part) for part in inner)
-
-
-def _take_groups(
-    optimizer: Optimizer, initial: Sequence[Mapping[str, Any]], before: Any
-) -> tuple[set[str], bool]:
-    """Give an optimizer's groups what the script gives otherwise: which, and whether a rate is."""
-    changed = set[str]()
-    for number, (group, options) in enumerate(zip(optimizer.param_groups, initial, strict=False)):
-        now = as_json(options)
-        keys = {*options} if before is None else changed_keys(now, before[number])
-        for key in keys & group.keys():
-            if isinstance(group[key], torch.Tensor):
-                group[key].copy_(torch.as_tensor(options[key]))
-            else:
-                group[key] = copy.deepcopy(options[key])
-        if "initial_lr" in keys and "lr" in options:
-            group["lr"] = copy.deepcopy(options["lr"])
-        changed |= keys
-    return changed, not changed.isdisjoint(DRIVEN)
-
-
-def _take_values(part: str, thing: Any, values: Mapping[str, Any]) -> None:
-    """Give a filled part some settings."""
+    thing, initial = script.parts[part], script.initial[part]
+    changed = raw_changes(as_json(initial), kept.get(part)) - {FUNCTIONS}
+    values = {key: initial[key] for key in changed}
     if not values:
-        return
+        return False
     if not is_schedule(thing):
         for key, value in values.items():
             setattr(thing, key, value)
-        return
+        return True
     try:
-        thing.load_state_dict({**thing.state_dict(), **copy.deepcopy(dict(values))})
+        thing.load_state_dict({**thing.state_dict(), **copy.deepcopy(values)})
     except Exception as error:  # of the user's code
         raise CheckpointError(
             f"{part}: load_state_dict() of {type(thing).__name__} does not take the script's "
             f"settings: {type(error).__name__}: {error}"
         ) from error
+    return True
 
 
-def _step(part: str, thing: Any, count: int) -> None:
-    try:
-        thing.step()
-    except Exception as error:  # of a schedule that is shorter, or of the user's function
-        raise CheckpointError(
-            f"{part}: as the script makes it, it cannot be stepped {count} times, as often as the "
-            f"run has stepped it ({type(error).__name__}: {error}): make it longer, or leave out "
-            'settings="script"'
-        ) from error
+def take_groups(
+    script: ScriptSettings, kept: Mapping[str, Any], driven: Driven, lost_parts: Sequence[str]
+) -> tuple[list[str], str]:
+    """Give an optimizer's groups, and the schedules that go by their count, the script's settings.
+
+    A rate becomes what the script's settings give at the run's count, times what the run's rate was
+    of that by the saved settings: what a plateau or a hand did to it stays. Functions are in no
+    file, so those of the script are in both, and cancel out.
+
+    Args:
+        script: what the script gives.
+        kept: the settings of the saved script, for the groups of now; what it lacks is unknown.
+        driven: an optimizer that has an owner, with its schedules.
+        lost_parts: schedules of the saved run that the script has not.
+
+    Returns:
+        Names of the parts that have other settings now; why the saved settings were not replayed.
+
+    Raises:
+        CheckpointError: a schedule cannot go as far as the run is.
+    """
+    optimizer, owner = driven.optimizer, driven.owner
+    assert owner is not None
+    schedules = {part: thing for part, thing in driven.restored.items() if is_replayed(thing)}
+    names = [owner, *schedules]
+    initial = {part: script.initial[part] for part in names}
+    if not any(driven.new_groups) and not any(_differ(initial[p], kept.get(p)) for p in names):
+        return [], ""
+    filled = options_of(optimizer)
+    states = {part: copy.deepcopy(thing.state_dict()) for part, thing in schedules.items()}
+    counts = {part: count_of(state) for part, state in states.items()}
+    reason = f"this script has no {', '.join(lost_parts)}" if lost_parts else ""
+    before: Sequence[Options] | None = None
+    if not lost_parts and all(part in kept for part in names):
+        rows = zip(initial[owner], kept[owner], filled, strict=True)
+        groups = [restored_settings(*row) for row in rows]
+        starts = {p: restored_settings(initial[p], kept[p], states[p]) for p in schedules}
+        try:
+            before = replay(optimizer, schedules, counts, groups, starts)
+        except CheckpointError as error:
+            reason = str(error)
+    now = replay(optimizer, schedules, counts, initial[owner], initial)
+    if reason:  # the rates that the run has stay, but for another base rate
+        now, before = _by_base(now, initial[owner]), _by_base(kept[owner], kept[owner])
+    used = list[Options]()
+    for number, row in enumerate(now):
+        old = None if before is None or number in driven.new_groups else before[number]
+        used.append(row if old is None else _used(filled[number], row, old))
+    give(optimizer, used)
+    rates = [row["lr"] for row in used]
+    for schedule in schedules.values():
+        schedule.load_state_dict({**schedule.state_dict(), "_last_lr": copy.deepcopy(rates)})
+    has_moved = as_json(rates) != as_json([row["lr"] for row in filled])
+    changed = {owner} if as_json(used) != as_json(filled) else set[str]()
+    changed |= {p for p in schedules if has_moved or raw_changes(initial[p], kept.get(p))}
+    return [part for part in names if part in changed], reason
 
 
-def count_of(state: Mapping[str, Any]) -> int:
-    """How often a schedule was stepped."""
-    while "last_epoch" not in state and state.get("_schedulers"):
-        state = state["_schedulers"][0]
-    return max(0, int(state.get("last_epoch", 0)))
+def _differ(initial: Any, kept: Any) -> bool:
+    """Whether a script gives a part other settings than the saved one, or that is unknown."""
+    if kept is None:
+        return True
+    if isinstance(initial, Mapping):
+        return bool(changed_keys(as_json(initial), kept))
+    return any(changed_keys(*rows) for rows in zip(as_json(initial), kept, strict=True))
 
 
-def _changed_options(
-    groups: Sequence[Mapping[str, Any]], initial: Sequence[Mapping[str, Any]]
-) -> set[str]:
-    """Options that a schedule has moved."""
-    return {
-        key
-        for group, options in zip(groups, initial, strict=False)
-        for key in options.keys() & group.keys()
-        if plain(group[key]) != plain(options[key])
-    }
+def _by_base(rows: Sequence[Options], bases: Sequence[Options]) -> list[Options]:
+    """Options of groups, with the rates that the groups' schedules begin from."""
+    pairs = zip(rows, bases, strict=True)
+    return [{**row, "lr": base.get("initial_lr", base["lr"])} for row, base in pairs]
+
+
+def _used(filled: Options, now: Options, before: Options) -> Options:
+    """The options of a group: what the schedules of now give otherwise is theirs, the rest stays.
+
+    Args:
+        filled: the run's.
+        now, before: by the settings of now, and by those of before.
+    """
+    changed = changed_keys(as_json(now), as_json(before))
+    used = {key: now[key] if key in changed else value for key, value in filled.items()}
+    if "lr" in changed:
+        noise = NOISE * abs(float(now.get("initial_lr", 0)))
+        used["lr"] = scaled(filled["lr"], now["lr"], before["lr"], noise)
+    return used

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 MOST_NUMBERS = 64  # of a list that is compared
@@ -17,11 +17,6 @@ def numbers_of(name: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, int | float):
         return [{name: value}]
     return [_constants(function) for function in _functions_in(value)]
-
-
-def functions_of(schedule: Any) -> Iterator[Callable[..., Any]]:
-    """The functions of a LambdaLR or MultiplicativeLR, in their order."""
-    yield from _functions_in(getattr(schedule, "lr_lambdas", None))
 
 
 def _functions_in(value: Any) -> list[Callable[..., Any]]:
