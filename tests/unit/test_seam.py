@@ -119,7 +119,7 @@ SEAM = {
     """,
     "tensors.plan": "GAP_BYTES Read plan_reads",
     "tensors.sharded_tensor": """
-        Coordinates Described ShardedTensor coordinates_of is_released replicas version_of
+        Coordinates Description ShardedTensor coordinates_of is_released replicas version_of
     """,
     "tensors.spec": "Chunk StoredTensor dtype_name",
     "tensors.torch_classes": "fsdp2_class is_dtensor is_fsdp2",

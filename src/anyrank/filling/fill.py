@@ -90,7 +90,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FillResult:
     """What a fill did, beyond what its plan says. Equal on all ranks.
 
     Attributes:
@@ -125,7 +125,7 @@ class Filled:
         }
 
 
-def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Filled:
+def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillResult:
     """Fill a model. All ranks.
 
     Args:
@@ -171,7 +171,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> Fille
         with _with_consequence(PLACED):
             ran, answers = ranks.run_and_gather("putting the weights in place", commit)
     others = {name: rule for _, rules, _ in answers for name, rule in rules.items()}
-    return Filled(
+    return FillResult(
         rules=share.rules if side.is_one_model else others,
         rebuilt=rebuilt,
         renewed=sorted({name for *_, names in answers for name in names}),

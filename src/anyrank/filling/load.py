@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.filling.fill import Filled
+from anyrank.filling.fill import FillResult
 from anyrank.filling.headers import SourceInfo, header_reader, look_at_source
 from anyrank.filling.plan_load import AgreedPlan, plan_load
 from anyrank.filling.read import fill_from_files
@@ -144,7 +144,7 @@ def load(
 
 
 def _report(
-    plan: AgreedPlan, filled: Filled, verified: str, nonfinite: dict[str, int]
+    plan: AgreedPlan, filled: FillResult, verified: str, nonfinite: dict[str, int]
 ) -> LoadReport:
     """The report of a load.
 

@@ -15,7 +15,7 @@ from anyrank.files.listing import Fill
 from anyrank.files.pages import use_large_pages
 from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
-from anyrank.filling.fill import Filled, Moved, Side, fill
+from anyrank.filling.fill import FillResult, Moved, Side, fill
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.fits import SourceMemory, check_memory
@@ -180,7 +180,7 @@ class OwnBytes(Side):
 
 def fill_from_files(
     model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
-) -> Filled:
+) -> FillResult:
     """Carry out an agreed plan. All ranks.
 
     Raises:

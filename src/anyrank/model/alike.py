@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from anyrank.errors import LoadError
-from anyrank.tensors.sharded_tensor import Described
+from anyrank.tensors.sharded_tensor import Description
 from anyrank.world.ranks import Ranks
 
 
-def check_alike(models: Sequence[Sequence[Described]], ranks: Ranks) -> None:
+def check_alike(models: Sequence[Sequence[Description]], ranks: Ranks) -> None:
     """Compare the ranks' models, as `ShardedTensor.describe` describes their tensors.
 
     Raises:
@@ -26,7 +26,7 @@ def check_alike(models: Sequence[Sequence[Described]], ranks: Ranks) -> None:
                 )
 
 
-def _in_words(described: Described | None) -> str:
+def _in_words(described: Description | None) -> str:
     if described is None:
         return "no further tensor"
     name, shape, dtype, layout = described

@@ -15,7 +15,7 @@ from anyrank.formats.tables import idle_renames, weights_for
 from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_by_name
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.frozen_parts import FrozenSource
-from anyrank.model.options import WAYS, LoadOptions
+from anyrank.model.options import WAYS_OUT, LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.tensors import (
     ModelTensor,
@@ -187,7 +187,7 @@ def _problems(
     if options.missing == "error" and unfilled:
         lines.append(
             listed("missing in the source", unfilled, Near(unexpected).hint)
-            + f"\n  to go on: {options.ways['missing']}"
+            + f"\n  to go on: {options.ways_out['missing']}"
         )
     elif options.missing == "keep" and on_meta:
         lines.append(
@@ -198,7 +198,7 @@ def _problems(
         lines.append(
             listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)).hint)
             + _renaming(unexpected, unfilled)
-            + f"\n  to go on: {options.ways['unexpected']}"
+            + f"\n  to go on: {options.ways_out['unexpected']}"
         )
     fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in stored)
     misfits = [line for line in fits if line]
@@ -207,7 +207,7 @@ def _problems(
         lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
     resized = [t.name for i, t in stored if t.shape != targets[i].shape]
     # More are another model's; a resume has ways of its own.
-    if resized and len(resized) <= RESIZED and options.ways is WAYS:
+    if resized and len(resized) <= RESIZED and options.ways_out is WAYS_OUT:
         left_out = dict.fromkeys(resized, "")
         lines.append(
             "  to go on: a model of the source's sizes; or, for a vocabulary or a head of another "

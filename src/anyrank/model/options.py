@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "cast": ("float", "any"),
     "strategy": STRATEGIES,
 }
-WAYS = {  # on, where tensors do not fit
+WAYS_OUT = {  # what follows "to go on" in an error
     "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
     "unexpected": "rename=..., or unexpected='ignore'",
 }
@@ -44,7 +44,7 @@ class LoadOptions:
 
     Attributes:
         is_fresh: names of tensors that the source need not have, on top of `missing`.
-        ways: what an error says to go on, for missing and unexpected tensors.
+        ways_out: what follows "to go on" in an error, for missing and unexpected tensors.
     """
 
     missing: str = "error"
@@ -58,7 +58,7 @@ class LoadOptions:
     layout: Any = None
     merge: bool = False
     is_fresh: Callable[[str], bool] = lambda name: False
-    ways: Mapping[str, str] = field(default_factory=lambda: WAYS)
+    ways_out: Mapping[str, str] = field(default_factory=lambda: WAYS_OUT)
 
     def check(self) -> None:
         """Refuse options that are wrong in themselves.

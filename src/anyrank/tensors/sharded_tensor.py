@@ -11,7 +11,7 @@ import torch
 
 from anyrank.tensors.layout import Layout, Piece, local_pieces, local_shape
 
-Described: TypeAlias = "tuple[str, tuple[int, ...], str, str]"  # name, shape, dtype, layout
+Description: TypeAlias = "tuple[str, tuple[int, ...], str, str]"  # name, shape, dtype, layout
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ShardedTensor:
         """Whether the tensor knows its layout itself; else it is the local part."""
         return self.layout is not None and hasattr(self.tensor, "placements")
 
-    def describe(self) -> Described:
+    def describe(self) -> Description:
         """What must be equal on all ranks: name, global shape, dtype and layout."""
         return self.name, self.shape, str(self.dtype), str(self.layout)
 

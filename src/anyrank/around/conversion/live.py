@@ -34,7 +34,7 @@ from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, e
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, Described, coordinates_of
+from anyrank.tensors.sharded_tensor import Coordinates, Description, coordinates_of
 from anyrank.tensors.writes import plan_writes
 from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
@@ -53,7 +53,7 @@ class _Summary:
         buffers: name -> hash of those that nothing keeps equal.
     """
 
-    described: list[Described]
+    described: list[Description]
     tied: dict[str, str]
     coordinates: Coordinates
     buffers: dict[str, str]

@@ -44,7 +44,7 @@ from anyrank.world.ranks import Ranks
 # What a scheduler keeps besides its count that its steps change; it cannot be divided.
 COUNTERS = {"_schedulers", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
 MORE = 1.5  # times the step: a count above it is none of steps that a GradScaler left out
-WAYS = {  # on, where a module's tensors do not fit
+WAYS_OUT = {  # what follows "to go on" in an error about a module
     "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
     "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
 }
@@ -137,9 +137,9 @@ def _plan_module(
         CheckpointError: its tensors do not fit.
     """
     inner = state.parts
-    ways = {kind: text.format(part=[part]) for kind, text in WAYS.items()}
+    ways_out = {kind: text.format(part=[part]) for kind, text in WAYS_OUT.items()}
     is_fresh = PartSource(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
-    options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways=ways)
+    options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways_out=ways_out)
     module, listing = inner.parts[part], source.model(part)
     headers = header_reader(module, path, ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
