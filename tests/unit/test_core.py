@@ -39,7 +39,7 @@ BUDGETS = {
     "around/remote": 190,
     "around/script": 895,
     "around/sharing": 1390,
-    "around/streams": 2440,
+    "around/streams": 2560,
     "around/sync": 2815,
     "around/tables": 245,
     "around/verify": 330,

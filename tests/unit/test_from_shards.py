@@ -382,7 +382,7 @@ def test_a_shard_with_other_rows_in_another_epoch_is_told_of(
 @pytest.mark.parametrize(
     ("name", "answer", "text"),
     [
-        ("feed", None, "raised by Own.feed, lane "),
+        ("feed", None, r"raised by Own.feed, shard .* row \d+, epoch 0, lane "),
         ("end", None, "raised by Own.end, lane "),
         ("held", [99], r"Own.held\(\) gives \[99\]: give numbers of rows that were fed"),
         ("state_dict", {"x": torch.ones(1)}, r"Own.state_dict\(\): not values of JSON"),
@@ -402,6 +402,70 @@ def test_what_is_wrong_with_a_transform_names_it(name: str, answer: Any, text: s
         run(make(transform=Own()))
     notes = getattr(caught.value, "__notes__", [])
     assert re.search(text, " ".join([str(caught.value), *notes]))
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ([1, 2], r"a row is a list, \[1, 2\], and no dict with 'input_ids'"),
+        ({"text": "abc"}, "a row has no 'input_ids', but 'text': give the key= of it"),
+        ({}, "a row has no 'input_ids', but nothing"),
+        ({"input_ids": "abc"}, "'input_ids' of a row is a str, 'abc', and no list of ints"),
+        ({"input_ids": None}, "'input_ids' of a row is a NoneType, None, and no list of ints"),
+        ({"input_ids": [[1], [2, 3]]}, "and no list of ints"),
+        ({"input_ids": [2**70]}, "and no list of ints"),
+        ({"input_ids": [1.5]}, r"of a row has shape \[1\] and dtype torch.float32"),
+        ({"input_ids": [[1, 2]]}, r"of a row has shape \[1, 2\] and dtype torch.int64"),
+        ({"input_ids": 7}, r"of a row has shape \[\] and dtype torch.int64"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_row_that_pack_cannot_take_is_named(row: Any, text: str, window: int | None) -> None:
+    def documents(shard: str) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            yield row if (shard, number) == ("c", 13) else {"input_ids": [number]}
+
+    loader = make(function=documents, transform=anyrank.Pack(4), window=window, collate_fn=None)
+    with pytest.raises((TypeError, ValueError), match=text) as caught:
+        run(loader)
+    where = "raised by Pack.feed, shard 'c' (number 2), row 13, epoch 0, lane "
+    assert caught.value.__notes__[0].startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("ratio", "a row is a tuple, .*, and no dict with 'ratio'"),
+        (lambda row: [row], r"Buckets\(key\) gives a list, .*, which cannot name a bucket"),
+        (lambda row: float("nan"), "gives a float, nan, which is no bucket twice"),
+        (lambda row: torch.ones(2), "gives a Tensor, .*, which is no bucket twice"),
+        (lambda row: 1 / 0, "division by zero"),
+    ],
+    ids=["row", "list", "nan", "tensor", "raises"],
+)
+def test_a_row_without_a_bucket_is_named(key: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=text) as caught:
+        run(make(shards=["a"], transform=anyrank.Buckets(key)))
+    where = "raised by Buckets.feed, shard 'a' (number 0), row 0, epoch 0, lane "
+    assert caught.value.__notes__[0].startswith(where)
+
+
+def test_rows_that_make_no_batch_are_named() -> None:
+    def uneven(shard: str) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            yield torch.ones(1 + number % 2)
+
+    with pytest.raises(RuntimeError, match="equal size") as caught:
+        run(make(shards=["a"], function=uneven, collate_fn=None))
+    assert "raised by collate_fn, shard 'a' (number 0), rows from 0 on" in caught.value.__notes__[0]
+
+
+def test_empty_documents_give_nothing() -> None:
+    pack = anyrank.Pack(2, eos=0)
+    assert [pack.feed({"input_ids": []}), pack.feed({"input_ids": torch.ones(0)}), pack.end()] == [
+        []
+    ] * 3
 
 
 def test_a_bucket_may_be_a_tensor_of_one_value() -> None:
@@ -438,12 +502,27 @@ def test_an_epoch_flows_into_the_next(num_workers: int) -> None:
     assert min(rows.values()) == 3
     assert sum(rows.values()) > 0.9 * 12 * loader.step  # there is no thin tail
     text = "exactly once, 119 rows in 9 shards"
-    assert [(verdict.epoch, verdict.verdict) for verdict in loader.receipts] == [
-        (epoch, text) for epoch in range(3)
-    ]
+    assert [verdict.epoch for verdict in loader.receipts] == [0, 1, 2]
+    assert all(verdict.verdict.startswith(text) for verdict in loader.receipts)
     again, other = three([1, 4, 5, 11, 20, 27])
     assert again == seen
     assert other.state_dict() == loader.state_dict()
+
+
+def test_small_shards_wait_for_a_large_one_of_an_epoch_before() -> None:
+    """Else the run has them several times more often than the large one."""
+
+    def tagged(shard: int) -> Iterator[Any]:
+        for number in range(400 if shard == 0 else 3):
+            yield shard, number
+
+    loader, seen = make(range(9), tagged, global_batch=48, tail="flow"), list[Any]()
+    while loader.epoch < 3:
+        seen += run(loader)
+    rows = Counter(row for _, batch, _ in seen for row in batch[:-1])
+    assert {rows[0, number] for number in range(400)} <= {3, 4, 5}
+    assert {rows[shard, 2] for shard in range(1, 9)} <= {3, 4, 5}
+    assert "steps less than half full" in loader.receipts[0].verdict
 
 
 def test_what_cannot_flow_says_so() -> None:

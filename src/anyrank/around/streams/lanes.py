@@ -123,6 +123,10 @@ class Source(Protocol):
         """The next block, under its random streams and in its order; fewer rows at the end."""
         ...
 
+    def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
+        """The rows of a block, by their numbers in the shard, in the block's order."""
+        ...
+
     def name(self, shard: int) -> str:
         """What the user calls it."""
         ...
@@ -215,6 +219,13 @@ class Lane:
         self._new_rows, self._ends, self._units = [], [], 0
         return outputs, report
 
+    @property
+    def place(self) -> str:
+        """Where in its shards it has read up to, for an error."""
+        state = self._state
+        index = min(state.passed - self.first, len(self.shards) - 1)
+        return f"shard {self.source.name(self.shards[index][1])}, rows from {state.row} on"
+
     # -- outputs ----------------------------------------------------------------------------------
 
     def _find_stop(self, size: int) -> int | None:
@@ -269,7 +280,7 @@ class Lane:
         self._is_at_state, self._num_earlier = False, len(self._outputs)
         if block is None:
             self._is_over = True
-            outputs = [] if self.transform is None else self._call("end")
+            outputs = [] if self.transform is None else self._end()
         else:
             self._state = self._state._replace(length=len(block[2]))
             outputs = self._feed(*block, is_read_again)
@@ -289,7 +300,7 @@ class Lane:
         for index, value in enumerate(rows):
             self._fed.append((self._num_fed, passed, row + index))
             self._num_fed += 1
-            outputs += self._call("feed", value)
+            outputs += self._feed_row(value, passed, row, index, len(rows))
         if self._has_units and not is_read_again:
             self._units += sum(map(self.transform._units_of_row, rows))
         return outputs
@@ -312,7 +323,7 @@ class Lane:
             for index, value in enumerate(rows):
                 if number >= 0 and needed >> number & 1:
                     self._fed.append((number, passed, row + index))
-                    if self._call("feed", value):
+                    if self._feed_row(value, passed, row, index, len(rows)):
                         raise self._changed(passed)
                 number += 1
         if (self._passed, self._row) != stop:
@@ -360,12 +371,25 @@ class Lane:
             "start a new run from the weights"
         )
 
-    def _call(self, name: str, *row: Any) -> list[Any]:
-        """The outputs of the transform's `feed` or `end`."""
+    def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
+        """The transform's outputs of one of the `count` rows of a block."""
         try:
-            return list(getattr(self.transform, name)(*row))
+            return list(self.transform.feed(value))
         except Exception as error:
-            error.add_note(f"raised by {type(self.transform).__name__}.{name}, lane {self.number}")
+            epoch, shard = self.shards[passed - self.first]
+            number = self.source.numbers(epoch, shard, row, count)[index]
+            error.add_note(
+                f"raised by {type(self.transform).__name__}.feed, shard {self.source.name(shard)}, "
+                f"row {number}, epoch {epoch}, lane {self.number}"
+            )
+            raise
+
+    def _end(self) -> list[Any]:
+        """The transform's outputs of what is left."""
+        try:
+            return list(self.transform.end())
+        except Exception as error:
+            error.add_note(f"raised by {type(self.transform).__name__}.end, lane {self.number}")
             raise
 
     # -- state ------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from anyrank.world.ranks import Ranks
 log = logging.getLogger("anyrank.data")
 
 LOOKS = 40  # lanes that a rank tells of at once: with the largest states under 64 KiB
-FLOWING = 1 << 20  # epochs in the queue of those that flow into each other: without end
 TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
 
 
@@ -109,7 +108,7 @@ class StreamPosition(Position):
     def _begin_queue(self, num_shards: int) -> None:
         """Deal anew; of epochs that flow, once in a run."""
         self.num_shards = num_shards
-        self.deal = Deal(num_shards * (FLOWING if self.flows else 1), self.num_lanes)
+        self.deal = Deal(num_shards, self.num_lanes, self.flows)
         self._open_lanes()
 
     @property
@@ -152,10 +151,8 @@ class StreamPosition(Position):
         super().begin_pass(ranks, batches)
         self._open_lanes()
         if not self.deal.is_ready:
-            lanes = [slot.k for slot in self._own_slots(len(self.deal.status))]
-            self.lanes.begin_step(self.step, lanes, self.deal, is_looking=True)
             with kept():
-                self.deal, reports, own_rows = self._look(self.deal, lanes)
+                self.deal, reports, own_rows = self._look(self.deal, self.step)
             self._count(reports, own_rows)
             if self._next_epoch(self.deal) > self.epoch:
                 raise self._no_rows()
@@ -170,16 +167,18 @@ class StreamPosition(Position):
         super().end_pass()
         self.plan = self.spare = None
 
-    def _own_slots(self, num_microbatches: int) -> list[MicrobatchSlot]:
-        plan = StepPlan(0, 0, 0, num_microbatches, 1)
-        return [slot for slot in self.slots(plan) if not slot.is_copy]
+    def _own_lanes(self, deal: Deal) -> list[int]:
+        """The lanes that this rank runs in the step after a deal, copies apart."""
+        live = deal.live
+        plan = StepPlan(0, 0, 0, len(live), 1)
+        return [live[slot.k] for slot in self.slots(plan) if not slot.is_copy]
 
-    def _look(self, deal: Deal, lanes: list[int]) -> tuple[Deal, list[Report], list[Rows]]:
+    def _look(self, deal: Deal, number: int) -> tuple[Deal, list[Report], list[Rows]]:
         """Look for a row, and deal, until a lane has one or all are over. All ranks.
 
         Args:
             deal: in which no lane has one.
-            lanes: that this rank runs.
+            number: of the step that needs one.
 
         Returns:
             The deal, what all lanes have reported, and the rows that this rank has read.
@@ -189,22 +188,22 @@ class StreamPosition(Position):
         while not deal.is_ready:
             if self._next_epoch(deal) > self.epoch + 1:
                 raise self._no_rows()
-            asked = [lane for lane in lanes if deal.status[lane] == OUT]
-            most = -(-self.num_lanes // self.data_rank()[1])  # of a rank
+            lanes = self._own_lanes(deal)
+            self.lanes.begin_step(number, lanes, deal, is_looking=True)
+            most = -(-len(deal.live) // self.data_rank()[1])  # of a rank
             new: dict[int, Report] = {}
             for start in range(0, most, LOOKS):
 
-                def look(some: list[int] = asked[start : start + LOOKS]) -> list[Report]:
+                def look(some: list[int] = lanes[start : start + LOOKS]) -> list[Report]:
                     for lane in some:
                         self.lanes.lanes[lane].looks = 1
                     return [cast("Report", self._next(lane).request.report) for lane in some]
 
                 answers = self.ranks.together("reading shards", look)
                 new |= {report.lane: report for part in answers for report in part}
-            rows += [row for lane in asked for row in new[lane].rows]
+            rows += [row for lane in lanes for row in new[lane].rows]
             reports += new.values()
             deal.take(new.values())
-            self.lanes.begin_step(self.lanes.number, lanes, deal, is_looking=True)
         return deal, reports, rows
 
     def next_step(self) -> LanePlan:
@@ -225,8 +224,7 @@ class StreamPosition(Position):
     def _make_plan(self, number: int, deal: Deal) -> LanePlan:
         size, live = self.schedule.microbatch, tuple(deal.live)
         plan = LanePlan(self.epoch, number, 0, 0, size, deal, live)
-        own_lanes = [live[slot.k] for slot in self.slots(plan) if not slot.is_copy]
-        self.lanes.begin_step(number, own_lanes, deal)
+        self.lanes.begin_step(number, self._own_lanes(deal), deal)
         return plan
 
     def requests(self) -> Iterator[LaneRequest]:
@@ -333,9 +331,7 @@ class StreamPosition(Position):
         after = plan.deal.copy()
         after.take(plan.reports.values())
         if not after.is_ready:
-            lanes = [plan.lanes[slot.k] for slot in self.slots(plan) if not slot.is_copy]
-            self.lanes.begin_step(plan.number + 1, lanes, after, is_looking=True)
-            after, looks, own_rows = self._look(after, lanes)
+            after, looks, own_rows = self._look(after, plan.number + 1)
             plan.looks.extend(looks)
             plan.own_looks.extend(own_rows)
         plan.after.append(after)

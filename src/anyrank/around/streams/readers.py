@@ -127,16 +127,19 @@ class StreamReader(Dataset[FetchedBatch]):
             return FetchedBatch(LaneAnswer(request, None), None)
         samples, report = read
         answer = LaneAnswer(request, report, report.rows, not samples)
-        return FetchedBatch(answer, self._collate(samples, request) if samples else None)
+        batch = self._collate(samples, request, lane.place) if samples else None
+        return FetchedBatch(answer, batch)
 
-    def _collate(self, samples: list[Any], request: LaneRequest) -> Any:
+    def _collate(self, samples: list[Any], request: LaneRequest, place: str) -> Any:
         if self.collate_fn is not default_collate:  # which draws nothing
             reseed(derive(self.seed, request.epoch, request.number, request.lane, "samples"))
         try:
             return self.collate_fn(samples)
         except Exception as error:
-            note = f"raised by collate_fn, epoch {request.epoch}, step {request.number}, lane "
-            error.add_note(f"{note}{request.lane}")
+            error.add_note(
+                f"raised by collate_fn, {place}, epoch {request.epoch}, step {request.number}, "
+                f"lane {request.lane}"
+            )
             if isinstance(error, StopIteration):
                 raise RuntimeError(f"StopIteration, {error.__notes__}") from error
             raise
@@ -195,7 +198,7 @@ class LaneRequests:
         self.number = self.next_lane = 0
         self._tokens: list[frozenset[int]] = []
         self._num_tokens = 0
-        self._deal, self._due = Deal(0, 0), -1
+        self._deal, self._due = Deal(1, 1), -1
 
     def begin_step(
         self, number: int, own_lanes: list[int], deal: Deal, is_looking: bool = False

@@ -144,9 +144,17 @@ class Stream(OwnOrder):
         """The next block, under its random streams and in its order; fewer rows at the end."""
         reseed(derive(self.seed, epoch, shard, row, "rows"))
         block = list(islice(rows, self.block))
-        if self.window is not None:
-            random.Random(derive(self.seed, epoch, shard, row, "window")).shuffle(block)  # noqa: S311
-        return block
+        if self.window is None:
+            return block
+        return [block[number - row] for number in self.numbers(epoch, shard, row, len(block))]
+
+    def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
+        """The rows of a block, by their numbers in the shard, in the block's order."""
+        if self.window is None:
+            return range(row, row + count)
+        numbers = [*range(row, row + count)]
+        random.Random(derive(self.seed, epoch, shard, row, "window")).shuffle(numbers)  # noqa: S311
+        return numbers
 
 
 def _describe_transform(transform: Any) -> str:

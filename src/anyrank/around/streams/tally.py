@@ -116,11 +116,12 @@ class Tally:
         if 4 * thin > steps:
             log.warning(
                 "epoch %d: %s; the lanes of the epoch are of unequal length: give more and smaller "
-                "shards (at least 20 for each of the %d microbatches of a step), their lengths "
-                "(anyrank.row_counts), or tail='flow'",
+                "shards (at least 20 for each of the %d microbatches of a step), or their lengths "
+                "(anyrank.row_counts)%s",
                 epoch,
                 text,
                 num_lanes,
+                "" if flows else ", or tail='flow'",
             )
         return text
 

@@ -6,8 +6,9 @@ Neither keeps rows in its state: `held()` says which ones it waits with, and the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -87,14 +88,12 @@ class Pack:
     def feed(self, row: Any) -> list[Any]:
         """The rows that are full with a document."""
         number, self._num_fed = self._num_fed, self._num_fed + 1
-        tokens = torch.as_tensor(row[self.key], dtype=torch.int64, device="cpu")
-        labels = tokens
-        if self.labels is not None:
-            labels = torch.as_tensor(row[self.labels], dtype=torch.int64, device="cpu")
-        if tokens.dim() != 1 or labels.shape != tokens.shape:
+        tokens = _ints_of(row, self.key, "key")
+        labels = tokens if self.labels is None else _ints_of(row, self.labels, "labels")
+        if labels.shape != tokens.shape:
             raise ValueError(
-                f"a document has {self.key!r} of shape {list(tokens.shape)}, and labels of shape "
-                f"{list(labels.shape)}: give a list of tokens, and as many labels"
+                f"a document has {len(tokens)} tokens in {self.key!r}, and {len(labels)} labels in "
+                f"{self.labels!r}: give as many labels as tokens"
             )
         if not len(tokens):
             return []  # without an eos, too
@@ -261,9 +260,7 @@ class Buckets:
 
     def feed(self, row: Any) -> list[Any]:
         """The rows of a bucket that is full with this one, and of those that waited too long."""
-        bucket: Any = row[self.key] if isinstance(self.key, str) else self.key(row)
-        if isinstance(bucket, torch.Tensor):
-            bucket = bucket.item()  # tensors of one value are different keys
+        bucket = self._bucket_of(row)
         number, self._num_fed = self._num_fed, self._num_fed + 1
         if bucket not in self._waiting:
             self._waiting[bucket] = []
@@ -279,6 +276,32 @@ class Buckets:
         for name in old:
             outputs += self._flush(name)
         return outputs
+
+    def _bucket_of(self, row: Any) -> Hashable:
+        """The bucket of a row.
+
+        Raises:
+            TypeError, ValueError: what `key` gives cannot tell buckets apart, or is missing.
+        """
+        name = f"Buckets({self.key!r})" if isinstance(self.key, str) else "Buckets(key)"
+        bucket: Any = (
+            _value_of(row, self.key, "key") if isinstance(self.key, str) else self.key(row)
+        )
+        if isinstance(bucket, torch.Tensor) and bucket.numel() == 1:
+            bucket = bucket.item()  # tensors of one value are different keys
+        try:
+            hash(bucket)
+        except TypeError:
+            raise TypeError(
+                f"{name} gives {_as_text(bucket)}, which cannot name a bucket: let key give a "
+                "number, a str or a tuple of these"
+            ) from None
+        if isinstance(bucket, torch.Tensor) or bucket != bucket:
+            raise ValueError(
+                f"{name} gives {_as_text(bucket)}, which is no bucket twice: let key give a "
+                "number, a str or a tuple of these"
+            )
+        return bucket
 
     def _flush(self, bucket: Hashable) -> list[Any]:
         del self._since[bucket]
@@ -303,6 +326,56 @@ class Buckets:
         """The rows that wait are fed again next."""
         self._num_again, *waits = state
         self._waits = deque(waits)
+
+
+def _value_of(row: Any, key: str, argument: str) -> Any:
+    """A value of a row that is a dict.
+
+    Args:
+        row: of the user's.
+        key: of the value.
+        argument: of the transform, which gave the key.
+
+    Raises:
+        TypeError: the row has no keys.
+        ValueError: it lacks this one.
+    """
+    if not isinstance(row, Mapping):
+        raise TypeError(
+            f"a row is {_as_text(row)}, and no dict with {key!r}: let read give dicts, as "
+            f'{{"{key}": ...}}'
+        )
+    if key not in row:
+        keys = ", ".join(map(repr, islice(cast("Mapping[Any, Any]", row), 8)))
+        raise ValueError(
+            f"a row has no {key!r}, but {keys or 'nothing'}: give the {argument}= of it"
+        )
+    return cast("Any", row[key])
+
+
+def _ints_of(row: Any, key: str, argument: str) -> torch.Tensor:
+    """The ints in a row under a key, int64 of shape [count]."""
+    value = _value_of(row, key, argument)
+    try:
+        ints = torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{key!r} of a row is {_as_text(value)}, and no list of ints ({error}): tokenize the "
+            f"row before, or give the {argument}= of its tokens"
+        ) from error
+    is_int = not (ints.is_floating_point() or ints.is_complex() or ints.dtype == torch.bool)
+    if ints.dim() != 1 or not (is_int or not len(ints)):  # torch takes no values for floats
+        raise ValueError(
+            f"{key!r} of a row has shape {list(ints.shape)} and dtype {ints.dtype}: give a list of "
+            "ints, or an array of one dimension, for each document"
+        )
+    return ints.to(torch.int64)
+
+
+def _as_text(value: Any) -> str:
+    """A value in an error: its type, and its begin."""
+    text = repr(value)
+    return f"a {type(value).__name__}, {text[:80]}{'...' * (len(text) > 80)}"
 
 
 def resize(buckets: Buckets, microbatch: int) -> Buckets:
