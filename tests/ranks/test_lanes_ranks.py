@@ -204,9 +204,11 @@ def test_ranks_agree_as_often_as_with_a_dataset(
 
 def test_what_a_rank_tells_of_two_lanes_fits_into_one_message() -> None:
     """And of 1,024 lanes into 64 KiB, should it ever tell of all at once."""
-    state = LaneState(100, 10**6, 64, 30, 99, 10**6, "f" * 20, "1234")
-    rows = [(123456, 10**6, 10**6 + 64)]
-    reports = [Report(n, 8, 0, 10**5, rows, [(5, 10**6)], (0, 0), state) for n in range(1024)]
+    state = LaneState(100, 10**6, 64, 30, 99, 10**6, "f" * 20, "1234", "0" * 8)
+    rows = [(1, 123456, 10**6, 10**6 + 64)]
+    reports = [
+        Report(n, 8, 0, 10**5, rows, [(1, 5, 10**6)], (0, 0), [], state) for n in range(1024)
+    ]
     assert len(pickle.dumps((None, reports[:2]))) < 700
     assert len(pickle.dumps(reports)) < 160 << 10
 

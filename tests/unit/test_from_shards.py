@@ -280,6 +280,38 @@ def test_a_shard_with_other_rows_in_a_resume_is_noticed() -> None:
         SIZES.update(before)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "a"), (2, "a")),
+        ({"text": "a" * 99}, {"text": "a" * 50 + "b" + "a" * 48}),
+        ([1] * 20 + [2], [1] * 20 + [3]),
+        (torch.zeros(3, 4), torch.ones(3, 4)),
+        (torch.zeros(3, 4), torch.zeros(4, 3)),
+        ({"x": [b"abc"]}, {"x": [b"abd"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shard_with_other_rows_of_the_same_number_is_told_of(
+    before: Any, after: Any, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows(value: Any) -> Any:
+        return lambda shard: iter([value] * SIZES[shard])
+
+    loader = make(function=rows(before), collate_fn=list)
+    run(loader, 6)
+    resumed = make(function=rows(before), collate_fn=list, num_workers=num_workers)
+    resumed.load_state_dict(loader.state_dict())
+    run(resumed)
+    assert resumed.notes == []
+    resumed = make(function=rows(after), collate_fn=list, num_workers=num_workers)
+    resumed.load_state_dict(loader.state_dict())
+    run(resumed)
+    assert any("shard 'g' (number 6): its rows " in note for note in resumed.notes)
+    assert "are not those that the run has read before" in caplog.text
+
+
 def test_a_resume_with_other_shards_says_which() -> None:
     loader = make()
     run(loader, 3)

@@ -159,8 +159,9 @@ class Deal:
         deal.num_shards, deal.dealt = int(value["shards"]), int(value["dealt"])
         for lane, row in enumerate(value["lanes"]):
             *state, first, runs, begun, recent, status = row
-            *numbers, needed, inner = state
-            deal.states[lane] = LaneState._make([*map(int, numbers), str(needed), str(inner)])
+            *numbers, needed, inner, digest = state
+            texts = str(needed), str(inner), str(digest)
+            deal.states[lane] = LaneState._make([*map(int, numbers), *texts])
             int(deal.states[lane].needed or "0", 16)
             deal.first[lane], deal.begun[lane] = int(first), int(begun)
             deal.recent[lane], deal.status[lane] = int(recent), int(status)

@@ -19,15 +19,18 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from anyrank.errors import CheckpointError
 
 Shard = tuple[int, int]  # the epoch for which it is read, and its number
 Rows = tuple[int, int, int, int]  # epoch, shard, start, stop
 READY, OUT, DONE = range(3)  # has an output for the next step; needs shards; has given all
+SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that a digest has
 STATE_BYTES = 1024  # of a transform's state, as JSON
 
 
@@ -66,6 +69,7 @@ class LaneState(NamedTuple):
     Attributes:
         passed, row: shards before the block that gave the last outputs, and the block's first row.
         length: rows of that block; -1 before it is read.
+        digest: of its first row, as hex digits; empty before.
         num_given: its outputs that were given.
         first_passed, first_row: the oldest row that the transform needs; without one, the block.
         needed: bits of the rows from there to the block, as hex digits.
@@ -80,6 +84,7 @@ class LaneState(NamedTuple):
     first_row: int = 0
     needed: str = ""
     inner: str = ""
+    digest: str = ""
 
 
 class Report(NamedTuple):
@@ -93,6 +98,7 @@ class Report(NamedTuple):
         rows: (epoch, shard, start, stop) of the rows that it has read for the first time.
         ends: (epoch, shard, rows) of the shards that it has read to the end.
         units: of the transform's units (tokens), those in the rows and those in the outputs.
+        changed: of the rows that were read again, those of a block whose first row was another one.
         state: where it goes on.
     """
 
@@ -103,6 +109,7 @@ class Report(NamedTuple):
     rows: list[Rows]
     ends: list[tuple[int, int, int]]
     units: tuple[int, int]
+    changed: list[Rows]
     state: LaneState
 
 
@@ -172,6 +179,7 @@ class Lane:
         self._num_fed, self._num_forgotten = 0, 0
         self._new_rows: list[Rows] = []
         self._ends: list[tuple[int, int, int]] = []
+        self._changed_rows: list[Rows] = []
         self._has_units = hasattr(transform, "_units_of_row")
         self._units = 0
 
@@ -214,9 +222,10 @@ class Lane:
             self._new_rows,
             self._ends,
             (self._units, units),
+            self._changed_rows,
             self._state,
         )
-        self._new_rows, self._ends, self._units = [], [], 0
+        self._new_rows, self._ends, self._changed_rows, self._units = [], [], [], 0
         return outputs, report
 
     @property
@@ -282,7 +291,12 @@ class Lane:
             self._is_over = True
             outputs = [] if self.transform is None else self._end()
         else:
-            self._state = self._state._replace(length=len(block[2]))
+            passed, row, rows = block
+            digest = digest_of(rows[0])
+            if is_read_again and digest != before.digest:
+                place = self.shards[passed - self.first]
+                self._changed_rows.append((*place, row, row + len(rows)))
+            self._state = self._state._replace(length=len(rows), digest=digest)
             outputs = self._feed(*block, is_read_again)
         if self.transform is not None:
             self._num_cuts += sum(output is CUT for output in outputs)
@@ -443,3 +457,37 @@ class Lane:
                 f"the ranks tell it each other in each step: {way_out}"
             )
         return text
+
+
+def digest_of(row: Any) -> str:
+    """A digest of what a row has: of long ones some values, spread over it, of objects the type."""
+    digest = blake2b(digest_size=4)
+    with suppress(Exception):  # a value of an odd kind counts by its type
+        for part in _parts_of(row):
+            digest.update(part.encode())
+    return digest.hexdigest()
+
+
+def _parts_of(value: Any) -> Iterator[str]:
+    """Some of what tells a value from others, as text."""
+    yield type(value).__name__
+    if isinstance(value, str | bytes):
+        yield f"{len(value)} {value[:TEXT]!r}"
+    elif isinstance(value, int | float | complex | None):
+        yield repr(value)
+    elif isinstance(value, Mapping):
+        for name, part in islice(cast("Mapping[Any, Any]", value).items(), SPREAD):
+            yield from _parts_of(name)
+            yield from _parts_of(part)
+    elif isinstance(value, list | tuple):
+        items = cast("Sequence[Any]", value)
+        yield str(len(items))
+        for part in _spread(items):
+            yield from _parts_of(part)
+    elif hasattr(value, "ravel"):  # of numpy or torch
+        yield f"{tuple(value.shape)} {_spread(value.ravel()).tolist()}"
+
+
+def _spread(values: Any) -> Any:
+    """Some elements of a sequence, from its begin to its end."""
+    return values[:: -(-len(values) // SPREAD) or 1]

@@ -354,12 +354,21 @@ class StreamPosition(Position):
         account.planned += self.tally.add(reports)
         account.seen += sum_of(own_rows)
         for epoch, shard, rows, before in self.tally.find_changed(reports):
-            text = (
+            self._note(
                 f"shard {self.stream.name(shard)} has {rows} rows in epoch {epoch}, and had "
                 f"{before} in one before: a resume finds other rows in it"
             )
-            self.notes.append(text)
-            log.warning(text)
+        for _, shard, start, stop in (rows for report in reports for rows in report.changed):
+            self._note(
+                f"shard {self.stream.name(shard)}: its rows {start} to {stop - 1} are not those "
+                "that the run has read before: rows of it may be lost, or come twice; put back "
+                "the old shard, or, if read draws numbers from a generator of its own, seed that"
+            )
+
+    def _note(self, text: str) -> None:
+        """Tell the user, and the report of a run."""
+        self.notes.append(text)
+        log.warning(text)
 
     def _leave_finished_epoch(self) -> None:
         while self._next_epoch(self.deal) > self.epoch:
