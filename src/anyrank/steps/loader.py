@@ -17,6 +17,7 @@ from anyrank.data.fetch import (
     RequestSampler,
     length_of,
     make_fetcher,
+    start_fetching,
 )
 from anyrank.data.order import Order
 from anyrank.data.receipts import EpochVerdict
@@ -381,7 +382,7 @@ class ElasticLoader:
         """The batches of the requests, from the first one asked for: the model decides on those."""
 
         def start() -> Iterator[FetchedBatch]:
-            return iter(self._fetcher)
+            return start_fetching(self._fetcher)
 
         yield start() if self._workers is None else self._workers.watch(start)
 

@@ -25,12 +25,13 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.random_state.streams import kept
 from anyrank.steps.agreed_batches import Fetcher
-from anyrank.steps.position import COUNTS, KEPT_RECEIPTS, Position
+from anyrank.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
 
+ROWS_NOTED = 1000  # ranges of rows, at most, that are noted before they are summed up
 LOOKS = 40  # lanes that a rank tells of at once: with the largest states under 64 KiB
 TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
 
@@ -92,6 +93,7 @@ class StreamPosition(Position):
         num_shards: of an epoch.
         tally: of what was read.
         verdicts: of finished epochs, what is known of them.
+        own_rows: that this rank has run, and has not summed up.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -103,6 +105,7 @@ class StreamPosition(Position):
         self.plan: LanePlan | None = None  # the newest one
         self.spare: Any = None  # a batch of this rank, for copies
         self.flows, self.tally = self.schedule.tail == "flow", Tally()
+        self.own_rows: list[Rows] = []
         self._begin_queue(len(self.stream))
 
     def _begin_queue(self, num_shards: int) -> None:
@@ -350,9 +353,10 @@ class StreamPosition(Position):
 
     def _count(self, reports: Sequence[Report], own_rows: Sequence[Rows]) -> None:
         """Count what all lanes have read, and what this rank has."""
-        account = self.accounts[-1]
-        account.planned += self.tally.add(reports)
-        account.seen += sum_of(own_rows)
+        self.tally.add(reports)
+        self.own_rows += own_rows
+        if len(self.own_rows) > ROWS_NOTED:
+            self._sum_up()
         for epoch, shard, rows, before in self.tally.find_changed(reports):
             self._note(
                 f"shard {self.stream.name(shard)} has {rows} rows in epoch {epoch}, and had "
@@ -365,6 +369,17 @@ class StreamPosition(Position):
                 "the old shard, or, if read draws numbers from a generator of its own, seed that"
             )
 
+    def _sum_up(self) -> None:
+        """Count the rows that were noted."""
+        account = self.accounts[-1]
+        account.planned += self.tally.sum_up()
+        account.seen += sum_of(self.own_rows)
+        self.own_rows = []
+
+    def rank_accounts(self) -> RankAccounts:
+        self._sum_up()
+        return super().rank_accounts()
+
     def _note(self, text: str) -> None:
         """Tell the user, and the report of a run."""
         self.notes.append(text)
@@ -372,6 +387,7 @@ class StreamPosition(Position):
 
     def _leave_finished_epoch(self) -> None:
         while self._next_epoch(self.deal) > self.epoch:
+            self._sum_up()
             self.verdicts[self.epoch] = self.tally.end(
                 self.epoch, self.num_shards, self.num_lanes, self.flows
             )
@@ -396,6 +412,7 @@ class StreamPosition(Position):
 
     def state_dict(self) -> dict[str, Any]:
         """About 400 bytes and 100 for each lane, JSON values, equal on all ranks."""
+        self._sum_up()
         state = super().state_dict()
         state |= {
             "n": self.num_shards,
@@ -470,6 +487,7 @@ class StreamPosition(Position):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.check_state_dict(state_dict)
+        self.own_rows = []
         self.deal = Deal.from_json(state_dict["deal"], self.num_lanes)
         self.num_shards, lengths = int(state_dict["n"]), self.tally.lengths
         self.tally = Tally.from_json(state_dict["tally"], lengths)

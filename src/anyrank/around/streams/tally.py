@@ -59,26 +59,32 @@ class Tally:
         self.units_in = self.units_out = 0  # tokens of rows that were fed, and of outputs
         self.thin = self.steps = 0  # of the epoch: those less than half full, and all
         self.lengths = {} if lengths is None else lengths
+        self._rows, self._ends = list[Rows](), list[tuple[int, int, int]]()  # not summed up yet
 
     def count_step(self, is_thin: bool) -> None:
         """A step of the epoch counts."""
         self.steps += 1
         self.thin += is_thin
 
-    def add(self, reports: Sequence[Report]) -> Receipt:
-        """Count what lanes report; returns the receipt of their rows."""
-        receipts = _by_epoch(row for report in reports for row in report.rows)
-        for epoch, receipt in receipts.items():
-            self.epochs.setdefault(epoch, EpochTally()).rows += receipt
-        ends = [end for report in reports for end in report.ends]
-        for epoch, _, _ in ends:
-            self.epochs.setdefault(epoch, EpochTally()).num_shards += 1
-        whole = _by_epoch((epoch, shard, 0, rows) for epoch, shard, rows in ends)
-        for epoch, receipt in whole.items():
-            self.epochs[epoch].whole += receipt
+    def add(self, reports: Sequence[Report]) -> None:
+        """Note what lanes report, for `sum_up`."""
         for report in reports:
+            self._rows += report.rows
+            self._ends += report.ends
             self.units_in += report.units[0]
             self.units_out += report.units[1]
+
+    def sum_up(self) -> Receipt:
+        """Count what was noted; returns the receipt of the rows. Some 100 us, so not each step."""
+        receipts = _by_epoch(self._rows)
+        for epoch, receipt in receipts.items():
+            self.epochs.setdefault(epoch, EpochTally()).rows += receipt
+        for epoch, _, _ in self._ends:
+            self.epochs.setdefault(epoch, EpochTally()).num_shards += 1
+        whole = _by_epoch((epoch, shard, 0, rows) for epoch, shard, rows in self._ends)
+        for epoch, receipt in whole.items():
+            self.epochs[epoch].whole += receipt
+        self._rows, self._ends = [], []
         return reduce(add, receipts.values(), Receipt())
 
     def find_changed(self, reports: Sequence[Report]) -> Iterator[tuple[int, int, int, int]]:
