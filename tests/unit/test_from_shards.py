@@ -500,6 +500,83 @@ def test_empty_documents_give_nothing() -> None:
     ] * 3
 
 
+class Late:
+    """Holds three rows, and draws for each row and at the end."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, Any]] = []
+        self.fed = 0
+
+    def feed(self, row: Any) -> list[Any]:
+        self.rows.append((self.fed, (*row, random.random())))
+        self.fed += 1
+        return [self.rows.pop(0)[1]] if len(self.rows) > 3 else []
+
+    def end(self) -> list[Any]:
+        return [(*row, random.random()) for _, row in self.rows]
+
+    def held(self) -> list[int]:
+        return [number for number, _ in self.rows]
+
+
+class Crops(anyrank.Pack):
+    """Tokenizes and crops rows in a feed of its own."""
+
+    def feed(self, row: Any) -> list[Any]:
+        return super().feed({"input_ids": [row[1]] * random.randint(0, 5)})
+
+
+@pytest.mark.parametrize("transform", [Late(), Crops(4)], ids=["late", "crops"])
+def test_a_transform_may_draw(transform: Any) -> None:
+    options: dict[str, Any] = {"transform": transform, "collate_fn": repr}
+    expected = run(make(**options))
+    for stop in range(1, expected[-1][0], 3):
+        loader = make(**options)
+        seen = run(loader, stop)
+        resumed = make(**options)
+        resumed.load_state_dict(loader.state_dict())
+        assert seen + run(resumed) == expected
+
+
+@pytest.mark.parametrize("lengths", [None, [*SIZES.values()]], ids=["streams", "planned"])
+def test_a_read_may_draw_for_the_rows_before_its_start(lengths: list[int] | None) -> None:
+    def drawing(shard: str, start: int = 0) -> Iterator[Any]:
+        for number in range(SIZES[shard]):
+            drawn = random.random()
+            if number >= start:
+                yield shard, number, drawn
+
+    options: dict[str, Any] = {"function": drawing, "lengths": lengths}
+    expected = run(make(**options))
+    for stop in (2, 5, 8):
+        loader = make(**options)
+        seen = run(loader, stop)
+        resumed = make(**options)
+        resumed.load_state_dict(loader.state_dict())
+        assert seen + run(resumed) == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("global_batch", [3, 9])
+def test_epochs_of_fewer_rows_than_a_microbatch_flow(num_rows: int, global_batch: int) -> None:
+    loader = make(["x"], lambda _: range(num_rows), global_batch=global_batch, tail="flow")
+    for _ in range(3):
+        run(loader)
+    assert len(loader.receipts) >= 3
+
+
+def test_a_transform_without_a_sample_is_told_of() -> None:
+    class Nothing:
+        def feed(self, row: Any) -> list[Any]:
+            return []
+
+        def end(self) -> list[Any]:
+            return []
+
+    with pytest.raises(CheckpointError, match="the transform has made no sample of 119 rows"):
+        run(make(transform=Nothing()))
+
+
 def test_a_bucket_may_be_a_tensor_of_one_value() -> None:
     def rows(shard: str) -> Iterator[Any]:
         yield from torch.arange(SIZES[shard])

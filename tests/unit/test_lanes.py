@@ -52,6 +52,9 @@ class Rows:
             random.Random(f"{epoch}/{shard}/{row}").shuffle(block)
         return block
 
+    def seed_transform(self, transform: Any, *place: int) -> None:
+        random.seed(repr(place))
+
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> range:
         return range(row, row + count)
 

@@ -130,6 +130,10 @@ class Source(Protocol):
         """The next block, under its random streams and in its order; fewer rows at the end."""
         ...
 
+    def seed_transform(self, transform: Any, *place: int) -> None:
+        """Set the random streams for what a transform may draw at a place of the lane."""
+        ...
+
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
         """The rows of a block, by their numbers in the shard, in the block's order."""
         ...
@@ -180,7 +184,7 @@ class Lane:
         self._new_rows: list[Rows] = []
         self._ends: list[tuple[int, int, int]] = []
         self._changed_rows: list[Rows] = []
-        self._has_units = hasattr(transform, "_units_of_row")
+        self._has_units = hasattr(transform, "_units_fed")
         self._units = 0
 
     def take(self, size: int, is_due: bool, is_last_deal: bool) -> tuple[list[Any], Report] | None:
@@ -311,12 +315,13 @@ class Lane:
         if self.transform is None:
             return rows
         outputs: list[Any] = []
+        units = self.transform._units_fed if self._has_units else 0
         for index, value in enumerate(rows):
             self._fed.append((self._num_fed, passed, row + index))
             self._num_fed += 1
             outputs += self._feed_row(value, passed, row, index, len(rows))
         if self._has_units and not is_read_again:
-            self._units += sum(map(self.transform._units_of_row, rows))
+            self._units += self.transform._units_fed - units
         return outputs
 
     def _feed_again(self) -> None:
@@ -387,10 +392,11 @@ class Lane:
 
     def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
         """The transform's outputs of one of the `count` rows of a block."""
+        epoch, shard = self.shards[passed - self.first]
+        self.source.seed_transform(self.transform, epoch, shard, row + index)
         try:
             return list(self.transform.feed(value))
         except Exception as error:
-            epoch, shard = self.shards[passed - self.first]
             number = self.source.numbers(epoch, shard, row, count)[index]
             error.add_note(
                 f"raised by {type(self.transform).__name__}.feed, shard {self.source.name(shard)}, "
@@ -400,6 +406,8 @@ class Lane:
 
     def _end(self) -> list[Any]:
         """The transform's outputs of what is left."""
+        epoch = self.shards[-1][0] if self.shards else 0
+        self.source.seed_transform(self.transform, epoch, -1 - self.number, self._passed)
         try:
             return list(self.transform.end())
         except Exception as error:

@@ -158,9 +158,16 @@ class StreamPosition(Position):
                 self.deal, reports, own_rows = self._look(self.deal, self.step)
             self._count(reports, own_rows)
             if self._next_epoch(self.deal) > self.epoch:
-                raise self._no_rows()
+                raise self._no_rows(reports)
 
-    def _no_rows(self) -> CheckpointError:
+    def _no_rows(self, reports: Sequence[Report]) -> CheckpointError:
+        """The error of an epoch in which lanes that reported this have found no sample."""
+        rows = sum(stop - start for report in reports for _, _, start, stop in report.rows)
+        if rows:
+            return CheckpointError(
+                f"epoch {self.epoch}: the transform has made no sample of {count(rows, 'row')}: "
+                "there is nothing to train on; let feed(row) or end() return a list of samples"
+            )
         return CheckpointError(
             f"epoch {self.epoch}: none of the {count(self.num_shards, 'shard')} has a row: there "
             "is nothing to train on"
@@ -188,9 +195,10 @@ class StreamPosition(Position):
         """
         deal, reports, rows = deal.copy(), list[Report](), list[Rows]()
         assert self.ranks is not None
+        first_epoch = self._next_epoch(deal)
         while not deal.is_ready:
-            if self._next_epoch(deal) > self.epoch + 1:
-                raise self._no_rows()
+            if self._next_epoch(deal) > first_epoch + 1:
+                raise self._no_rows(reports)
             lanes = self._own_lanes(deal)
             self.lanes.begin_step(number, lanes, deal, is_looking=True)
             most = -(-len(deal.live) // self.data_rank()[1])  # of a rank

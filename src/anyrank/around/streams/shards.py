@@ -157,9 +157,10 @@ class Shards(OwnOrder):
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """The open iterator of a shard that is closest before a sample, or a new iterator."""
-        if self.stream.has_start:  # another lane's iterator stays where it is
-            first = number // self.stream.block * self.stream.block
-            return first, self.rows(shard, first)
+        if self.has_start:  # another lane's iterator stays where it is
+            # What it draws to get there is drawn for the sample before.
+            start = max(0, number - 1)
+            return start, iter(self.read(self.shards[shard], start=start))
         starts = [start for opened, start in self.open if opened == shard and start <= number]
         if not starts:
             return 0, self.rows(shard, 0)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from anyrank.around.streams.transforms import Buckets, resize
+from anyrank.around.streams.shards import takes_start
+from anyrank.around.streams.transforms import Buckets, Pack, resize
 from anyrank.checks import check_function, check_int, check_type
 from anyrank.data.fetch import OwnOrder
 from anyrank.data.order import Order
@@ -126,7 +127,9 @@ class Stream(OwnOrder):
         """The rows of a shard from one on, which begins a block."""
         reseed(derive(self.seed, epoch, shard, "open"))
         if row and self.has_start:
-            return iter(self.function(self.shards[shard], start=row))
+            rows = iter(self.function(self.shards[shard], start=row - 1))
+            next(rows, None)  # what it draws to get there is drawn now, and not for the block
+            return rows
         rows = iter(self.function(self.shards[shard]))
         # As they were read before: what is drawn for them may decide on those that follow.
         for first in range(0, row, self.block):
@@ -147,6 +150,11 @@ class Stream(OwnOrder):
         if self.window is None:
             return block
         return [block[number - row] for number in self.numbers(epoch, shard, row, len(block))]
+
+    def seed_transform(self, transform: Any, *place: int) -> None:
+        """Set the random streams for what a transform may draw; Pack and Buckets draw nothing."""
+        if type(transform) not in (Pack, Buckets):
+            reseed(derive(self.seed, *place, "transform"))
 
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
         """The rows of a block, by their numbers in the shard, in the block's order."""

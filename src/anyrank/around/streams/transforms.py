@@ -84,6 +84,7 @@ class Pack:
         self._pieces: deque[_Piece] = deque()
         self._waiting = 0  # tokens
         self._num_fed = self._num_again = self._start = 0
+        self._units_fed = 0  # tokens of all documents
 
     def feed(self, row: Any) -> list[Any]:
         """The rows that are full with a document."""
@@ -101,6 +102,7 @@ class Pack:
             end = torch.tensor([self.eos])
             tokens, labels = torch.cat([tokens, end]), torch.cat([labels, end])
         piece = _Piece(number, tokens, labels, 0)
+        self._units_fed += len(tokens)
         return self._feed_whole(piece) if not self.split else self._feed_part(piece)
 
     def _feed_part(self, piece: _Piece) -> list[Any]:
@@ -205,11 +207,6 @@ class Pack:
             self._start = state
         else:
             self._num_again = state
-
-    def _units_of_row(self, row: Any) -> int:
-        """Tokens of a document."""
-        count = len(row[self.key])
-        return count + (self.eos is not None) * (count > 0)
 
     def _units_of_output(self, output: Any) -> int:
         """Tokens in a row."""
