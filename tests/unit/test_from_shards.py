@@ -386,6 +386,23 @@ def test_buckets_give_microbatches_of_one_bucket() -> None:
         assert seen + run(resumed) == expected
 
 
+def test_there_may_be_many_buckets() -> None:
+    """Each of which waits: what a lane knows of them is no part of its state."""
+    options: dict[str, Any] = {
+        "function": lambda _: iter([(n * 7 % 600, n) for n in range(900)]),
+        "transform": anyrank.Buckets(lambda row: row[0], patience=800),
+        "global_batch": 4,
+        "microbatch": 2,
+    }
+    loader = make("a", **options)
+    seen = run(loader, 120)
+    resumed = make("a", **options)
+    resumed.load_state_dict(loader.state_dict())
+    seen += run(resumed)
+    assert seen == run(make("a", **options))
+    assert len(rows_of(seen)) == 900
+
+
 def test_a_transform_has_to_be_pushed_to() -> None:
     with pytest.raises(TypeError, match="a generator cannot wait"):
         make(transform=lambda rows: rows)

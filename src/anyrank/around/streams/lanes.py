@@ -185,6 +185,7 @@ class Lane:
         self._ends: list[tuple[int, int, int]] = []
         self._changed_rows: list[Rows] = []
         self._has_units = hasattr(transform, "_units_fed")
+        self._has_place = hasattr(transform, "_place")
         self._units = 0
 
     def take(self, size: int, is_due: bool, is_last_deal: bool) -> tuple[list[Any], Report] | None:
@@ -394,6 +395,8 @@ class Lane:
         """The transform's outputs of one of the `count` rows of a block."""
         epoch, shard = self.shards[passed - self.first]
         self.source.seed_transform(self.transform, epoch, shard, row + index)
+        if self._has_place:
+            self.transform._place = self._fed[-1][0]
         try:
             return list(self.transform.feed(value))
         except Exception as error:

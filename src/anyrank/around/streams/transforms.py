@@ -252,24 +252,23 @@ class Buckets:
         self._microbatch = 0  # the loader sets its own
         self._waiting: dict[Hashable, list[tuple[int, Any]]] = {}
         self._since: dict[Hashable, int] = {}
-        self._waits: deque[int] = deque()  # of the buckets that come again, in their order
-        self._num_fed = self._num_again = 0
+        # After a resume, a lane feeds rows with gaps between them, and says at which place each is.
+        self._num_fed = self._place = 0
 
     def feed(self, row: Any) -> list[Any]:
         """The rows of a bucket that is full with this one, and of those that waited too long."""
         bucket = self._bucket_of(row)
         number, self._num_fed = self._num_fed, self._num_fed + 1
+        place, self._place = self._place, self._place + 1
         if bucket not in self._waiting:
             self._waiting[bucket] = []
-            self._since[bucket] = number
-            if number < self._num_again:
-                self._since[bucket] = self._num_again - self._waits.popleft()
+            self._since[bucket] = place
         rows = self._waiting[bucket]
         rows.append((number, row))
         outputs: list[Any] = []
         if len(rows) == self._microbatch:
             outputs += self._flush(bucket)
-        old = [name for name, since in self._since.items() if since <= number - self.patience]
+        old = [name for name, since in self._since.items() if since <= place - self.patience]
         for name in old:
             outputs += self._flush(name)
         return outputs
@@ -311,18 +310,6 @@ class Buckets:
     def held(self) -> list[int]:
         """Numbers of the rows that wait, in the order in which they were fed."""
         return [number for rows in self._waiting.values() for number, _ in rows]
-
-    def state_dict(self) -> list[int] | None:
-        """How many rows wait, and for how many rows each bucket does."""
-        if not self._waiting:
-            return None
-        waits = [self._num_fed - since for since in self._since.values()]
-        return [sum(map(len, self._waiting.values())), *waits]
-
-    def load_state_dict(self, state: list[int]) -> None:
-        """The rows that wait are fed again next."""
-        self._num_again, *waits = state
-        self._waits = deque(waits)
 
 
 def _value_of(row: Any, key: str, argument: str) -> Any:
