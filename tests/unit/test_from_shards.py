@@ -8,6 +8,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -580,6 +581,42 @@ def test_epochs_of_fewer_rows_than_a_microbatch_flow(num_rows: int, global_batch
     for _ in range(3):
         run(loader)
     assert len(loader.receipts) >= 3
+
+
+def test_a_transform_that_keeps_rows_has_to_say_which() -> None:
+    """Else a resume loses them, and says "exactly once"."""
+
+    class Pairs:
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def feed(self, row: Any) -> list[Any]:
+            self.rows.append(row)
+            if len(self.rows) < 12:  # two blocks: it keeps nothing when a microbatch is full
+                return []
+            pair, self.rows = tuple(self.rows), []
+            return [pair]
+
+        def end(self) -> list[Any]:
+            return [tuple(self.rows)] if self.rows else []
+
+    with pytest.raises(TypeError, match=r"Pairs keeps something in rows, which.*let held\(\)"):
+        run(make(transform=Pairs()))
+
+
+def test_row_counts_name_the_file_and_count_anew_what_is_damaged(tmp_path: Path) -> None:
+    lines, kept = tmp_path / "a.jsonl", tmp_path / "kept"
+    lines.write_text("1\n2\n")
+    for damaged in ('{"a": [1,', "[1]"):
+        kept.write_text(damaged)
+        assert anyrank.row_counts([lines], kept_in=kept) == [2]
+        assert anyrank.row_counts([lines], kept_in=kept) == [2]
+    (tmp_path / "b.jsonl").mkdir()
+    with pytest.raises(OSError, match="directory") as caught:
+        anyrank.row_counts([lines, tmp_path / "b.jsonl"])
+    assert caught.value.__notes__ == [f"raised by row_counts, {tmp_path / 'b.jsonl'}"]
+    with pytest.raises(TypeError, match=r"paths='a.jsonl': give a list of paths"):
+        anyrank.row_counts("a.jsonl")
 
 
 def test_a_transform_without_a_sample_is_told_of() -> None:

@@ -20,17 +20,15 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast
-from zlib import crc32
+from typing import Any, NamedTuple, Protocol
 
+from anyrank.around.streams.digests import digest_of
 from anyrank.errors import CheckpointError
 
 Shard = tuple[int, int]  # the epoch for which it is read, and its number
 Rows = tuple[int, int, int, int]  # epoch, shard, start, stop
 READY, OUT, DONE = range(3)  # has an output for the next step; needs shards; has given all
-SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that a digest has
 STATE_BYTES = 1024  # of a transform's state, as JSON
 
 
@@ -186,6 +184,7 @@ class Lane:
         self._changed_rows: list[Rows] = []
         self._has_units = hasattr(transform, "_units_fed")
         self._has_place = hasattr(transform, "_place")
+        self._sizes = _sizes_in(transform)
         self._units = 0
 
     def take(self, size: int, is_due: bool, is_last_deal: bool) -> tuple[list[Any], Report] | None:
@@ -424,6 +423,7 @@ class Lane:
         if self.transform is None:
             self._state = LaneState(passed, row, -1, 0, passed, row)
             return
+        self._check_kept()
         get_held = getattr(self.transform, "held", None)
         numbers = sorted(n - self._num_forgotten for n in get_held()) if get_held else []
         if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
@@ -440,6 +440,23 @@ class Lane:
         bits = sum(1 << self._fed[number - needless][0] - first for number in numbers)
         needed, inner = f"{bits:x}" if bits else "", self._inner_state()
         self._state = LaneState(passed, row, -1, 0, first_passed, first_row, needed, inner)
+
+    def _check_kept(self) -> None:
+        """Refuse a transform that keeps something without a way to find it again.
+
+        Raises:
+            TypeError: it has neither `held` nor `state_dict`, and more in it than a fresh one.
+        """
+        if hasattr(self.transform, "held") or hasattr(self.transform, "state_dict"):
+            return
+        sizes = _sizes_in(self.transform)
+        if grown := [name for name, size in sizes.items() if size > self._sizes.get(name, 0)]:
+            raise TypeError(
+                f"{type(self.transform).__name__} keeps something in {', '.join(grown)}, which a "
+                "resume, and a rank that goes on with the lane, would not have: let held() return "
+                "the numbers of the rows that it still needs, which are fed again, or state_dict() "
+                "what it knows; if it is a cache, let held() return []"
+            )
 
     def _inner_state(self) -> str:
         """The transform's own state as JSON; empty without one.
@@ -470,31 +487,7 @@ class Lane:
         return text
 
 
-def digest_of(row: Any) -> str:
-    """A digest of what a row has: of long ones some values, spread over it, of objects the type."""
-    text = ""
-    with suppress(Exception):  # a value of an odd kind counts by its type
-        text = _as_text(row)
-    return f"{crc32(text.encode(errors='replace')):08x}"
-
-
-def _as_text(value: Any) -> str:
-    """What tells a value from others, in some microseconds."""
-    if isinstance(value, int | float | complex | None):
-        return repr(value)
-    if isinstance(value, str | bytes):
-        return f"{len(value)} {value[:TEXT]!r}"
-    if isinstance(value, dict):
-        items = islice(cast("dict[Any, Any]", value).items(), SPREAD)
-        return repr([(name, _as_text(part)) for name, part in items])
-    if isinstance(value, list | tuple):
-        values = cast("Sequence[Any]", value)
-        return f"{len(values)} {[_as_text(part) for part in _spread(values)]}"
-    if hasattr(value, "ravel"):  # of numpy or torch
-        return f"{tuple(value.shape)} {_spread(value.ravel()).tolist()}"
-    return type(value).__name__
-
-
-def _spread(values: Any) -> Any:
-    """Some elements of a sequence, from its begin to its end."""
-    return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values
+def _sizes_in(value: Any) -> dict[str, int]:
+    """The lengths of an object's attributes that have one."""
+    attributes = getattr(value, "__dict__", {})
+    return {name: len(part) for name, part in attributes.items() if hasattr(part, "__len__")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ def row_counts(
             lines.write('{"x": 1}\\n{"x": 2}\\n')
         assert anyrank.row_counts(["a.jsonl"]) == [2]
     """
-    check_type("paths", None if isinstance(paths, str) else paths, Iterable, "a list of paths")
+    check_type("paths", paths, list if isinstance(paths, str) else Iterable, "a list of paths")
     if kept_in is not None:
         check_type("kept_in", kept_in, (str, os.PathLike), "a path")
     known: dict[str, Any] = {}
     if kept_in is not None and Path(kept_in).exists():
-        known = json.loads(Path(kept_in).read_text(encoding="utf-8"))
+        with suppress(ValueError, TypeError):  # what is damaged is counted anew
+            known |= json.loads(Path(kept_in).read_text(encoding="utf-8"))
     counts: list[int] = []
     for path in map(Path, paths):
         if path.suffix not in PARQUET + LINES:
@@ -54,7 +56,11 @@ def row_counts(
         stamp = [stat.st_size, stat.st_mtime_ns]
         row = known.get(os.path.abspath(path))
         if row is None or row[:2] != stamp:
-            row = known[os.path.abspath(path)] = [*stamp, _count(path)]
+            try:
+                row = known[os.path.abspath(path)] = [*stamp, _count(path)]
+            except Exception as error:
+                error.add_note(f"raised by row_counts, {path}")
+                raise
         counts.append(int(row[2]))
     if kept_in is not None:
         partial = Path(f"{os.fspath(kept_in)}.{os.getpid()}.part")

@@ -207,6 +207,7 @@ def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, 
         TypeError: no list.
         ValueError: not an int of at least 0 for each.
     """
+    check_type("shards", shards, list if isinstance(shards, str) else Sequence, "a list of shards")
     check_type("lengths", lengths, Sequence, "a list of numbers of samples")
     sizes = tuple(lengths)
     if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):

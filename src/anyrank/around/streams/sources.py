@@ -69,7 +69,7 @@ class Stream(OwnOrder):
         window: int | None,
     ) -> None:
         check_type(
-            "shards", None if isinstance(shards, str) else shards, Sequence, "a list of shards"
+            "shards", shards, list if isinstance(shards, str) else Sequence, "a list of shards"
         )
         check_function("read", read)
         if transform is not None and not all(

@@ -1,0 +1,41 @@
+"""Digests of rows, by which a lane tells whether one that it reads again is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, cast
+from zlib import crc32
+
+SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that a digest has
+
+
+def digest_of(row: Any) -> str:
+    """A digest of what a row has: of long ones some values, spread over it, of objects the type."""
+    text = ""
+    with suppress(Exception):  # a value of an odd kind counts by its type
+        text = _as_text(row)
+    return f"{crc32(text.encode(errors='replace')):08x}"
+
+
+def _as_text(value: Any) -> str:
+    """What tells a value from others, in some microseconds."""
+    if isinstance(value, int | float | complex | None):
+        return repr(value)
+    if isinstance(value, str | bytes):
+        return f"{len(value)} {value[:TEXT]!r}"
+    if isinstance(value, dict):
+        items = islice(cast("dict[Any, Any]", value).items(), SPREAD)
+        return repr([(name, _as_text(part)) for name, part in items])
+    if isinstance(value, list | tuple):
+        values = cast("Sequence[Any]", value)
+        return f"{len(values)} {[_as_text(part) for part in _spread(values)]}"
+    if hasattr(value, "ravel"):  # of numpy or torch
+        return f"{tuple(value.shape)} {_spread(value.ravel()).tolist()}"
+    return type(value).__name__
+
+
+def _spread(values: Any) -> Any:
+    """Some elements of a sequence, from its begin to its end."""
+    return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values
