@@ -25,7 +25,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.random_state.streams import kept
 from anyrank.steps.agreed_batches import Fetcher
-from anyrank.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
+from anyrank.steps.position import COUNTS, KEPT_RECEIPTS, Position
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
@@ -384,7 +384,7 @@ class StreamPosition(Position):
         account.seen += sum_of(self.own_rows)
         self.own_rows = []
 
-    def rank_accounts(self) -> RankAccounts:
+    def rank_accounts(self) -> Any:
         self._sum_up()
         return super().rank_accounts()
 

@@ -157,10 +157,9 @@ class Shards(OwnOrder):
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """The open iterator of a shard that is closest before a sample, or a new iterator."""
-        if self.has_start:  # another lane's iterator stays where it is
-            # What it draws to get there is drawn for the sample before.
-            start = max(0, number - 1)
-            return start, iter(self.read(self.shards[shard], start=start))
+        if self.stream.has_start:  # another lane's iterator stays where it is
+            first = number // self.stream.block * self.stream.block
+            return first, self.rows(shard, first)
         starts = [start for opened, start in self.open if opened == shard and start <= number]
         if not starts:
             return 0, self.rows(shard, 0)
@@ -207,7 +206,6 @@ def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, 
         TypeError: no list.
         ValueError: not an int of at least 0 for each.
     """
-    check_type("shards", shards, list if isinstance(shards, str) else Sequence, "a list of shards")
     check_type("lengths", lengths, Sequence, "a list of numbers of samples")
     sizes = tuple(lengths)
     if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):

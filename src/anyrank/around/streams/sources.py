@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from anyrank.around.streams.shards import takes_start
 from anyrank.around.streams.transforms import Buckets, Pack, resize
 from anyrank.checks import check_function, check_int, check_type
 from anyrank.data.fetch import OwnOrder
