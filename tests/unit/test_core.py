@@ -39,7 +39,7 @@ BUDGETS = {
     "around/remote": 190,
     "around/script": 895,
     "around/sharing": 1390,
-    "around/streams": 2705,
+    "around/streams": 2715,
     "around/sync": 2815,
     "around/tables": 245,
     "around/verify": 330,

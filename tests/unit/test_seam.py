@@ -21,7 +21,7 @@ SEAM = {
         check_bool check_choice check_function check_int check_model check_number check_path
         check_type
     """,
-    "data.fetch": "FetchedBatch MicrobatchDataset OwnOrder",
+    "data.fetch": "FetchedBatch MicrobatchDataset MicrobatchRequest OwnOrder",
     "data.order": "Order",
     "data.receipts": "EpochAccount EpochVerdict Receipt receipt_of",
     "data.schedule": "MicrobatchSlot StepPlan",

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from anyrank.around.streams.deal import Deal
 from anyrank.around.streams.lanes import OUT, READY, Report, Rows, Shard
+from anyrank.around.streams.plan import LanePlan
 from anyrank.around.streams.readers import LaneAnswer, LaneRequest, LaneRequests, StreamReader
 from anyrank.around.streams.sources import Stream
 from anyrank.around.streams.tally import Tally, sum_of
@@ -34,54 +35,6 @@ log = logging.getLogger("anyrank.data")
 ROWS_NOTED = 1000  # ranges of rows, at most, that are noted before they are summed up
 LOOKS = 40  # lanes that a rank tells of at once: with the largest states under 64 KiB
 TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
-
-
-@dataclass(frozen=True)
-class LanePlan(StepPlan):
-    """A step: the lanes that share it. Its samples are known when all have reported.
-
-    Attributes:
-        deal: before the step.
-        lanes: that have a microbatch, in order.
-        reports: of the step, by lane.
-        looks: reports of lanes that looked for a row of the next step.
-        own_looks: rows that this rank read in these.
-        after: the deal after the step, once it is known.
-        sizes: samples of this rank's microbatches.
-    """
-
-    deal: Deal
-    lanes: tuple[int, ...]
-    reports: dict[int, Report] = field(default_factory=dict[int, Report])
-    looks: list[Report] = field(default_factory=list[Report])
-    own_looks: list[Rows] = field(default_factory=list[Rows])
-    after: list[Deal] = field(default_factory=list[Deal])
-    sizes: dict[int, int] = field(default_factory=dict[int, int])
-
-    @property
-    def samples(self) -> int:
-        if len(self.reports) < len(self.lanes):
-            raise self.is_unknown("its number of samples")
-        return sum(report.num_outputs for report in self.reports.values())
-
-    def is_unknown(self, what: str) -> ValueError:
-        """The error of who asks for something too early."""
-        return ValueError(
-            f"step {self.number}: {what} is not known yet, as rows are counted while they are "
-            "read, but in the last microbatch of a rank: ask after the loop over microbatches, and "
-            "weight losses by step.backward(loss)"
-        )
-
-    @property
-    def assumed_samples(self) -> int:
-        return len(self.lanes) * self.microbatch
-
-    @property
-    def num_microbatches(self) -> int:
-        return len(self.lanes)
-
-    def size(self, k: int) -> int:
-        return self.sizes[k]
 
 
 class StreamPosition(Position):
