@@ -52,8 +52,8 @@ class Rows:
             random.Random(f"{epoch}/{shard}/{row}").shuffle(block)
         return block
 
-    def seed_transform(self, transform: Any, *place: int) -> None:
-        random.seed(repr(place))
+    def seed_transform(self, transform: Any, *numbers: int) -> None:
+        random.seed(repr(numbers))
 
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> range:
         return range(row, row + count)

@@ -128,8 +128,8 @@ class Source(Protocol):
         """The next block, under its random streams and in its order; fewer rows at the end."""
         ...
 
-    def seed_transform(self, transform: Any, *place: int) -> None:
-        """Set the random streams for what a transform may draw at a place of the lane."""
+    def seed_transform(self, transform: Any, *numbers: int) -> None:
+        """Set the random streams for what a transform may draw, by numbers that tell a row."""
         ...
 
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
@@ -183,7 +183,7 @@ class Lane:
         self._ends: list[tuple[int, int, int]] = []
         self._changed_rows: list[Rows] = []
         self._has_units = hasattr(transform, "_units_fed")
-        self._has_place = hasattr(transform, "_place")
+        self._has_row_number = hasattr(transform, "_row_number")
         self._sizes = _sizes_in(transform)
         self._units = 0
 
@@ -233,7 +233,7 @@ class Lane:
         return outputs, report
 
     @property
-    def place(self) -> str:
+    def progress(self) -> str:
         """Where in its shards it has read up to, for an error."""
         state = self._state
         index = min(state.passed - self.first, len(self.shards) - 1)
@@ -298,8 +298,8 @@ class Lane:
             passed, row, rows = block
             digest = digest_of(rows[0])
             if is_read_again and digest != before.digest:
-                place = self.shards[passed - self.first]
-                self._changed_rows.append((*place, row, row + len(rows)))
+                shard = self.shards[passed - self.first]
+                self._changed_rows.append((*shard, row, row + len(rows)))
             self._state = self._state._replace(length=len(rows), digest=digest)
             outputs = self._feed(*block, is_read_again)
         if self.transform is not None:
@@ -394,8 +394,8 @@ class Lane:
         """The transform's outputs of one of the `count` rows of a block."""
         epoch, shard = self.shards[passed - self.first]
         self.source.seed_transform(self.transform, epoch, shard, row + index)
-        if self._has_place:
-            self.transform._place = self._fed[-1][0]
+        if self._has_row_number:
+            self.transform._row_number = self._fed[-1][0]
         try:
             return list(self.transform.feed(value))
         except Exception as error:

@@ -150,10 +150,10 @@ class Stream(OwnOrder):
             return block
         return [block[number - row] for number in self.numbers(epoch, shard, row, len(block))]
 
-    def seed_transform(self, transform: Any, *place: int) -> None:
+    def seed_transform(self, transform: Any, *numbers: int) -> None:
         """Set the random streams for what a transform may draw; Pack and Buckets draw nothing."""
         if type(transform) not in (Pack, Buckets):
-            reseed(derive(self.seed, *place, "transform"))
+            reseed(derive(self.seed, *numbers, "transform"))
 
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
         """The rows of a block, by their numbers in the shard, in the block's order."""

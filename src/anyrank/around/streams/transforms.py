@@ -252,23 +252,23 @@ class Buckets:
         self._microbatch = 0  # the loader sets its own
         self._waiting: dict[Hashable, list[tuple[int, Any]]] = {}
         self._since: dict[Hashable, int] = {}
-        # After a resume, a lane feeds rows with gaps between them, and says at which place each is.
-        self._num_fed = self._place = 0
+        # After a resume, a lane feeds rows with gaps between them, and says the number of each.
+        self._num_fed = self._row_number = 0
 
     def feed(self, row: Any) -> list[Any]:
         """The rows of a bucket that is full with this one, and of those that waited too long."""
         bucket = self._bucket_of(row)
         number, self._num_fed = self._num_fed, self._num_fed + 1
-        place, self._place = self._place, self._place + 1
+        row_number, self._row_number = self._row_number, self._row_number + 1
         if bucket not in self._waiting:
             self._waiting[bucket] = []
-            self._since[bucket] = place
+            self._since[bucket] = row_number
         rows = self._waiting[bucket]
         rows.append((number, row))
         outputs: list[Any] = []
         if len(rows) == self._microbatch:
             outputs += self._flush(bucket)
-        old = [name for name, since in self._since.items() if since <= place - self.patience]
+        old = [name for name, since in self._since.items() if since <= row_number - self.patience]
         for name in old:
             outputs += self._flush(name)
         return outputs
