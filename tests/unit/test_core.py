@@ -46,7 +46,7 @@ BUDGETS = {
     "around/weighted": 140,
     "around/workers": 80,
     "cli": 1290,
-    "data": 572,
+    "data": 571,
     "files": 1960,
     "filling": 1480,
     "formats": 1020,

@@ -156,10 +156,9 @@ def make_fetcher(
 
 
 def start_fetching(fetcher: DataLoader[FetchedBatch]) -> Iterator[FetchedBatch]:
-    """The batches of all requests, in their order."""
+    """The batches of all requests; in this process without the DataLoader's 10 us for each."""
     if fetcher.num_workers or fetcher.pin_memory:
         return iter(fetcher)
-    # As the DataLoader would do in this process, without its 10 us for each batch.
     return map(fetcher.dataset.__getitem__, fetcher.sampler)
 
 

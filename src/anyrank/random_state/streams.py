@@ -12,7 +12,6 @@ import sys
 from array import array
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -207,15 +206,12 @@ def source_of(value: Any) -> Source | None:
 
 def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
     """The process's streams: Python's, numpy's where it is loaded, torch's on CPU and `devices`."""
+    streams: list[Stream] = [PythonStream()]
     # `random` is an attribute of numpy once its import is complete.
-    has_numpy = hasattr(sys.modules.get("numpy"), "random")
-    return [*_of_this_process(has_numpy), *map(_DeviceStream, devices)]
-
-
-@cache  # each microbatch asks
-def _of_this_process(has_numpy: bool) -> list[Stream]:
-    python, torch_stream = PythonStream(), TorchStream("torch", torch.default_generator)
-    return [python, _NumpyStream(), torch_stream] if has_numpy else [python, torch_stream]
+    if hasattr(sys.modules.get("numpy"), "random"):
+        streams.append(_NumpyStream())
+    streams.append(TorchStream("torch", torch.default_generator))
+    return streams + [_DeviceStream(device) for device in devices]
 
 
 def own_accelerator() -> list[torch.device]:

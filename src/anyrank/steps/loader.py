@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -380,10 +381,7 @@ class ElasticLoader:
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
         """The batches of the requests, from the first one asked for: the model decides on those."""
-
-        def start() -> Iterator[FetchedBatch]:
-            return start_fetching(self._fetcher)
-
+        start = partial(start_fetching, self._fetcher)
         yield start() if self._workers is None else self._workers.watch(start)
 
 
