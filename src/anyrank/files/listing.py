@@ -122,10 +122,11 @@ class Listing:
         sums: index of a file -> path of the checksums of its blocks, where it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
             quantised, nested) -> what it is; among `skipped` too.
-        tables: prefixes of keys that name a table of the checkpoint, and not a module, where the
-            format tells them apart.
+        tables: prefixes of whole keys that name a table of the checkpoint which may hold weights,
+            and not a module, where the format tells them apart.
         table: the table that the tensors are of, without whose name their keys are.
         beside: tensors of other tables, by their whole keys; not in what `tensors` are asked for.
+        unread_beside: as `unreadable`, of other tables by whole keys.
         quantisation: `quantization_config` of the config.json beside the weights.
     """
 
@@ -141,6 +142,7 @@ class Listing:
     tables: frozenset[str] = frozenset()
     table: str = ""
     beside: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
+    unread_beside: dict[str, str] = field(default_factory=dict[str, str])
     quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property

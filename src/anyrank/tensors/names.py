@@ -132,6 +132,7 @@ OTHERS = frozenset(
     {
         *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"),
         *("lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng_state"),
+        *("rng", "rng_states", "scaler", "callbacks", "loops", "hyper_parameters"),
     }
 )
 

@@ -24,7 +24,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.model.tensors import find_tensors, in_state_dict
 from anyrank.model.wrappers import plain_class, plain_copy
-from anyrank.tensors.names import candidates, near
+from anyrank.tensors.names import candidates, is_other_part, near
 from anyrank.tensors.spec import StoredTensor, dtype_name
 
 BUFFER_BYTES = 4 << 20
@@ -55,9 +55,12 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
     tensors: Tensors = {}
     renamed = dict(selection.renamed)
     unknown: list[str] = []
+    others: list[str] = []
     for name, stored in selection.tensors.items():
         hit = next((live_name for live_name in candidates(name) if live_name in live), None)
-        if hit is None:
+        if hit is None and is_other_part(name):
+            others.append(f"{name}: not weights")
+        elif hit is None:
             unknown.append(name)
         else:
             tensors[hit] = stored
@@ -66,18 +69,19 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
     missing = sorted({*live.values()} - {*selection.tensors} - {*selection.tied} - {*tied})
     if unknown or missing:
         first = (unknown or missing)[0]
-        others = missing if unknown else unknown
+        near_ones = missing if unknown else unknown
         raise LoadError(
             f"the source is not of this {plain_class(model).__name__}: {len(unknown)} keys are not "
             f"in it, and {len(missing)} of its tensors are not in the source; {first}"
-            f"{near(first, others)}: give its own model=, or rename=" + _prefixed(unknown)
+            f"{near(first, near_ones)}: give its own model=, or rename=" + _prefixed(unknown)
         )
     files = _file_named(model, selection.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
     for name, stored in selection.tensors.items():
         if (new := by_chunks.get(stored.chunks, name)) != name:
             renamed[name] = new
-    return replace(selection, tensors=files, renamed=renamed)
+    skipped = (*selection.skipped, *others)
+    return replace(selection, tensors=files, renamed=renamed, skipped=skipped)
 
 
 def _prefixed(unknown: Sequence[str]) -> str:

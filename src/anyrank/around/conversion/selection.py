@@ -9,10 +9,11 @@ import torch
 from anyrank.around.conversion.output import OutputTensor
 from anyrank.around.hugging.dequantise import without_scales
 from anyrank.around.hugging.quantised import scales_of
-from anyrank.around.tables.choice import tables_named, unused
+from anyrank.around.tables.choice import tables_named, take_tables, unused
+from anyrank.around.tables.parts import parts_of
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
-from anyrank.tensors.names import NESTED, WRAPPERS, Rename, is_other_part, renamer
+from anyrank.tensors.names import WRAPPERS, Rename, renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 
@@ -47,12 +48,11 @@ def select(listing: Listing, rename: Rename) -> Selection:
     new_name = renamer(rename)
     named = tables_named(listing, None if rename is None else new_name)
     if named is None:
-        keys, skipped = _weights_of(listing)
+        listing, keys = _weights_of(listing)
     else:
-        listing, skipped = named, []
-        keys = {key: key for key in listing.tensors}
+        listing, keys = named, {key: key for key in named.tensors}
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
-    skipped += [f"{key}: rename= leaves it out" for key in left_out]
+    skipped = [f"{key}: rename= leaves it out" for key in left_out]
     names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
     if names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}
@@ -62,7 +62,11 @@ def select(listing: Listing, rename: Rename) -> Selection:
         if name in owner:
             raise LoadError(f"both {owner[name]} and {key} of the source become {name}: rename one")
         if not name:
-            raise LoadError(f"{key}: has only names of wrappers in it: rename it")
+            where = listing.files[0].path if listing.files else "the source"
+            what = (
+                f"{key}: has only names of wrappers in it" if key else "one tensor without a name"
+            )
+            raise LoadError(f"{where}: {what}: give it a name, in a dict or by rename=")
         owner[name] = key
         tensors[name] = listing.tensors[key]
     for key, what in listing.unreadable.items():
@@ -79,25 +83,13 @@ def select(listing: Listing, rename: Rename) -> Selection:
     return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras, *idle))
 
 
-def _weights_of(listing: Listing) -> tuple[dict[str, str], list[str]]:
-    """Keys of weights -> their names in the table of weights, and what else there is."""
-    above = _above_all(listing)
-    others = [key for key in listing.tensors if is_other_part(key.removeprefix(above))]
-    weights = [key for key in listing.tensors if not is_other_part(key.removeprefix(above))]
-    firsts = {key.removeprefix(above).partition(".")[0] for key in weights}
-    # Beside an optimizer, what is under one name such as "model" is that table of the checkpoint;
-    # by itself it may be a module of this name, unless the format says that it is a table.
-    tables = (p for p in NESTED if firsts == {p} and (others or above + p in listing.tables))
-    table = next((f"{above}{part}." for part in tables), "")
-    named = {key: key.removeprefix(table) for key in weights}
-    return named, [f"{key}: not weights" for key in others]
-
-
-def _above_all(listing: Listing) -> str:
-    """The prefix of the one table that holds all others, as in `{"app": {"model": ...}}`."""
-    first, *others = {key.partition(".")[0] for key in listing.tensors} or {""}
-    is_outer = not others and first in listing.tables and first not in NESTED
-    return f"{first}." if is_outer else ""
+def _weights_of(listing: Listing) -> tuple[Listing, dict[str, str]]:
+    """The weights by whole keys, and key -> name; of the one table that is known as theirs, the
+    name within it.
+    """
+    parts = parts_of(listing)
+    chosen = take_tables(listing, parts.weights, parts.others)
+    return chosen, {key: key.removeprefix(parts.prefix) for key in parts.weights}
 
 
 def _plain(name: str) -> str:

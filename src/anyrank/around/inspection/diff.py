@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from anyrank.around.inspection.inspect import name_of
 from anyrank.around.inspection.records import Ignore, record_differences
 from anyrank.around.inspection.stream import as_numbers, boxes_of, content_of, open_values
 from anyrank.around.inspection.tool_folders import is_tool_folder, with_optimizers
+from anyrank.around.tables.parts import alike
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
@@ -81,6 +83,8 @@ class DiffReport:
         steps_only: of two runs: the steps that only one of them has, which are not compared.
         unreadable: tensors that were not compared, as they are not dense -> what they are; such
             sources are not equal.
+        not_compared: parts that only one of the sources has, as a flat file has no optimizer and no
+            averages -> how many tensors; the weights alone are equal then.
     """
 
     a: str
@@ -100,6 +104,7 @@ class DiffReport:
     steps_equal: list[int] = field(default_factory=list[int])
     steps_only: list[int] = field(default_factory=list[int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
+    not_compared: dict[str, int] = field(default_factory=dict[str, int])
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b or self.renamed
@@ -133,6 +138,10 @@ class DiffReport:
                 [f"{n}: {_both_shown(x, y)}" for n, (x, y) in self.numbers.items()],
             ),
             ("unread", [f"{name}: {what}" for name, what in self.unreadable.items()]),
+            (
+                "beside",
+                [f"{n}: {count(k, 'tensor')}, not compared" for n, k in self.not_compared.items()],
+            ),
             ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
         ]
         lines += rows(groups, 10, SHOWN)
@@ -151,7 +160,8 @@ class DiffReport:
     def _verdict(self) -> str:
         steps = f" in {count(len(self.steps_equal), 'step')}" if self.steps_equal else ""
         if self:
-            return f"equal, {count(self.equal, 'tensor')}{steps}"
+            what = "the weights are equal" if self.not_compared else "equal"
+            return f"{what}, {count(self.equal, 'tensor')}{steps}"
         if self.step is None and self.steps_only:
             return "no step in common"
         before = f" after {count(len(self.steps_equal), 'equal step')}" if steps else ""
@@ -187,7 +197,9 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     newest step that both have. Not compared are what differs between equal runs (id, time, rank
     counts, layouts, versions), the random streams, and a part that each rank saved for itself where
     the rank counts differ. Of two folders of other tools (the Trainer's, Accelerate's, DeepSpeed's)
-    the weights and the tensors of the optimizers are compared, of other pairs the weights.
+    the weights and the tensors of the optimizers are compared, of two checkpoints of one other
+    format (`.pt`, Lightning, DCP) the tensors of all their tables. Of other pairs, as a run and
+    what `convert` wrote of it, the weights are compared, and the report names what is beside them.
 
     Called by one process.
 
@@ -221,8 +233,11 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     in_a, in_b = list_source(a), list_source(b)
     if is_tool_folder(a) and is_tool_folder(b):
         in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
+    in_a, in_b, beside = alike(in_a, in_b)
     wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
-    return _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
+    report = _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
+    parts = Counter(_part_of(name) for name in beside if not ignored(name))
+    return replace(report, not_compared=dict(parts))
 
 
 def _ignored(ignore: object) -> Ignore:

@@ -64,7 +64,9 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         sums=sums,
         extras={k: v for listing in parts for k, v in listing.extras.items()},
         unreadable={k: v for listing in parts for k, v in listing.unreadable.items()},
+        tables=frozenset(table for listing in parts for table in listing.tables),
         table=next((listing.table for listing in parts if listing.table), ""),
         beside=beside,
+        unread_beside={k: v for listing in parts for k, v in listing.unread_beside.items()},
         quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
     )

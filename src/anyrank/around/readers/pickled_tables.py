@@ -24,7 +24,7 @@ class FoundTable:
         table: key -> tensor, or a table of them.
         others: what else there is, with the reason why it is not among the weights.
         name: of the table; "" where it is the checkpoint itself.
-        tables: names in `table` of tables, none of which is known as that of the weights.
+        tables: names of tables that may hold weights, and of those in them, with dots.
     """
 
     table: dict[Any, Any]
@@ -52,6 +52,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
     entries = cast("dict[Any, Any]", tree)
     direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
     _check_whole(entries, path)
+    tables = _tables_of(entries)
     for name in NESTED:
         inner = entries.get(name)
         if isinstance(inner, dict):
@@ -61,13 +62,14 @@ def find_table(tree: Any, path: str) -> FoundTable:
             others = {key: value for key, value in entries.items() if key != name}
             others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
             notes = [_why_not(*entry, chosen=name) for entry in others.items()]
-            return FoundTable(table, notes, name)
+            return FoundTable(table, notes, name, _prefixes(tables))
     if direct:
         known = {*direct, *extras_of(entries)}
-        return FoundTable(entries, [_why_not(k, v) for k, v in entries.items() if k not in known])
-    if tables := tables_of(tree):
+        notes = [_why_not(k, v) for k, v in entries.items() if k not in known]
+        return FoundTable(entries, notes, tables=_prefixes(tables))
+    if tables:
         others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
-        return FoundTable({**tables}, others, tables=frozenset(tables))
+        return FoundTable({**tables}, others, tables=_prefixes(tables))
     for key, value in entries.items():
         if isinstance(value, Bytesless):
             raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
@@ -90,15 +92,51 @@ def find_table(tree: Any, path: str) -> FoundTable:
     )
 
 
-def tables_of(tree: Any) -> dict[str, dict[Any, Any]]:
+def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
     """The entries of a checkpoint that are tables of tensors by name, but for optimizers."""
-    entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
     return {
         key: cast("dict[Any, Any]", value)
         for key, value in entries.items()
         if isinstance(key, str) and isinstance(value, dict) and not is_other_part(key)
-        if "param_groups" not in value and refs_of(cast("dict[Any, Any]", value))
+        if not _is_extra(key) and "param_groups" not in value
+        if refs_of(cast("dict[Any, Any]", value))
     }
+
+
+def _prefixes(tables: Mapping[Any, Any]) -> frozenset[str]:
+    """The names of tables, and of those in them."""
+    names: set[str] = set()
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            names.add(str(key))
+            names |= {f"{key}.{name}" for name in _prefixes(cast("dict[Any, Any]", value))}
+    return frozenset(names)
+
+
+def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorRef | Bytesless]]:
+    """The tensors of a checkpoint that are not in the table of weights, by whole keys, also those
+    of optimizers and in lists.
+    """
+    entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
+    for key, value in entries.items():
+        if content.name:
+            is_chosen = key == content.name
+        elif any(isinstance(inner, TensorRef) for inner in entries.values()):
+            is_chosen = isinstance(value, TensorRef | Bytesless) or _is_extra(key)
+        else:
+            is_chosen = key in content.tables
+        if not is_chosen:
+            yield from _values(value, str(key), set())
+
+
+def _values(value: Any, key: str, seen: set[int]) -> Iterator[tuple[str, TensorRef | Bytesless]]:
+    if isinstance(value, TensorRef | Bytesless):
+        yield key, value
+    elif isinstance(value, dict | list | tuple) and id(cast("Any", value)) not in seen:
+        seen.add(id(cast("Any", value)))  # a hostile file nests a value in itself
+        inner: Any = value
+        for name, part in inner.items() if isinstance(value, dict) else enumerate(inner):
+            yield from _values(part, f"{key}.{name}", seen)
 
 
 def _arrays_in(table: Mapping[Any, Any]) -> list[str]:
@@ -148,8 +186,12 @@ def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
     return {
         str(key): extra_of(value)
         for key, value in table.items()
-        if str(key).rsplit(".", 1)[-1] == EXTRA_STATE and not isinstance(value, TensorRef)
+        if _is_extra(key) and not isinstance(value, TensorRef)
     }
+
+
+def _is_extra(key: Any) -> bool:
+    return str(key).rsplit(".", 1)[-1] == EXTRA_STATE
 
 
 def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import struct
 import zipfile
@@ -62,6 +61,7 @@ def list_file(storage: Storage, path: str) -> Listing:
     content = pickled_tables.find_table(read.tree, path)
     table = content.table
     tensors = {key: read.stored(key, ref) for key, ref in pickled_tables.refs_of(table).items()}
+    beside, unread = _beside(read, content)
     return Listing(
         name,
         (read.info,),
@@ -76,22 +76,30 @@ def list_file(storage: Storage, path: str) -> Listing:
         },
         tables=content.tables,
         table=content.name,
-        beside=_beside(read, content.name),
+        beside=beside,
+        unread_beside=unread,
     )
 
 
-def _beside(read: TorchFile, chosen: str) -> dict[str, StoredTensor]:
-    """The tensors of the tables that were not chosen, but for those with tensors that are not
-    read: a table that nobody asks for is no reason to refuse the file.
+def _beside(
+    read: TorchFile, content: pickled_tables.FoundTable
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors that are not in the chosen table, by whole keys, and what is not read of them: a
+    table that nobody asks for is no reason to refuse the file.
     """
     beside: dict[str, StoredTensor] = {}
-    tables = pickled_tables.tables_of(read.tree) if chosen else {}
-    for name, table in tables.items():
-        if name != chosen:
-            with contextlib.suppress(LoadError):
-                refs = pickled_tables.refs_of({name: table})
-                beside |= {key: read.stored(key, ref) for key, ref in refs.items()}
-    return beside
+    unread: dict[str, str] = {}
+    for key, value in pickled_tables.values_beside(read.tree, content):
+        if isinstance(value, pickles.Bytesless):
+            unread[key] = f"a {value.kind}"
+            continue
+        try:
+            beside[key] = read.stored(key, value)
+        except UnsafeFile:
+            raise
+        except LoadError:
+            unread[key] = f"a {' and '.join(value.views)} view"
+    return beside, unread
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
@@ -18,6 +19,7 @@ from anyrank.tensors.names import NESTED, Near, Rename, candidates, is_other_par
 from anyrank.tensors.spec import StoredTensor
 
 Renamer = Callable[[str], str]
+T = TypeVar("T")
 
 
 def chosen_weights(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
@@ -58,7 +60,7 @@ def idle_entries(
         LoadError: as there.
     """
     used = {id(stored) for stored in chosen.tensors.values()}
-    left = [key for key, stored in _by_whole_keys(source).items() if id(stored) not in used]
+    left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
     # What is left out needs no renaming, and whoever names it is not told that it is not there.
     others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
     idle = unused(rename, {*chosen.tensors, *keys, *others})
@@ -79,7 +81,7 @@ def idle_entries(
 
 def _alternatives(source: Listing, chosen: Listing) -> list[str]:
     """The tables of a source that hold most of the chosen names, where one of them was guessed."""
-    whole = _by_whole_keys(source)
+    whole = whole_keys(source)
     if whole.keys() >= chosen.tensors.keys():  # by whole keys: nothing was guessed
         return []
     names = {id(stored): key for key, stored in chosen.tensors.items()}
@@ -114,8 +116,8 @@ def _tables_named(
     listing: Listing, rename: Renamer, is_named: Callable[[str, str], bool]
 ) -> Listing | None:
     """The tables of which `rename` names a tensor, by whole keys; None where there is none."""
-    known_tables = bool(listing.table or listing.tables)
-    whole = _by_whole_keys(listing)
+    known_tables = bool(listing.table or listing.tables or listing.beside)
+    whole = whole_keys(listing)
     named = {
         _table_of(key, listing)
         for key in whole
@@ -124,9 +126,19 @@ def _tables_named(
     if not named or (not known_tables and named == {""}):
         return listing if named else None
     chosen = {key: t for key, t in whole.items() if _table_of(key, listing) in named}
-    others = [key for key in whole if key not in chosen]
-    stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], named)]
-    return _chosen(replace(listing, skipped=tuple(stays)), chosen, others)
+    return take_tables(listing, chosen, [key for key in whole if key not in chosen])
+
+
+def take_tables(
+    listing: Listing, chosen: dict[str, StoredTensor], others: Iterable[str]
+) -> Listing:
+    """The listing with the tensors of some tables, by whole keys; what else there was is said."""
+    tables = {_table_of(key, listing) for key in chosen}
+    stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], tables)]
+    unread = whole_unread(listing).items()
+    unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
+    listing = replace(listing, skipped=tuple(stays), unreadable=unreadable)
+    return _chosen(listing, chosen, others)
 
 
 def inner_prefix(
@@ -173,10 +185,19 @@ def unused(rename: Rename, keys: Collection[str]) -> list[str]:
     return left
 
 
-def _by_whole_keys(listing: Listing) -> dict[str, StoredTensor]:
+def whole_keys(listing: Listing) -> dict[str, StoredTensor]:
     """Every tensor of every table."""
-    table = f"{listing.table}." if listing.table else ""
-    return {f"{table}{key}": t for key, t in listing.tensors.items()} | listing.beside
+    return _below_table(listing, listing.tensors) | listing.beside
+
+
+def whole_unread(listing: Listing) -> dict[str, str]:
+    """Every tensor of every table that is not read, and what it is."""
+    return _below_table(listing, listing.unreadable) | listing.unread_beside
+
+
+def _below_table(listing: Listing, table: Mapping[str, T]) -> dict[str, T]:
+    prefix = f"{listing.table}." if listing.table else ""
+    return {f"{prefix}{key}": value for key, value in table.items()}
 
 
 def _renamed(rename: Renamer, key: str) -> str:
@@ -189,7 +210,7 @@ def _renamed(rename: Renamer, key: str) -> str:
 
 def _table_of(key: str, listing: Listing) -> str:
     """The table that a whole key is in; "" for none."""
-    if listing.table:
+    if listing.table or key in listing.beside or key in listing.unread_beside:
         return key.partition(".")[0]
     parts = key.split(".")
     tables = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
@@ -205,20 +226,25 @@ def _is_in(key: str, tables: Collection[str]) -> bool:
 def _is_other_part(key: str, listing: Listing) -> bool:
     """Whether a whole key is of an optimizer or its like, also below one name above all."""
     outer, _, inner = key.partition(".")
-    return is_other_part(key) or (outer in listing.tables and is_other_part(inner))
+    return is_other_part(key) or (
+        outer in listing.tables
+        and f"{outer}.{inner.partition('.')[0]}" in listing.tables
+        and is_other_part(inner)
+    )
 
 
 def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) -> bool:
     """Whether a key is of another part of the checkpoint, and not a tensor that nobody expects."""
-    if prefix and listing.tables:
+    tables: Collection[str] = () if listing.table else listing.tables  # keys are within a table
+    if prefix[:-1] in tables:
         return True
     table = key.partition(".")[0]
-    is_table = bool(prefix) or table in listing.tables
-    is_other = is_other_part(key) or _is_optimizer(table, listing)
+    is_table = bool(prefix) or table in tables
+    is_other = is_other_part(key) or is_optimizer(table, listing)
     return is_table and is_other and key not in known
 
 
-def _is_optimizer(table: str, listing: Listing) -> bool:
+def is_optimizer(table: str, listing: Listing) -> bool:
     """Whether a table is an optimizer's state_dict(), whatever its name."""
     groups = f"{table}.param_groups"
     return groups in listing.tables or any(note.startswith(groups) for note in listing.skipped)
@@ -233,4 +259,4 @@ def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable
         if not _is_in(key, noted)
     )
     skipped = (*listing.skipped, *notes)
-    return replace(listing, tensors=tensors, skipped=skipped, table="", beside={})
+    return replace(listing, tensors=tensors, skipped=skipped, table="", beside={}, unread_beside={})
