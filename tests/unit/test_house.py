@@ -68,7 +68,7 @@ MAY_IMPORT |= {
     | {"readers", "sharing", "verify"},
     "frozen": MODEL | {"readers", "state"},
     "fsdp2": CORE,
-    "inspection": (CORE - {"world"}) | {"formats", "verify", "hugging"},
+    "inspection": (CORE - {"world"}) | {"formats", "verify", "hugging", "tables"},
     "own_methods": MODEL | {"random_state", "data", "steps", "state"},
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
