@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import anyrank
 from anyrank.errors import LoadError
+from anyrank.testing import run_ranks
 
 peft = pytest.importorskip("peft")
+merge = anyrank.integrations.peft.merge
 
 
 class Net(nn.Module):
@@ -73,3 +76,51 @@ def test_a_base_with_an_adapter_is_refused_with_the_ways_to_merge(tmp_path: Path
     with pytest.raises(LoadError, match=r"give one of them.*peft\.merge.*merge_and_unload"):
         anyrank.convert(sources, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["head"]}, {"use_dora": True}])
+def test_a_merged_model_is_written_under_the_names_of_its_base(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model = adapter(tmp_path, **options)
+    merged = merge(model)
+    plain = adapter(tmp_path, **options).merge_and_unload().state_dict()
+    for number, given in enumerate((merged, model.base_model, model.get_base_model())):
+        anyrank.convert(given, tmp_path / f"out{number}")
+        written = load_file(tmp_path / f"out{number}/model.safetensors")
+        assert written.keys() == plain.keys()
+        assert all(torch.equal(written[name], plain[name]) for name in plain)
+
+
+def test_a_merge_that_is_not_complete_is_refused(tmp_path: Path) -> None:
+    model = adapter(tmp_path)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["up", "head"], r=2))
+    merge(model, adapter="other")
+    with pytest.raises(LoadError, match="belongs to an adapter: merge it"):
+        anyrank.convert(model, tmp_path / "out")
+    model = adapter(tmp_path)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["up", "head"], r=2))
+    merge(model, adapter="default")
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(LoadError, match="belongs to an adapter: merge it"):
+        anyrank.convert(model, tmp_path / "out")
+
+
+def job_merged(folder: str) -> None:
+    model = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["up", "down"], r=4))
+    anyrank.load(model, f"{folder}/all.pt")
+    anyrank.convert(merge(fully_shard(model)), f"{folder}/sharded")
+
+
+def test_a_sharded_merged_model_is_written_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["up", "down"], r=4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    torch.save(model.state_dict(), tmp_path / "all.pt")
+    run_ranks(2, job_merged, str(tmp_path))
+    written = load_file(tmp_path / "sharded/model.safetensors")
+    plain = model.merge_and_unload().state_dict()
+    assert written.keys() == plain.keys()
+    assert all(torch.allclose(written[name], plain[name], atol=1e-5) for name in plain)

@@ -186,3 +186,21 @@ def test_layout_is_for_a_model(tmp_path: Path) -> None:
         anyrank.convert({"a": torch.ones(2)}, tmp_path / "a", layout={"a": ([0], [Replicate()])})
     with pytest.raises(TypeError, match="give \\(mesh, placements\\)"):
         anyrank.convert(nn.Linear(2, 2), tmp_path / "a", layout={"weight": ([0], None)})
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.full((2,), float(dist.get_rank()))
+
+    def set_extra_state(self, state: torch.Tensor) -> None: ...
+
+
+def job_extra(folder: str) -> list[str]:
+    model = fully_shard(nn.Sequential(WithExtra(2, 2)))
+    return anyrank.convert(model, f"{folder}/out").skipped
+
+
+def test_extra_state_is_written_as_the_first_rank_has_it(tmp_path: Path) -> None:
+    notes = run_ranks(2, job_extra, str(tmp_path))
+    assert notes[0] == ["0._extra_state: differs between ranks; the first rank's was written"]
+    assert load_file(tmp_path / "out/model.safetensors")["0._extra_state"].tolist() == [0.0, 0.0]

@@ -367,3 +367,30 @@ def test_a_key_that_rename_turns_into_nothing_is_left_out(tmp_path: Path) -> Non
     report = anyrank.convert(weights, tmp_path / "out", rename={"b": ""})
     assert read_folder(tmp_path / "out").keys() == {"a"}
     assert report.skipped == ["b: rename= leaves it out"]
+
+
+class WithExtra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.extra = torch.zeros(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("given", ["model", "file", "file by its model"])
+def test_extra_state_that_is_a_tensor_is_written(given: str, tmp_path: Path) -> None:
+    model = nn.Sequential(WithExtra())
+    model[0].extra = torch.tensor([3.0, 4.0])  # type: ignore[assignment]
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    src = model if given == "model" else tmp_path / "w.pt"
+    other = model if "by" in given else None
+    report = anyrank.convert(src, tmp_path / "out.pt", to="torch", model=other)
+    assert report.skipped == []
+    again = nn.Sequential(WithExtra())
+    again.load_state_dict(torch.load(tmp_path / "out.pt"))
+    assert again[0].extra.tolist() == [3.0, 4.0]  # type: ignore[union-attr,operator]

@@ -148,13 +148,13 @@ def _is_same(target: ModelTensor, value: Any) -> bool:
     return local.is_set_to(target.local())
 
 
-def extra_states(model: nn.Module) -> list[str]:
-    """The names of extra state that modules of a model have."""
-    return [
-        _extra_name(owner)
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Name of extra state -> its value, of the modules of a model that have some."""
+    return {
+        _extra_name(owner): owner.module.get_extra_state()
         for owner in find_modules(model)
         if type(owner.module).get_extra_state is not nn.Module.get_extra_state
-    ]
+    }
 
 
 def _loads_by_own_code(owner: NamedModule) -> bool:

@@ -7,7 +7,7 @@ model is saved is run on symbolic tensors, so that nothing is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.around.tables.choice import inner_prefix
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
-from anyrank.files.listing import Listing
+from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
-from anyrank.model.tensors import find_tensors, in_state_dict
+from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.wrappers import plain_class, plain_copy
 from anyrank.tensors.names import candidates, is_other_part, near
 from anyrank.tensors.spec import StoredTensor, dtype_name
@@ -31,35 +31,45 @@ BUFFER_BYTES = 4 << 20
 Tensors = dict[str, StoredTensor]
 
 
-def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Selection:
+def as_files(
+    selection: Selection,
+    listing: Listing,
+    model: nn.Module,
+    targets: Sequence[ModelTensor] | None = None,
+) -> Selection:
     """A source's tensors under the file names of a model, ties by what the model ties.
 
     Args:
         selection: of the source.
         listing: the source; one of safetensors has the file names already.
         model: real or on meta.
+        targets: its tensors under the names that are wanted; default: all of them.
 
     Raises:
         LoadError: the source is not of this model, a tied tensor has two values, or a conversion
             that computes values.
     """
+    targets = find_tensors(model) if targets is None else targets
+    ties = _ties_of(model, targets)
     if listing.format.startswith(FILE_NAMED):
-        return _tied(selection, listing, _ties_of(model))
+        return _tied(selection, listing, ties)
     live = {
         name: target.registrations[0].name
-        for target in in_state_dict(find_tensors(model))
+        for target in in_state_dict(targets)
         for name in target.flat_names()
     }
-    ties = _ties_of(model)
     selection = _in_table(selection, live)
     tensors: Tensors = {}
     renamed = dict(selection.renamed)
     unknown: list[str] = []
     others: list[str] = []
+    extras: Tensors = {}  # extra state of modules, of which a model has no list
     for name, stored in selection.tensors.items():
         hit = next((live_name for live_name in candidates(name) if live_name in live), None)
         if hit is None and is_other_part(name):
             others.append(f"{name}: not weights")
+        elif hit is None and name.rpartition(".")[2] == EXTRA_STATE:
+            extras[name] = stored
         elif hit is None:
             unknown.append(name)
         else:
@@ -81,7 +91,7 @@ def as_files(selection: Selection, listing: Listing, model: nn.Module) -> Select
         if (new := by_chunks.get(stored.chunks, name)) != name:
             renamed[name] = new
     skipped = (*selection.skipped, *others)
-    return replace(selection, tensors=files, renamed=renamed, skipped=skipped)
+    return replace(selection, tensors=files | extras, renamed=renamed, skipped=skipped)
 
 
 def _prefixed(unknown: Sequence[str]) -> str:
@@ -133,10 +143,10 @@ def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensor
     return {name: tensor.stored.renamed(name) for name, tensor in reverted.items()}
 
 
-def _ties_of(model: nn.Module) -> dict[str, str]:
+def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]:
     """Name -> the name that holds the values, as the model declares it and as it is."""
     ties = dict(getattr(pretrained(model), "all_tied_weights_keys", None) or {})
-    for target in find_tensors(model):
+    for target in targets:
         names = [registration.name for registration in target.registrations]
         kept = next((name for name in names if name not in ties), names[0])
         ties |= {name: ties.get(name, kept) for name in names if name != kept}

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from anyrank.around.conversion.selection import Selection
 from anyrank.around.conversion.stored import convert_listing
 from anyrank.around.layouts.given import join_parts, tensors_with_layout
 from anyrank.around.readers import dcp
+from anyrank.around.readers.joining import join
 from anyrank.around.readers.memory import list_memory
 from anyrank.around.verify.weights import compare_replicas
 from anyrank.errors import LoadError
@@ -50,7 +51,7 @@ class _Summary:
         described: its tensors.
         tied: name -> the name of the tensor that it is.
         coordinates: where this rank is in the mesh of each tensor.
-        buffers: name -> hash of those that nothing keeps equal.
+        buffers: name -> hash of those that nothing keeps equal, and of extra state.
     """
 
     described: list[Description]
@@ -79,38 +80,45 @@ def convert_live(
         assert isinstance(src, nn.Module)
         model = src
         target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
-        tensors = ranks.run("looking at the model", lambda: _look(model, options, ranks))
+        tensors, extras = ranks.run("looking at the model", lambda: _look(model, options, ranks))
         if options.layout is not None:
             join_parts([tensors], ranks)
-        tied, summaries = ranks.run_and_gather("describing the model", lambda: _summary(tensors))
+        tied, summaries = ranks.run_and_gather(
+            "describing the model", lambda: _summary(tensors, extras)
+        )
         _check_alike(summaries, ranks)
         alike = [
             tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
         ]
         replicas = compare_replicas(alike, ranks)
         buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
-        differ = [n for n in buffers if len({summary.buffers.get(n) for summary in summaries}) > 1]
+        unordered = [*buffers, *extras]
+        differ = [
+            name
+            for name in unordered
+            if len({summary.buffers.get(name) for summary in summaries}) > 1
+        ]
 
         def convert(listing: Listing) -> ConvertReport:
-            weights = {tensor.name: listing.tensors[tensor.name] for tensor in tensors}
-            selection = as_files(Selection(weights, tied), listing, model)
+            names = [*(tensor.name for tensor in tensors), *extras]
+            weights = {name: listing.tensors[name] for name in names}
+            selection = as_files(Selection(weights, tied), listing, model, tensors)
             selection = _renamed(selection, renamer(options.rename))
             has_files = options.to == "safetensors" and not target.is_file
             small = configuration(model, options.cast_dtype) if has_files else {}
             return convert_listing(listing, selection, target, options, small=small)
 
         if ranks.size == 1:
-            report = convert(list_memory({tensor.name: tensor.local() for tensor in tensors}))
+            local = {tensor.name: tensor.local() for tensor in tensors}
+            report = convert(list_memory(local | extras))
         else:
             coordinates = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
             with _saved(tensors, buffers, coordinates, target, ranks) as folder:
-                report = ranks.run_on_one(
-                    "converting", lambda: convert(dcp.list_folder(STORE, folder))
-                )
+                report = ranks.run_on_one("converting", lambda: convert(_listed(folder, extras)))
     return replace(
         report,
         source=type(model).__name__,
-        skipped=[*report.skipped, *_skipped(model, differ)],
+        skipped=[*report.skipped, *_skipped(model, differ, extras)],
         verified=f"{count(replicas, 'tensor')} among the ranks" if replicas else "",
         seconds=time.perf_counter() - start,
     )
@@ -181,11 +189,21 @@ def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
     return replace(selection, tensors=dict(tensors), tied=tied, renamed=renamed)
 
 
-def _skipped(model: nn.Module, differ: list[str]) -> list[str]:
+def _listed(folder: str, extras: Mapping[str, torch.Tensor]) -> Listing:
+    """What the ranks have saved, and the first rank's extra state."""
+    saved = dcp.list_folder(STORE, folder)
+    return join(saved.format, [saved, list_memory(extras)]) if extras else saved
+
+
+def _skipped(model: nn.Module, differ: list[str], extras: Collection[str]) -> list[str]:
     """What of the model is not in the output as this rank holds it, and why."""
     return [
         *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
-        *(f"{key}: extra state of a module, which is not a tensor" for key in extra_states(model)),
+        *(
+            f"{key}: extra state of a module, which is no plain tensor"
+            for key in extra_states(model)
+            if key not in extras
+        ),
         *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
     ]
 
@@ -214,14 +232,21 @@ def _agreed(
     return answers[0]
 
 
-def _look(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[ModelTensor]:
-    """The model's tensors, with what plain ones are parts of.
+def _look(
+    model: nn.Module, options: ConvertOptions, ranks: Ranks
+) -> tuple[list[ModelTensor], dict[str, torch.Tensor]]:
+    """The model's tensors, with what plain ones are parts of, and extra state that is a tensor.
 
     Raises:
         LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
     """
     tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
+    if adapters:
+        from anyrank.around.peft.merging import as_merged  # whose processes have PEFT
+
+        merged = as_merged(tensors)
+        adapters, tensors = ([], merged) if merged is not None else (adapters, tensors)
     on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
     if adapters:
         raise LoadError(
@@ -238,10 +263,19 @@ def _look(model: nn.Module, options: ConvertOptions, ranks: Ranks) -> list[Model
         )
     if not tensors:
         raise LoadError("the model has no parameters and no buffers: give one to write")
-    return tensors
+    extras = {
+        key: value.detach()
+        for key, value in extra_states(model).items()
+        if type(value) in (torch.Tensor, nn.Parameter)
+        and value.layout == torch.strided
+        and not value.is_meta
+    }
+    return tensors, extras
 
 
-def _summary(tensors: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
+def _summary(
+    tensors: Sequence[ModelTensor], extras: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, str], _Summary]:
     """A model's ties, and what the other ranks are to know of it."""
     tied = {
         registration.name: tensor.name
@@ -254,6 +288,7 @@ def _summary(tensors: Sequence[ModelTensor]) -> tuple[dict[str, str], _Summary]:
         for tensor in tensors
         if tensor.kind == "buffer" and tensor.layout is None
     }
+    buffers |= {name: content_hash(extra) for name, extra in extras.items()}
     described = [tensor.describe() for tensor in tensors]
     return tied, _Summary(described, tied, coordinates_of(tensors), buffers)
 

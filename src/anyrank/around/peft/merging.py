@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from anyrank.around.peft.adapters import is_below_merged
@@ -98,6 +98,36 @@ def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
         for number in (factor.a, factor.b)
     }
     return Lora(added, frozenset(dropped - used))
+
+
+def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
+    """The tensors of a model whose active adapters PEFT has all merged, under the base's names;
+    None where one is not merged, or is of a method that adds to no weight.
+    """
+    kept: list[ModelTensor] = []
+    for tensor in tensors:
+        if tensor.adapter:
+            if not all(_is_all_merged(entry) for entry in tensor.registrations):
+                return None
+            continue
+        entries = [
+            entry._replace(name=merged_name(entry))
+            for entry in tensor.registrations
+            if _is_in_merged_model(entry)
+        ]
+        if entries:
+            kept.append(replace(tensor, name=entries[0].name, registrations=entries))
+    return kept
+
+
+def _is_all_merged(entry: Registration) -> bool:
+    """Whether the layer that has a tensor of an adapter holds every active one in its weight."""
+    layer: Any = next((m for m in entry.path if hasattr(m, "merged_adapters")), None)
+    if layer is None or layer.disable_adapters:
+        return False
+    here = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
+    active = here.intersection(layer.active_adapters)
+    return active <= {*layer.merged_adapters} and bool(layer.merged or not active)
 
 
 def merged_name(entry: Registration) -> str:
