@@ -118,6 +118,7 @@ DOORS = {
     "anyrank.model.fits": ("layouts",),
     "anyrank.model.options": ("layouts",),
     "anyrank.filling.plan": ("hugging",),
+    "anyrank.around.conversion.live": ("peft",),
     "anyrank.around.first_values.initialise": ("peft",),
     "anyrank.around.sync.ends": ("layouts", "peft"),
     "anyrank.around.sync.live_flows": ("layouts",),
