@@ -125,8 +125,8 @@ def _is_all_merged(entry: Registration) -> bool:
     layer: Any = next((m for m in entry.path if hasattr(m, "merged_adapters")), None)
     if layer is None or layer.disable_adapters:
         return False
-    here = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
-    active = here.intersection(layer.active_adapters)
+    names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
+    active = names.intersection(layer.active_adapters)
     return active <= {*layer.merged_adapters} and bool(layer.merged or not active)
 
 
