@@ -743,3 +743,75 @@ def test_what_a_rank_tells_of_its_lanes_is_small(monkeypatch: pytest.MonkeyPatch
         break
     assert len(nbytes) > 20
     assert max(nbytes) < 64 << 10
+
+
+def read_with(signature: str) -> Any:
+    return eval(f"lambda {signature}: iter(range(3))")  # noqa: S307 - a signature of the test's own
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"function": read_with("s, start")}, "read has an argument start, and is called"),
+        ({"function": read_with("s, start=0, /")}, "read has an argument start=0, and is called"),
+        ({"function": read_with("s, *, start")}, "read has an argument start, and is called"),
+        ({"transform": anyrank.Pack}, "transform is the class Pack: give an object of it"),
+        ({"on_batch_change": "rescale"}, "on_batch_change='rescale': a step has rows of as many"),
+        (
+            {"on_batch_change": "rescale", "lengths": [*SIZES.values()]},
+            "on_batch_change='rescale': a step has rows of as many",
+        ),
+    ],
+    ids=str,
+)
+def test_what_could_only_fail_later_is_refused_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        make(**options)
+
+
+class Tagged:
+    """A transform with settings, which gives one sample at its end."""
+
+    def __init__(self, tags: Any) -> None:
+        self.tags = tags
+
+    def feed(self, row: Any) -> list[Any]:
+        return [row]
+
+    def end(self) -> list[Any]:
+        return [("end", random.random())]
+
+
+@pytest.mark.parametrize("other", [["a", "c"], [*"abc"], {"a": 1}, 1])
+def test_settings_of_a_transform_that_are_lists_are_compared(other: Any) -> None:
+    loader = make(transform=Tagged(["a", "b"]))
+    run(loader, 2)
+    make(transform=Tagged(["a", "b"])).load_state_dict(loader.state_dict())
+    with pytest.raises(CheckpointError, match=r"transform|Tagged"):
+        make(transform=Tagged(other)).load_state_dict(loader.state_dict())
+
+
+def test_what_end_draws_is_the_same_through_resumes_of_later_epochs() -> None:
+    """Also of lanes that have had no shard, of which there are two."""
+
+    def make_few() -> anyrank.ElasticLoader:
+        return make("ad", transform=Tagged(0))
+
+    whole = make_few()
+    expected = run(whole) + run(whole)
+    loader, seen = make_few(), list[Any]()
+    while loader.epoch < 2:
+        seen += run(loader, loader.step + 1)
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader = make_few()
+        loader.load_state_dict(state)
+    assert seen == expected
+
+
+def test_tokens_that_are_no_int64_are_an_error() -> None:
+    np = pytest.importorskip("numpy")
+    for tokens, kind in (([1.5, 2], ValueError), ([2**63], TypeError)):
+        with pytest.raises(kind, match="'input_ids' of a row"):
+            anyrank.Pack(4).feed({"input_ids": tokens})
+    with pytest.raises(ValueError, match=r"a token of 2\*\*63 or more"):
+        anyrank.Pack(4).feed({"input_ids": np.array([1, 2**63], dtype=np.uint64)})

@@ -1,4 +1,4 @@
-"""Digests of rows, by which a lane tells whether one that it reads again is the same."""
+"""By what a lane tells whether a row that it reads again is the same, and whether rows are kept."""
 
 from __future__ import annotations
 
@@ -39,3 +39,9 @@ def _as_text(value: Any) -> str:
 def _spread(values: Any) -> Any:
     """Some elements of a sequence, from its begin to its end."""
     return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values
+
+
+def sizes_in(value: Any) -> dict[str, int]:
+    """The lengths of an object's attributes that have one."""
+    attributes = getattr(value, "__dict__", {})
+    return {name: len(part) for name, part in attributes.items() if hasattr(part, "__len__")}

@@ -32,6 +32,7 @@ def open_shards(
     options: Mapping[str, Any],
 ) -> OwnOrder:
     """The dataset of `ElasticLoader.from_shards`, which has these other options; raises as that."""
+    _check_options(options)
     if lengths is None:
         _check_tail(options)
         return OpenStream(shards, read, transform, window)
@@ -48,9 +49,19 @@ def open_iterable(
     dataset: Any, transform: Any, window: int | None, options: Mapping[str, Any]
 ) -> OwnOrder:
     """The dataset of `ElasticLoader.from_iterable`, which has these other options."""
+    _check_options(options)
     _check_tail(options)
     names, read = parts_of(dataset, options.get("num_workers", 0))
     return OpenStream(names, read, transform, window)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what needs an order that does not depend on the sizes of steps."""
+    if options.get("on_batch_change", "error") != "error":
+        raise ValueError(
+            f"on_batch_change={options['on_batch_change']!r}: a step has rows of as many lanes as "
+            "microbatches, so a run goes on with its global_batch alone: remove it"
+        )
 
 
 def _check_tail(options: Mapping[str, Any]) -> None:

@@ -21,9 +21,9 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
-from anyrank.around.streams.digests import digest_of
+from anyrank.around.streams.digests import digest_of, sizes_in
 from anyrank.errors import CheckpointError
 
 Shard = tuple[int, int]  # the epoch for which it is read, and its number
@@ -151,6 +151,7 @@ class Lane:
         first: shards of the lane before those that are given.
         shards: its next ones.
         state: where it goes on.
+        epoch: in which the lane ends, where epochs do not flow into each other.
 
     Attributes:
         shards: more are appended as they are dealt.
@@ -164,8 +165,9 @@ class Lane:
         first: int,
         shards: Sequence[Shard],
         state: LaneState,
+        epoch: int,
     ) -> None:
-        self.source, self.number = source, number
+        self.source, self.number, self.epoch = source, number, epoch
         self.transform, self.first, self.shards = transform, first, list(shards)
         self._state = state
         self._passed, self._row = state.passed, state.row  # of the next block
@@ -183,8 +185,8 @@ class Lane:
         self._ends: list[tuple[int, int, int]] = []
         self._changed_rows: list[Rows] = []
         self._has_units = hasattr(transform, "_units_fed")
-        self._has_row_number = hasattr(transform, "_row_number")
-        self._sizes = _sizes_in(transform)
+        self._is_numbered = hasattr(transform, "_come_to")
+        self._sizes = sizes_in(transform)
         self._units = 0
 
     def take(self, size: int, is_due: bool, is_last_deal: bool) -> tuple[list[Any], Report] | None:
@@ -236,6 +238,8 @@ class Lane:
     def progress(self) -> str:
         """Where in its shards it has read up to, for an error."""
         state = self._state
+        if not self.shards:
+            return "the end of the shards"
         index = min(state.passed - self.first, len(self.shards) - 1)
         return f"shard {self.source.name(self.shards[index][1])}, rows from {state.row} on"
 
@@ -394,10 +398,11 @@ class Lane:
         """The transform's outputs of one of the `count` rows of a block."""
         epoch, shard = self.shards[passed - self.first]
         self.source.seed_transform(self.transform, epoch, shard, row + index)
-        if self._has_row_number:
-            self.transform._row_number = self._fed[-1][0]
         try:
-            return list(self.transform.feed(value))
+            if self._is_numbered:
+                number = self._num_forgotten + len(self._fed) - 1
+                self.transform._come_to(number, self._fed[-1][0])
+            return _as_list(self.transform.feed(value))
         except Exception as error:
             number = self.source.numbers(epoch, shard, row, count)[index]
             error.add_note(
@@ -408,10 +413,9 @@ class Lane:
 
     def _end(self) -> list[Any]:
         """The transform's outputs of what is left."""
-        epoch = self.shards[-1][0] if self.shards else 0
-        self.source.seed_transform(self.transform, epoch, -1 - self.number, self._passed)
+        self.source.seed_transform(self.transform, self.epoch, -1, self.number)
         try:
-            return list(self.transform.end())
+            return _as_list(self.transform.end())
         except Exception as error:
             error.add_note(f"raised by {type(self.transform).__name__}.end, lane {self.number}")
             raise
@@ -449,7 +453,7 @@ class Lane:
         """
         if hasattr(self.transform, "held") or hasattr(self.transform, "state_dict"):
             return
-        sizes = _sizes_in(self.transform)
+        sizes = sizes_in(self.transform)
         if grown := [name for name, size in sizes.items() if size > self._sizes.get(name, 0)]:
             raise TypeError(
                 f"{type(self.transform).__name__} keeps something in {', '.join(grown)}, which a "
@@ -487,7 +491,7 @@ class Lane:
         return text
 
 
-def _sizes_in(value: Any) -> dict[str, int]:
-    """The lengths of an object's attributes that have one."""
-    attributes = getattr(value, "__dict__", {})
-    return {name: len(part) for name, part in attributes.items() if hasattr(part, "__len__")}
+def _as_list(outputs: Any) -> list[Any]:
+    if not isinstance(outputs, Iterable):
+        raise TypeError(f"gave a {type(outputs).__name__}: let it return a list of samples")
+    return list(cast("Iterable[Any]", outputs))

@@ -116,7 +116,9 @@ class StreamReader(Dataset[FetchedBatch]):
     def _open(self, request: LaneRequest) -> Lane:
         first, state = request.opening or (0, LaneState())
         transform = copy.deepcopy(self.dataset.transform)
-        return Lane(self.dataset, request.lane, transform, first, request.shards, state)
+        return Lane(
+            self.dataset, request.lane, transform, first, request.shards, state, request.epoch
+        )
 
     def _take(self, lane: Lane, request: LaneRequest) -> FetchedBatch:
         try:

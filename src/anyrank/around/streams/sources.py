@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, cast
 
 from anyrank.around.streams.transforms import Buckets, Pack, resize
 from anyrank.checks import check_function, check_int, check_type
@@ -20,6 +20,7 @@ from anyrank.tensors.hashing import derive
 
 LANES_NAME = "lanes-v1"
 DIGESTS = 16  # of a list of shards, to say where two differ
+LONGEST = 100  # characters of a transform's setting that are told
 BLOCK = 2  # microbatches of rows that are read at once: seeding costs 10 us each time
 
 
@@ -71,6 +72,8 @@ class Stream(OwnOrder):
             "shards", shards, list if isinstance(shards, str) else Sequence, "a list of shards"
         )
         check_function("read", read)
+        if isinstance(transform, type):
+            raise TypeError(f"transform is the class {transform.__name__}: give an object of it")
         if transform is not None and not all(
             callable(getattr(transform, name, None)) for name in ("feed", "end")
         ):
@@ -168,16 +171,41 @@ def _describe_transform(transform: Any) -> str:
     """A transform's class and plain settings, which a resume has to find again."""
     plain = {
         name: value
-        for name, value in vars(transform).items()
-        if not name.startswith("_") and isinstance(value, str | int | float | bool | None)
+        for name, value in getattr(transform, "__dict__", {}).items()
+        if not name.startswith("_") and _is_plain(value)
     }
-    text = ", ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
+    text = ", ".join(f"{name}={_shorten(value)}" for name, value in sorted(plain.items()))
     return f"{type(transform).__name__}({text})"
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a setting is the same by its text."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, cast("list[Any]", value)))
+    if isinstance(value, dict):
+        return all(map(_is_plain, [part for pair in cast("Any", value).items() for part in pair]))
+    return isinstance(value, str | int | float | bool | None)
+
+
+def _shorten(value: Any) -> str:
+    """A setting's text; of a long one the begin, and a digest of all."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:40]}... {derive(text, size=4):08x}"
+
+
 def _takes_start(read: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `start`."""
+    """Whether a function has an argument `start`.
+
+    Raises:
+        TypeError: it has one that cannot be left out, or not be given by name.
+    """
     try:
-        return "start" in inspect.signature(read).parameters
+        start = inspect.signature(read).parameters.get("start")
     except (TypeError, ValueError):  # of a builtin
         return False
+    if start is not None and (start.default is start.empty or start.kind is start.POSITIONAL_ONLY):
+        raise TypeError(
+            f"read has an argument {start}, and is called as read(shard), and after a resume as "
+            "read(shard, start=8): let it be start=0, not positional-only, or give it another name"
+        )
+    return start is not None

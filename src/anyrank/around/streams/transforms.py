@@ -5,6 +5,7 @@ Neither keeps rows in its state: `held()` says which ones it waits with, and the
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from itertools import islice
@@ -28,7 +29,32 @@ class _Piece(NamedTuple):
     start: int
 
 
-class Pack:
+class _Numbered:
+    """What knows the rows that it is fed with by their numbers, and by those in the lane.
+
+    Both count up by themselves. A lane tells them, as a subclass may leave rows out, and as rows
+    that are not needed any more are not fed again after a resume.
+    """
+
+    _num_fed = _row_number = 0  # of the next row
+
+    def _come_to(self, number: int, row_number: int) -> None:
+        if self._num_fed > number:
+            raise ValueError(
+                f"{type(self).__name__} has called the feed of its base class more than once for a "
+                "row, which can only be fed again as a whole after a resume: let read give more, "
+                "and smaller, rows"
+            )
+        self._num_fed, self._row_number = number, row_number
+
+    def _count(self) -> tuple[int, int]:
+        """The number of a row that is fed, and that in the lane."""
+        number, row_number = self._num_fed, self._row_number
+        self._num_fed, self._row_number = number + 1, row_number + 1
+        return number, row_number
+
+
+class Pack(_Numbered):
     """Packs documents into rows of `length` tokens, for `ElasticLoader.from_shards(transform=)`.
 
     A row is a dict of int64 tensors of shape [length]: `key` (the tokens), "labels" (the same, or
@@ -83,12 +109,12 @@ class Pack:
         self.key, self.labels, self.split = key, labels, split
         self._pieces: deque[_Piece] = deque()
         self._waiting = 0  # tokens
-        self._num_fed = self._num_again = self._start = 0
+        self._num_again = self._start = 0
         self._units_fed = 0  # tokens of all documents
 
     def feed(self, row: Any) -> list[Any]:
         """The rows that are full with a document."""
-        number, self._num_fed = self._num_fed, self._num_fed + 1
+        number, _ = self._count()
         tokens = _ints_of(row, self.key, "key")
         labels = tokens if self.labels is None else _ints_of(row, self.labels, "labels")
         if labels.shape != tokens.shape:
@@ -214,7 +240,7 @@ class Pack:
         return len(ids) if self.pad is None else int((ids >= 0).sum())
 
 
-class Buckets:
+class Buckets(_Numbered):
     """Gives microbatches of one bucket each, for `ElasticLoader.from_shards(transform=)`.
 
     Rows wait until a bucket has a microbatch of them. What waits at the end of a lane, or for
@@ -252,14 +278,11 @@ class Buckets:
         self._microbatch = 0  # the loader sets its own
         self._waiting: dict[Hashable, list[tuple[int, Any]]] = {}
         self._since: dict[Hashable, int] = {}
-        # After a resume, a lane feeds rows with gaps between them, and says the number of each.
-        self._num_fed = self._row_number = 0
 
     def feed(self, row: Any) -> list[Any]:
         """The rows of a bucket that is full with this one, and of those that waited too long."""
         bucket = self._bucket_of(row)
-        number, self._num_fed = self._num_fed, self._num_fed + 1
-        row_number, self._row_number = self._row_number, self._row_number + 1
+        number, row_number = self._count()
         if bucket not in self._waiting:
             self._waiting[bucket] = []
             self._since[bucket] = row_number
@@ -353,6 +376,8 @@ def _ints_of(row: Any, key: str, argument: str) -> torch.Tensor:
             f"{key!r} of a row has shape {list(ints.shape)} and dtype {ints.dtype}: give a list of "
             "ints, or an array of one dimension, for each document"
         )
+    if ints.dtype == torch.uint64 and len(ints) and int(ints.cpu().numpy().max()) >= 2**63:
+        raise ValueError(f"{key!r} of a row has a token of 2**63 or more: tokens are int64")
     return ints.to(torch.int64)
 
 
@@ -363,7 +388,7 @@ def _as_text(value: Any) -> str:
 
 
 def resize(buckets: Buckets, microbatch: int) -> Buckets:
-    """New buckets for microbatches of a size: the loader's."""
-    resized = Buckets(buckets.key, patience=buckets.patience)
+    """Buckets of the same class and settings, for microbatches of a size: the loader's."""
+    resized = copy.deepcopy(buckets)
     resized._microbatch = microbatch  # pyright: ignore[reportPrivateUsage] - of this module
     return resized
