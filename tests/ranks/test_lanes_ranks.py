@@ -45,8 +45,39 @@ def document(shard: int) -> Iterator[Any]:
         yield {"input_ids": [1 + (shard * 61 + number) % 97] * chance.randint(0, 9)}
 
 
+class Parts:
+    """The same rows, as those of a dataset that is cut into shards by itself."""
+
+    num_shards = len(SIZES)
+
+    def shard(self, *, num_shards: int, index: int) -> Iterator[Any]:
+        assert num_shards == self.num_shards
+        return read(index)
+
+
+class Late:
+    """Holds three rows, and draws for each when it comes, and at the end."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, torch.Tensor]] = []
+        self.fed = 0
+
+    def feed(self, row: torch.Tensor) -> list[torch.Tensor]:
+        self.rows.append((self.fed, row + torch.rand(3) / 9))
+        self.fed += 1
+        return [self.rows.pop(0)[1]] if len(self.rows) > 3 else []
+
+    def end(self) -> list[torch.Tensor]:
+        return [row + torch.rand(3) / 9 for _, row in self.rows]
+
+    def held(self) -> list[int]:
+        return [number for number, _ in self.rows]
+
+
 def make(kind: str, **options: Any) -> anyrank.ElasticLoader:
     given: dict[str, Any] = {"global_batch": 12, "microbatch": 2, "seed": 3, **options}
+    if kind == "drawn":
+        return anyrank.ElasticLoader.from_iterable(Parts(), transform=Late(), **given)
     if kind == "pack":
         given["transform"] = anyrank.Pack(4, eos=0)
     if kind == "buckets":
@@ -118,6 +149,7 @@ def run(size: int, *args: Any) -> tuple[dict[tuple[int, int], Any], list[Any], s
         ("window", {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}),
         ("pack", {"exact": True}),
         ("buckets", {}),
+        ("drawn", {"num_workers": 1}),
         ("flow", {"tail": "flow", "exact": True, "num_workers": 1}),
     ],
     ids=str,
