@@ -770,7 +770,7 @@ def test_what_could_only_fail_later_is_refused_at_once(options: dict[str, Any], 
 
 
 class Tagged:
-    """A transform with settings, which gives one sample at its end."""
+    """A transform with settings, which gives samples for more than a microbatch at its end."""
 
     def __init__(self, tags: Any) -> None:
         self.tags = tags
@@ -779,7 +779,7 @@ class Tagged:
         return [row]
 
     def end(self) -> list[Any]:
-        return [("end", random.random())]
+        return [("end", random.random()) for _ in range(5)]
 
 
 @pytest.mark.parametrize("other", [["a", "c"], [*"abc"], {"a": 1}, 1])
@@ -799,6 +799,8 @@ def test_what_end_draws_is_the_same_through_resumes_of_later_epochs() -> None:
 
     whole = make_few()
     expected = run(whole) + run(whole)
+    ends = [row for _, batch, _ in expected for row in batch[:-1] if row[0] == "end"]
+    assert len({*ends}) == 2 * 4 * 5
     loader, seen = make_few(), list[Any]()
     while loader.epoch < 2:
         seen += run(loader, loader.step + 1)
