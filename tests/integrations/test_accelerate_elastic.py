@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -281,6 +283,96 @@ def test_epochs_that_were_finished_before_step_no_schedule(tmp_path: Path) -> No
     second = setup(tmp_path / "run")
     second.accelerator.load_state()
     assert epochs(second, 3) == epochs(setup(tmp_path / "whole"), 3) == [0.02 * (1 - 3 / 20)]
+
+
+def rates_of_epochs(
+    folder: Path, epochs: int, kind: str = "epochs", stop: int | None = None, **options: Any
+) -> list[float]:
+    """The rate of each step in a loop whose code after an epoch steps the schedule; `stop` leaves
+    the process at a step, as a kill does.
+    """
+    fresh()
+    accelerator = anyrank.integrations.accelerate.Accelerator(
+        cpu=True, folder=folder, global_batch=6, **options
+    )
+    optimizer = torch.optim.SGD((model := torch.nn.Linear(4, 4)).parameters(), lr=0.08)
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if kind == "plateau":
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    model, optimizer, schedule, data, other = accelerator.prepare(
+        model, optimizer, schedule, points(), points(8)
+    )
+    accelerator.load_state()
+    rates: list[float] = []
+    for _ in range(epochs):
+        for batch in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+                if len(rates) == stop:
+                    accelerator._run.abandon(KeyboardInterrupt())
+                    return rates
+        for _ in other:  # an evaluation, in which a signal may come
+            accelerator.end_if_asked()
+        schedule.step(*[1.0] * (kind == "plateau"))
+    accelerator.end_training()
+    assert data.loader.receipts == [(epoch, 28, "exactly once") for epoch in range(epochs)]
+    return rates
+
+
+@pytest.mark.parametrize("every", [1, 5, "0.000001s", None])
+@pytest.mark.parametrize("kind", ["epochs", "plateau"])
+def test_the_code_after_an_epoch_belongs_to_its_last_step(
+    kind: str, every: Any, tmp_path: Path
+) -> None:
+    whole = rates_of_epochs(tmp_path / "whole", 4, kind)
+    for stop in (6, 10, 12):  # behind an epoch's end, at one, and in an epoch
+        folder = tmp_path / str(stop)
+        first = rates_of_epochs(folder, 4, kind, stop, every=every)
+        with anyrank.Checkpoints(folder, anyrank.TrainState()) as ckpts:
+            step = ckpts.saved()[0].step if ckpts.latest() else 0
+        assert step == {1: stop - 1, 5: (stop - 1) // 5 * 5, None: 0}.get(every, stop - 1)
+        assert [*first[:step], *rates_of_epochs(folder, 4, kind, every=every)] == whole
+    rates_of_epochs(tmp_path / "two", 2, kind)
+    assert rates_of_epochs(tmp_path / "two", 4, kind) == whole[10:]
+
+
+def test_a_signal_in_the_code_after_an_epoch_waits_for_the_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rates_of_epochs(tmp_path / "whole", 3)
+    asked = anyrank.integrations.accelerate.Accelerator.end_if_asked
+
+    def ask(self: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        asked(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(anyrank.integrations.accelerate.Accelerator, "end_if_asked", ask)
+        with pytest.raises(SystemExit):
+            rates_of_epochs(tmp_path / "run", 3)
+    assert rates_of_epochs(tmp_path / "run", 3) in (whole[5:], whole[6:])
+
+
+def test_a_save_before_the_schedule_of_an_epoch_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = setup(tmp_path / "run")
+    for _ in range(2):
+        for batch in on.data:
+            on.accelerator.backward(on.model(batch).square().mean())
+            on.optimizer.step()
+            on.optimizer.zero_grad()
+        on.accelerator.save_state()
+        on.scheduler.step()
+    assert len([m for m in caplog.messages if "before scheduler.step()" in m]) == 2
+    caplog.clear()
+    list(steps(on))
+    on.accelerator.save_state()
+    assert not [m for m in caplog.messages if "before scheduler.step()" in m]
 
 
 def test_weights_of_losses_and_other_precision(tmp_path: Path) -> None:

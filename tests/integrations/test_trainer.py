@@ -276,6 +276,48 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
             elastic(one, run, global_batch=12)
 
 
+def test_the_evaluation_after_an_epoch_and_its_plateau_belong_to_the_last_step(
+    tmp_path: Path,
+) -> None:
+    def rates(folder: Path, stop: int | None = None) -> list[float]:
+        """The rate of each step; the schedule steps by the evaluation after each epoch."""
+        rows = [{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 6
+        more: dict[str, Any] = {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 1.0},
+            "eval_strategy": "epoch",
+            "metric_for_best_model": "eval_loss",
+        }
+        made = Trainer(
+            model("plain", torch.float32),
+            arguments(str(folder), **more),
+            train_dataset=rows,  # pyright: ignore[reportArgumentType]
+            eval_dataset=rows,  # pyright: ignore[reportArgumentType]
+        )
+        used: list[float] = []
+
+        class Watch(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, *_: Any, **options: Any) -> None:
+                used.append(options["optimizer"].param_groups[0]["lr"])
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                if len(used) == stop:
+                    raise KeyboardInterrupt  # as a kill, it saves nothing
+
+        made.add_callback(Watch())
+        trained: Any = elastic(made, folder / "run", global_batch=2, every=3)
+        try:
+            trained.train(resume_from_checkpoint=True)
+        except KeyboardInterrupt:
+            assert stop is not None
+        return used
+
+    whole = rates(tmp_path / "whole")
+    assert len({*whole}) == 3
+    first = rates(tmp_path / "run", stop=4)
+    assert [*first[:3], *rates(tmp_path / "run")] == whole
+
+
 def test_the_trainer_that_was_given_is_of_the_run_as_well(tmp_path: Path) -> None:
     given = trainer(tmp_path, OwnLoss, max_steps=2)
     given.model_accepts_loss_kwargs = False

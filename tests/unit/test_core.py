@@ -50,11 +50,11 @@ BUDGETS = {
     "files": 1960,
     "filling": 1480,
     "formats": 1020,
-    "integrations": 3460,
+    "integrations": 3490,
     "memory": 3290,
     "model": 2080,
     "random_state": 500,
-    "resume": 2310,
+    "resume": 2320,
     "saving": 1140,
     "state": 2295,
     "steps": 2280,
@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_720
+CORE_LINES = 18_740
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

@@ -153,11 +153,19 @@ class Accelerator(_Accelerator):
         step = prepared.step
 
         def unless_finished(*args: Any, **kwargs: Any) -> None:
-            if self._batches is None or not self._batches.is_in_finished_epoch:
+            batches = self._batches
+            if batches is None or not batches.is_in_finished_epoch:
                 step(*args, **kwargs)
+            if batches is not None:
+                batches.unstepped.discard(id(prepared))
 
         prepared.step = unless_finished
         return prepared
+
+    @property
+    def _awaits_schedule(self) -> bool:
+        """Whether an epoch's loop is over, and a schedule of epochs has yet to step for it."""
+        return self._run.is_held and bool(self._training().unstepped)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As usual; for the training DataLoader it is refused with a ValueError."""
@@ -289,6 +297,11 @@ class Accelerator(_Accelerator):
                 "save_state() within a step: call it after optimizer.step(), where "
                 "accelerator.sync_gradients is true"
             )
+        if self._awaits_schedule:
+            log.warning(
+                "save_state() at the end of an epoch, before scheduler.step(): a resume of it goes "
+                "on with the next epoch, and that step is lost: call scheduler.step() first"
+            )
         path = self._run.save()
         if output_dir is not None:
             log.warning("save_state(%r): the run is saved in %s", str(output_dir), path)
@@ -325,12 +338,14 @@ class Accelerator(_Accelerator):
 
     def end_if_asked(self) -> None:
         """End the run now if SIGTERM has come to any rank, with the last whole step saved: after
-        each batch of a long evaluation. All ranks, equally often.
+        each batch of a long evaluation. All ranks, equally often. Nothing where an epoch's loop is
+        over and a prepared scheduler has not stepped since it began: a save would lose that step.
 
         Raises:
             SystemExit: it has come.
         """
-        self._run.end_if_asked()
+        if self._batches is None or not self._awaits_schedule:
+            self._run.end_if_asked()
 
     def end_training(self) -> None:
         """As usual, after the last step is saved. All ranks."""

@@ -33,6 +33,7 @@ class ElasticBatches:
         step: whose microbatch is run, or was last.
         is_running: whether the loop is in the body of a microbatch.
         is_in_finished_epoch: whether the loop over epochs is in one that was finished before.
+        unstepped: ids of the prepared schedulers that have not stepped since the epoch began.
     """
 
     def __init__(self, accelerator: Any, run: FrameworkRun, dataloader: Any) -> None:
@@ -41,6 +42,7 @@ class ElasticBatches:
         self.batch_size: int = run.microbatch or dataloader.batch_size
         self.step: Any = None
         self.is_running = self.is_in_finished_epoch = False
+        self.unstepped = set[int]()
         self._accelerator = accelerator
         self._run = run
         self._models: nn.ModuleList | None = None
@@ -68,13 +70,14 @@ class ElasticBatches:
             "call accelerator.load_state() before the loop, which also begins a run where there is "
             "none"
         )
-        self._run.count()  # the last step of the epoch before
+        self._run.count()  # what is due after the epoch before, and the code after its loop
         epoch, self._num_iterations = self._num_iterations, self._num_iterations + 1
         self.is_in_finished_epoch = self.loader.epoch > epoch
         if self.is_in_finished_epoch:
             log.info("epoch %d was finished before: it yields nothing", epoch)
             return
         begun = self.loader.epoch
+        self.unstepped = {id(scheduler) for scheduler in self._accelerator._schedulers}
         if self._interrupted_epoch == begun:
             log.warning(
                 "the pass before was left within epoch %d: this one has the rest of it, so that "
@@ -89,7 +92,7 @@ class ElasticBatches:
                 self.complete()
                 if self.loader.step == step.number:  # not counted yet, as by a save in the body
                     self._run.note_step()  # also where a GradScaler has left it out
-                    self._run.count()
+                    self._run.count(hold=step.ends_epoch)
         finally:
             self._interrupted_epoch = begun if self.loader.epoch == begun else None
             self._leave()

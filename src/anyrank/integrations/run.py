@@ -100,6 +100,7 @@ class FrameworkRun:
         self.is_exact: bool = options.get("exact", False)
         self._make_state = make_state
         self._say = say
+        self._put_off: Callable[[], None] | None = None  # what is due after the counted step
         self._is_open = False
         self._is_begun = False  # resumed, or begun in an empty folder
         self._of_loader = {name: options.pop(name) for name in OF_LOADER if name in options}
@@ -162,11 +163,21 @@ class FrameworkRun:
         dist.all_reduce(loss)
         return loss / dist.get_world_size()
 
-    def count(self) -> None:
-        """Count the step whose optimizer has stepped, once, and save when due."""
+    def count(self, *, hold: bool = False) -> None:
+        """Count the step whose optimizer has stepped, once, and save when due; with `hold` at the
+        next call: the code after an epoch's last step, as a schedule's step, belongs to that step.
+        """
+        end_step, self._put_off = self._put_off, None
+        if end_step is not None:
+            end_step()
         if self.has_stepped:
             self.has_stepped = False
-            self.open().step_done()
+            self._put_off = self.open().step_done(hold=hold)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the last step is counted, and what is due after it waits."""
+        return self._put_off is not None
 
     def save(self) -> str | None:
         """Save after an optimizer's step, unless that step is saved; the newest committed path."""
@@ -198,6 +209,7 @@ class FrameworkRun:
 
     def abandon(self, error: BaseException) -> None:
         """Release the folder after an error, and save nothing. Waits for no rank."""
+        self._put_off = None
         if self._is_open and self.checkpoints is not None:
             self.checkpoints.__exit__(type(error), error, error.__traceback__)
         self._is_open = self.has_stepped = self._is_begun = False

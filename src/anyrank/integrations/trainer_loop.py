@@ -216,7 +216,10 @@ class ElasticTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.elastic.count()  # after the log, so that a save has it
+        # After the log, so that a save has it; at an epoch's end after the evaluation that follows
+        # and may step the schedule.
+        step = self._elastic.step
+        self.elastic.count(hold=step is not None and step.ends_epoch)
 
     # -- the best step stays, and is loaded at the end --------------------------------------------
 

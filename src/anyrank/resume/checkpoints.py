@@ -1,7 +1,4 @@
-"""`anyrank.Checkpoints`: the loop of a run, its saves, and its resume on any number of ranks.
-
-`saving` does the work of a save, `resume.restore` that of a resume.
-"""
+"""`anyrank.Checkpoints`: a run's loop, its saves (by `saving`) and resumes (by `restore`)."""
 
 from __future__ import annotations
 
@@ -261,11 +258,17 @@ class Checkpoints:
         if self._counter.completed:
             self.save(unless_saved=True)
 
-    def step_done(self) -> None:
+    def step_done(self, *, hold: bool = False) -> Callable[[], None] | None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
 
-        Learns here, on all ranks together, of a background save that failed, and of SIGTERM (a
-        last save, then SystemExit) and SIGUSR1 (a save) that any rank got.
+        Learns here of a background save that failed, and of SIGTERM (a last save, then SystemExit)
+        and SIGUSR1 (a save) that any rank got.
+
+        Args:
+            hold: put off what is due then, for code that still belongs to the step.
+
+        Returns:
+            With `hold` the function that does it, for all ranks.
 
         Raises:
             CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
@@ -302,13 +305,18 @@ class Checkpoints:
         if not self._has_stepped:  # now its optimizers have their state
             self._has_stepped = True
             warn_of_refusal(self._state, ranks)
-        first, signals = reports[0], {report.signal for report in reports} - {None}
         if any(report.save_failed for report in reports):
             self.wait()
         if ranks.size > 1 and options.compares_replicas(number):
             check_replicas(self._state, ranks)
+        end = partial(self._end_step, reports)
+        return end if hold else end()
+
+    def _end_step(self, reports: Sequence[BoundaryReport]) -> None:
+        """Do what is due after a step. All ranks."""
         self._listeners.on_step([report.news for report in reports])
-        if first.save_is_due or signals:
+        signals = {report.signal for report in reports} - {None}
+        if reports[0].save_is_due or signals:
             self._save_for(signals)
 
     def end_if_asked(self) -> None:

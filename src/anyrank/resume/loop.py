@@ -138,7 +138,10 @@ class StepCounter:
             self._state.data.position.check_complete()
 
     def go_over(
-        self, loader: ElasticLoader, is_finished: Callable[[], bool], step_done: Callable[[], None]
+        self,
+        loader: ElasticLoader,
+        is_finished: Callable[[], bool],
+        step_done: Callable[[], object],
     ) -> Generator[Step]:
         """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
         while not is_finished():
