@@ -276,24 +276,22 @@ class Buckets(_Numbered):
         self.key = key
         self.patience = check_int("patience", patience, 1)
         self._microbatch = 0  # the loader sets its own
-        self._waiting: dict[Hashable, list[tuple[int, Any]]] = {}
-        self._since: dict[Hashable, int] = {}
+        # With both numbers of each row. A bucket comes in with its first row and goes as a whole,
+        # so the one that waits longest is the first.
+        self._waiting: dict[Hashable, list[tuple[int, int, Any]]] = {}
 
     def feed(self, row: Any) -> list[Any]:
         """The rows of a bucket that is full with this one, and of those that waited too long."""
         bucket = self._bucket_of(row)
         number, row_number = self._count()
-        if bucket not in self._waiting:
-            self._waiting[bucket] = []
-            self._since[bucket] = row_number
-        rows = self._waiting[bucket]
-        rows.append((number, row))
-        outputs: list[Any] = []
-        if len(rows) == self._microbatch:
-            outputs += self._flush(bucket)
-        old = [name for name, since in self._since.items() if since <= row_number - self.patience]
-        for name in old:
-            outputs += self._flush(name)
+        rows = self._waiting.setdefault(bucket, [])
+        rows.append((row_number, number, row))
+        outputs = self._flush(bucket) if len(rows) == self._microbatch else []
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            if self._waiting[oldest][0][0] > row_number - self.patience:
+                break
+            outputs += self._flush(oldest)
         return outputs
 
     def _bucket_of(self, row: Any) -> Hashable:
@@ -323,8 +321,7 @@ class Buckets(_Numbered):
         return bucket
 
     def _flush(self, bucket: Hashable) -> list[Any]:
-        del self._since[bucket]
-        return [CUT, *(row for _, row in self._waiting.pop(bucket)), CUT]
+        return [CUT, *(row for *_, row in self._waiting.pop(bucket)), CUT]
 
     def end(self) -> list[Any]:
         """The rows that wait, each bucket as a microbatch."""
@@ -332,7 +329,7 @@ class Buckets(_Numbered):
 
     def held(self) -> list[int]:
         """Numbers of the rows that wait, in the order in which they were fed."""
-        return [number for rows in self._waiting.values() for number, _ in rows]
+        return [number for rows in self._waiting.values() for _, number, _ in rows]
 
 
 def _value_of(row: Any, key: str, argument: str) -> Any:
