@@ -782,6 +782,11 @@ class Tagged:
         return [("end", random.random()) for _ in range(5)]
 
 
+@pytest.mark.parametrize("setting", [torch.tensor(1), dict, torch.utils.data.IterableDataset])
+def test_settings_that_have_no_length_are_no_rows(setting: Any) -> None:
+    assert len(rows_of(run(make(transform=Tagged(setting), collate_fn=mark)))) == len(ALL) + 4 * 5
+
+
 @pytest.mark.parametrize("other", [["a", "c"], [*"abc"], {"a": 1}, 1])
 def test_settings_of_a_transform_that_are_lists_are_compared(other: Any) -> None:
     loader = make(transform=Tagged(["a", "b"]))

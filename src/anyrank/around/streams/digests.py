@@ -43,5 +43,8 @@ def _spread(values: Any) -> Any:
 
 def sizes_in(value: Any) -> dict[str, int]:
     """The lengths of an object's attributes that have one."""
-    attributes = getattr(value, "__dict__", {})
-    return {name: len(part) for name, part in attributes.items() if hasattr(part, "__len__")}
+    sizes: dict[str, int] = {}
+    for name, part in getattr(value, "__dict__", {}).items():
+        with suppress(Exception):  # a class, a tensor of one value, a dataset without end
+            sizes[name] = len(part)
+    return sizes
