@@ -746,6 +746,56 @@ def test_a_new_group_is_where_its_schedule_is_or_is_named(name: str, tmp_path: P
     assert not any("group 1" in note for note in notes_of(report))
 
 
+@pytest.mark.parametrize("name", [None, "cosine", "function", "chain"])
+@pytest.mark.parametrize("after", [[[0, 2, 1], [3]], [[0, 1, 2, 3]], [[1], [0, 2, 3]]])
+def test_groups_are_joined_and_parameters_moved_with_their_moments(
+    after: list[list[int]], name: str | None, tmp_path: Path
+) -> None:
+    def run(
+        folder: str, groups: list[list[int]], until: int, **options: Any
+    ) -> tuple[list[Any], Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        params = [*model.parameters()]
+        rows = [
+            {"params": [params[n] for n in numbers], "lr": lr, "weight_decay": lr / 10}
+            for numbers, lr in zip(groups, (0.1, 0.02), strict=False)
+        ]
+        optimizer = torch.optim.AdamW(rows)
+        parts = {} if name is None else {"scheduler": MANY[name](optimizer)}
+        state = anyrank.TrainState(model, optimizer, **parts)
+        rates: list[Any] = []
+        with anyrank.Checkpoints(tmp_path / folder, state) as ckpts:
+            ckpts.resume(**options)
+            moments = [optimizer.state[p].get("exp_avg") for p in params]
+            moments = [None if m is None else m.clone() for m in moments]
+            while state.step < until:
+                rates.append([(g["lr"], g["weight_decay"]) for g in optimizer.param_groups])
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for schedule in parts.values():
+                    schedule.step()
+                ckpts.step_done()
+        return rates, moments, [optimizer.state[p]["exp_avg"] for p in params]
+
+    whole, _, _ = run("whole", after, 8)
+    _, _, saved = run("run", [[0, 2], [1, 3]], 5)
+    with pytest.raises(anyrank.CheckpointError, match=r'differ.*or resume with settings="script"'):
+        run("run", after, 8)
+    rates, moments, _ = run("run", after, 8, settings="script")
+    assert all(torch.equal(*pair) for pair in zip(moments, saved, strict=True))
+    for row, expected in zip(rates, whole[5:], strict=True):
+        assert row == [pytest.approx(group, rel=1e-9) for group in expected]
+
+
+def test_a_rate_as_a_tensor_is_the_same_rate(tmp_path: Path) -> None:
+    makes = {"scheduler": MANY["gamma"]}
+    for number, as_tensor in enumerate((True, False, True), 1):
+        report, _ = drive(tmp_path, 2 * number, makes, as_tensor=as_tensor)
+        assert report is None or report.notes == []
+
+
 @pytest.mark.parametrize(
     ("make", "option"),
     [

@@ -50,7 +50,10 @@ class StepOfRun(ResumeSource):
         records = {name: manifest.parts[name] for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
-        part_source = PartSource(self.listing, self.saved_on.ranks, same_ranks, fresh, drop)
+        joins = arguments.settings == "script"
+        part_source = PartSource(
+            self.listing, self.saved_on.ranks, same_ranks, fresh, drop, joins=joins
+        )
         try:
             matched = inner.match(records, part_source, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -461,18 +461,20 @@ def _fit_groups(
         first = record["groups"][sources[0]]["options"]
         for other in sources[1:]:
             options = record["groups"][other]["options"]
-            if options != first:
+            if options != first and not source.joins:
                 problems.append(
                     f"{part}: group {number} joins parameters of groups {sources[0]} and {other} "
                     f"of the checkpoint, whose hyperparameters differ ("
-                    f"{differences(first, options)}): group them as they were"
+                    f"{differences(first, options)}): group them as they were, or resume with "
+                    'settings="script", which uses those of this script'
                 )
-        chosen.append(sources[0])
+        chosen.append(number if number in sources else sources[0])
     absent = [name for name in home if name not in seen and not source.is_dropped(name)]
     if absent:
         problems.append(
             listed(f"{part}: parameters of the checkpoint's that it no longer has", absent)
-            + f": if they are frozen now, or gone, resume with drop={absent[:1]!r}, or a pattern; "
+            + ": if the run has added their group between two steps, add it before the resume; "
+            f"if they are frozen now, or gone, resume with drop={absent[:1]!r}, or a pattern; "
             f"skip=[{part!r}] leaves the optimizer as it is, without the moments of the others"
         )
     return chosen, fresh

@@ -86,6 +86,8 @@ class PartSource:
         fresh: patterns of names of parameters that the step need not have.
         drop: patterns of names of parameters that the state need not have.
         casts: whether floating state becomes of its parameter's dtype, as torch does it.
+        joins: whether an optimizer's group may have parameters of several that differ, as its
+            hyperparameters are the script's.
     """
 
     listing: Listing
@@ -94,6 +96,7 @@ class PartSource:
     fresh: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     casts: bool = False
+    joins: bool = False
 
     def is_fresh(self, name: str) -> bool:
         """Whether a parameter that the step does not have starts anew, by its name or its end."""

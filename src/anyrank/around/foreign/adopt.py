@@ -258,7 +258,8 @@ class ForeignStep(ResumeSource):
         if arguments is None:
             return PartSource(listing, 0, False, casts=True)
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
-        return PartSource(listing, 0, False, fresh, drop, casts=True)
+        joins = arguments.settings == "script"
+        return PartSource(listing, 0, False, fresh, drop, casts=True, joins=joins)
 
     def _position(self, data: ElasticLoader, state: TrainState) -> PartMatch:
         position, outcome = _start_of(data, self.source)

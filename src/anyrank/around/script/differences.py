@@ -81,7 +81,9 @@ def _is_same(key: str, value: Any, saved: Any) -> bool:
     """Whether a setting is the saved one; of a list by group, in the groups that both have."""
     if key in BY_GROUP and isinstance(value, list) and isinstance(saved, list):
         pairs = zip(cast("list[Any]", value), cast("list[Any]", saved), strict=False)
-        return all(item == before for item, before in pairs)
+        return all(_is_same("", item, before) for item, before in pairs)
+    if isinstance(value, float) and isinstance(saved, float):
+        return math.isclose(value, saved, rel_tol=1e-7)  # a rate may be a float32 tensor
     return value == saved
 
 
