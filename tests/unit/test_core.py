@@ -39,7 +39,7 @@ BUDGETS = {
     "around/remote": 190,
     "around/script": 895,
     "around/sharing": 1390,
-    "around/streams": 2790,
+    "around/streams": 2795,
     "around/sync": 2815,
     "around/tables": 375,
     "around/verify": 330,

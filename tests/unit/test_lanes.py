@@ -96,6 +96,16 @@ class Tail:
         self.count = state
 
 
+class Noise:
+    """A transform that keeps nothing, and draws for each row."""
+
+    def feed(self, row: Any) -> list[Any]:
+        return [row | {"fed": random.random()}]
+
+    def end(self) -> list[Any]:
+        return []
+
+
 class Picky(Buckets):
     """A subclass that leaves rows out."""
 
@@ -121,12 +131,13 @@ def transform_of(name: str, microbatch: int) -> Any:
         "pack whole": Pack(8, split=False, pad=-5),
         "pack crop": Crop(8, eos=7),
         "own": Tail(),
+        "noise": Noise(),
     }
     return kinds.get(name)
 
 
 PACKS = ["pack", "pack whole", "pack crop"]
-NAMES = ["none", *PACKS, "own", "buckets", "buckets alone", "buckets picky"]
+NAMES = ["none", *PACKS, "own", "noise", "buckets", "buckets alone", "buckets picky"]
 
 
 class Rank:

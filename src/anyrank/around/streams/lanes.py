@@ -185,6 +185,7 @@ class Lane:
         self._ends: list[tuple[int, int, int]] = []
         self._changed_rows: list[Rows] = []
         self._has_units = hasattr(transform, "_units_fed")
+        self._is_fed_alone = hasattr(transform, "held")  # else a block is fed as a whole
         self._is_numbered = hasattr(transform, "_come_to")
         self._sizes = sizes_in(transform)
         self._units = 0
@@ -397,7 +398,8 @@ class Lane:
     def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
         """The transform's outputs of one of the `count` rows of a block."""
         epoch, shard = self.shards[passed - self.first]
-        self.source.seed_transform(self.transform, epoch, shard, row + index)
+        if self._is_fed_alone:
+            self.source.seed_transform(self.transform, epoch, shard, row + index)
         try:
             if self._is_numbered:
                 number = self._num_forgotten + len(self._fed) - 1
