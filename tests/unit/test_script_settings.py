@@ -617,6 +617,30 @@ def test_a_rate_that_a_schedule_takes_back_is_named(
     assert (rates[1] > 0.01) is (by_hand is never or warns)
 
 
+def test_a_schedule_that_steps_after_the_save_of_its_step_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(is_late: bool) -> list[str]:
+        caplog.clear()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = schedules.ExponentialLR(optimizer, 0.5)
+        state = anyrank.TrainState(model, optimizer, scheduler=schedule)
+        with anyrank.Checkpoints(tmp_path / str(is_late), state, every=2) as ckpts:
+            for _ in range(2):
+                optimizer.step()
+                if state.step == 1 and not is_late:
+                    schedule.step()
+                ckpts.step_done()
+            if is_late:
+                schedule.step()
+        return caplog.messages
+
+    (message,) = [text for text in run(is_late=True) if "step 2 is saved already" in text]
+    assert "without what scheduler has done since" in message
+    assert not [text for text in run(is_late=False) if "is saved already" in text]
+
+
 class Average:
     """An average whose constructor's arguments are in its state, as diffusers' EMAModel."""
 

@@ -21,7 +21,7 @@ from anyrank.resume.listeners import Listeners, open_listeners
 from anyrank.resume.loop import BoundaryReport, Loop, StepCounter, require_loader, stop_condition
 from anyrank.resume.options import ResumeArguments, SaveOptions
 from anyrank.resume.resume import resume_run
-from anyrank.resume.save_records import SaveRecords, warn_of_saved
+from anyrank.resume.save_records import SaveRecords
 from anyrank.resume.signals import PendingSignals
 from anyrank.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
 from anyrank.saving.lock import RunLock
@@ -309,8 +309,7 @@ class Checkpoints:
             self.wait()
         if ranks.size > 1 and options.compares_replicas(number):
             check_replicas(self._state, ranks)
-        end = partial(self._end_step, reports)
-        return end if hold else end()
+        return partial(self._end_step, reports) if hold else self._end_step(reports)
 
     def _end_step(self, reports: Sequence[BoundaryReport]) -> None:
         """Do what is due after a step. All ranks."""
@@ -372,11 +371,12 @@ class Checkpoints:
         self.wait()
         if (state.step, state.run) == self._on_disk:
             ranks.together("preparing a save", lambda: check_boundary(state))
-            if not unless_saved and ranks.index == 0:
-                warn_of_saved(self.path, state.step)
+            if ranks.index == 0:
+                self._records.warn_of_saved(self.path, state, always=not unless_saved)
         else:
             become = partial(become_writer, state, self._folder, self._lock, ranks)
             snapshot = collect(state, ranks, become)
+            self._records.note_schedules(state)
             state.run = snapshot.manifest.run
             if self._background is None:
                 record = self._write(snapshot, ranks)
