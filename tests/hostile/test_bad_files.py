@@ -368,3 +368,58 @@ def test_a_table_inside_a_table() -> None:
 def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "ema": WEIGHTS}, tmp_path / "w.pt")
     refused(tmp_path / "w.pt", anyrank.LoadError, r"2 of them fit with rename=\{'ema': ''\}")
+
+
+@pytest.mark.parametrize("kind", [torch.int16, torch.uint16])
+def test_bits_of_bfloat16_are_not_taken_for_numbers(kind: torch.dtype) -> None:
+    values = torch.ones(2, 2, dtype=torch.bfloat16).view(kind)
+    with pytest.raises(anyrank.LoadError, match=r"view\(torch\.bfloat16\)"):
+        anyrank.load(nn.Linear(2, 2), {"weight": values, "bias": torch.ones(2)})
+
+
+def test_a_class_of_python_in_a_configuration_is_plain_data(tmp_path: Path) -> None:
+    config = {"type": int, "rest": ..., "kinds": (str, tuple, object)}
+    torch.save({"state_dict": WEIGHTS, "config": config}, tmp_path / "w.pt")
+    assert anyrank.load(net(), tmp_path / "w.pt").tensors == 2
+
+
+def test_a_pickle_that_torch_did_not_save_is_named(tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_bytes(pickle.dumps(WEIGHTS))
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "written by pickle.dump.*write that with torch")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ((3, WEIGHTS), r"holds a tuple.*weights_only=True\)\[1\]"),
+        ([WEIGHTS], r"holds a list.*weights_only=True\)\[0\]"),
+        ((3, 4), "holds a tuple.*save the dict of weights"),
+        (None, "holds a NoneType.*give the file that has the weights"),
+        ("weights", "holds a str.*give the file that has the weights"),
+    ],
+)
+def test_what_is_no_dict_has_a_way_out(value: object, wanted: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "w.pt")
+    refused(tmp_path / "w.pt", anyrank.LoadError, wanted)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_tensors_beside_a_module_are_named(is_zip: bool, tmp_path: Path) -> None:
+    state = {"state_dict": WEIGHTS, "criterion": nn.CrossEntropyLoss()}
+    torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=is_zip)
+    wanted = r"tensors in \['state_dict'\].*CrossEntropyLoss.*weights_only=False\)\['state_dict'\]"
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, wanted)
+
+
+def test_the_index_of_a_folder_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "b"}}))
+    refused(path, anyrank.LoadError, "index of a folder of shards.*give the folder")
+
+
+@pytest.mark.parametrize(("first", "ending"), [(0, ""), (1, ".fp16"), (0, ".fp16")])
+def test_shards_without_an_index_are_one_set(first: int, ending: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for number, (key, value) in enumerate(model.state_dict().items(), first):
+        save_file({key: value}, tmp_path / f"model-0000{number}-of-00002{ending}.safetensors")
+    assert anyrank.load(nn.Linear(2, 2), tmp_path).tensors == 2

@@ -100,8 +100,8 @@ def test_a_merge_that_is_not_complete_is_refused(tmp_path: Path) -> None:
         anyrank.convert(model, tmp_path / "out")
     model = adapter(tmp_path)
     model.add_adapter("other", peft.LoraConfig(target_modules=["up", "head"], r=2))
-    merge(model, adapter="default")
     model.base_model.set_adapter(["default", "other"])
+    merge(model, adapter="default")
     with pytest.raises(LoadError, match="belongs to an adapter: merge it"):
         anyrank.convert(model, tmp_path / "out")
 
@@ -124,3 +124,16 @@ def test_a_sharded_merged_model_is_written_too(tmp_path: Path) -> None:
     plain = model.merge_and_unload().state_dict()
     assert written.keys() == plain.keys()
     assert all(torch.allclose(written[name], plain[name], atol=1e-5) for name in plain)
+
+
+@pytest.mark.parametrize("missing", ["error", "keep", "init"])
+def test_the_file_of_an_adapter_leaves_the_base_as_it_is(missing: Any, tmp_path: Path) -> None:
+    model = adapter(tmp_path, modules_to_save=["head"])
+    torch.manual_seed(1)
+    again: Any = peft.get_peft_model(Net(), model.peft_config["default"])
+    base = again.base_model.model.up.base_layer.weight.clone()
+    report = anyrank.load(again, tmp_path / "adapter", missing=missing)
+    assert report.missing == []
+    assert torch.equal(again.base_model.model.up.base_layer.weight, base)
+    for key, value in peft.get_peft_model_state_dict(model).items():
+        assert torch.equal(peft.get_peft_model_state_dict(again)[key], value), key

@@ -136,3 +136,28 @@ def test_a_wrong_prefix_is_found_by_counting(
         anyrank.load(model, source)
     assert f"fit with rename={rename!r}\n" in str(caught.value)
     assert anyrank.load(model, source, rename=rename).tensors == 12
+
+
+def test_a_prefix_whose_shapes_do_not_fit_is_not_proposed() -> None:
+    model = nn.ModuleDict({"pool": nn.Linear(4, 4)})
+    with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
+        anyrank.load(model, {f"norm.{k}": t for k, t in nn.LayerNorm(4).state_dict().items()})
+    assert "fit with" not in str(caught.value)
+
+
+def test_a_prefix_of_another_part_is_not_proposed() -> None:
+    whole = nn.ModuleDict({"dense": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    model = nn.ModuleDict({"head": nn.ModuleDict({"transform": whole})})
+    source = {f"pooler.dense.{k}": t for k, t in nn.Linear(4, 4).state_dict().items()}
+    with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
+        anyrank.load(model, source)
+    assert "fit with" not in str(caught.value)
+
+
+def test_of_two_prefixes_that_fit_alike_both_are_named() -> None:
+    weights = nn.Linear(4, 4).state_dict()
+    both = {f"{part}.{k}": t for part in ("teacher", "student") for k, t in weights.items()}
+    wanted = "2 of them fit with rename={'teacher': ''}, or with rename={'student': ''}"
+    with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
+        anyrank.load(nn.Linear(4, 4), both)
+    assert wanted in str(caught.value)

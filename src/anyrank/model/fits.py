@@ -197,6 +197,13 @@ def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
     ]
 
 
+# Tools without bfloat16 (NumPy) store its bits as integers of the same size.
+BITS = (
+    "16-bit integers may be the bits of bfloat16, which are no numbers: give a dict of "
+    "tensor.view(torch.bfloat16); if they are numbers, "
+)
+
+
 def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
     """Why a tensor of the source does not fit, by its shape and dtype."""
     if stored.shape != target.shape:
@@ -216,9 +223,10 @@ def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | N
         return None
     if _holds_all_of(want, have):
         return None
+    bits_of_half = want.is_floating_point and have in (torch.int16, torch.uint16)
     return (
         f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the model "
-        "by itself: ask for it with cast='any'"
+        f"by itself: {BITS if bits_of_half else ''}ask for it with cast='any'"
     )
 
 

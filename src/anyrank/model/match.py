@@ -24,7 +24,9 @@ from anyrank.model.tensors import (
 )
 from anyrank.tensors.names import (
     Near,
+    Shapes,
     candidates,
+    is_trained_copy,
     match_keys,
     renamer,
     wrong_prefix,
@@ -103,10 +105,17 @@ def match_model(
     if is_live:
         of_no_use |= _tied_to(match.filled, listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
+    is_adapter = bool(stored) and all(
+        tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw) for i in stored
+    )
     # A base checkpoint holds no adapters, so they are not missing; on meta they need first values.
-    absent = [i for i in missing if not tensors[i].adapter]
+    # Nor does an adapter's own file hold the base, which stays as it is.
+    needs_no_key = {
+        i for i in missing if tensors[i].adapter or (is_adapter and not tensors[i].is_meta)
+    }
+    absent = [i for i in missing if i not in needs_no_key]
     init = options.missing == "init"
-    initialise = [i for i in missing if tensors[i].is_meta or (init and not tensors[i].adapter)]
+    initialise = [i for i in missing if tensors[i].is_meta or (init and i not in needs_no_key)]
     keep = sorted(set(missing).difference(initialise))
     match = replace(
         match,
@@ -117,7 +126,7 @@ def match_model(
         ignored=ignored,
         own_code=own_code,
     )
-    problems = _problems(tensors, match.filled, absent, unexpected, options)
+    problems = _problems(listing, tensors, match.filled, absent, unexpected, options)
     problems += _unread(listing, tensors, absent, case.rename)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
@@ -173,6 +182,7 @@ def _unread(
 
 
 def _problems(
+    listing: Listing,
     targets: list[ModelTensor],
     stored: list[tuple[int, StoredTensor]],
     absent: list[int],
@@ -182,6 +192,7 @@ def _problems(
     """Everything that is wrong with names, shapes and dtypes, in one list."""
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     unfilled = [targets[i].name for i in absent]
+    shapes = {targets[i].name: targets[i].shape for i in absent}
     unfilled = [name for name in unfilled if not options.is_fresh(name) or name in on_meta]
     lines: list[str] = []
     if options.missing == "error" and unfilled:
@@ -197,7 +208,10 @@ def _problems(
     if options.unexpected == "error" and unexpected:
         lines.append(
             listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)).hint)
-            + _renaming(unexpected, unfilled)
+            + _renaming(
+                {key: listing.tensors[key].shape for key in unexpected},
+                {name: shapes[name] for name in unfilled},
+            )
             + f"\n  to go on: {options.ways_out['unexpected']}"
         )
     fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in stored)
@@ -220,11 +234,13 @@ def _names(targets: list[ModelTensor]) -> list[str]:
     return [entry.name for target in targets for entry in target.registrations]
 
 
-def _renaming(unexpected: list[str], unfilled: list[str]) -> str:
-    """The rename= that places most of the keys, where a prefix is all that is wrong."""
-    change = wrong_prefix(unexpected, unfilled)
-    if change is None:
-        return ""
-    old, new, count = change
-    rename = {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
-    return f"\n  {count} of them fit with rename={rename!r}"
+def _renaming(unexpected: Shapes, unfilled: Shapes) -> str:
+    """The rename= that places most of the keys, where a prefix is all that is wrong; where several
+    do, as of a teacher and a student, all of them.
+    """
+    changes = wrong_prefix(unexpected, unfilled)
+    renames = [
+        f"rename={ {old.removesuffix('.'): new.removesuffix('.')} if old else [('^', new)]!r}"
+        for old, new, _ in changes
+    ]
+    return f"\n  {changes[0][2]} of them fit with {', or with '.join(renames)}" if changes else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -266,22 +265,35 @@ def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
     return list(ordered[max(0, position - NEIGHBOURS) : position + NEIGHBOURS])
 
 
-def wrong_prefix(keys: Sequence[str], names: Iterable[str]) -> tuple[str, str, int] | None:
-    """A change of prefix that places most of the unused keys: the keys' prefix, the names' in its
-    place, and how many keys it places; None where no change places at least half of them.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
+    """Changes of prefix that place most of the unused keys: the keys' prefix, the names' in its
+    place, and how many keys it places. Several are alternatives; none where no change places at
+    least half of the keys and most of the names below its prefix, each with its own shape.
     """
     prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
     for name in names:
         for before, end in _cuts(name):
             prefixes[end] = None if end in prefixes else before
-    counts: Counter[tuple[str, str]] = Counter()
+    placed: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for key in keys:
-        pairs = ((before, prefixes[end]) for before, end in _cuts(key) if end in prefixes)
-        old, new = next(pairs, ("", None))  # the longest end
+        pairs = ((before, end) for before, end in _cuts(key) if end in prefixes)
+        old, end = next(pairs, ("", ""))  # the longest end
+        new = prefixes.get(end)
         if new is not None and old != new:
-            counts[old, new] += 1
-    (pair, count), *_ = counts.most_common(1) or [(("", ""), 0)]
-    return (*pair, count) if count >= max(2, len(keys) // 2) else None
+            placed.setdefault((old, new), []).append((key, new + end))
+    counts: dict[tuple[str, str], int] = {}
+    for (old, new), pairs in placed.items():
+        if len(pairs) < max(2, len(keys) // 2):
+            continue
+        below = sum(name.startswith(new) for name in names)
+        if 2 * len(pairs) > below and all(keys[key] == names[name] for key, name in pairs):
+            counts[old, new] = len(pairs)
+    most = max(counts.values(), default=0)
+    best = [pair for pair, count in counts.items() if count == most]
+    return [(old, new, most) for old, new in best if new == best[0][1]]
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:

@@ -60,6 +60,10 @@ KINDS = (
         rb"\x89HDF\r\n",
         "is an HDF5 file (Keras, h5py): read it with its library, and give a dict of tensors",
     ),
+    _kind(
+        rb'\s*\{.{0,4000}"weight_map"',
+        "is the index of a folder of shards, and not the weights: give the folder",
+    ),
     _kind(rb"\x1f\x8b", f"is a gzip archive: {UNPACK}"),
     _kind(rb"BZh\d", f"is a bzip2 archive: {UNPACK}"),
     _kind(rb"\xfd7zXZ\0", f"is an xz archive: {UNPACK}"),

@@ -18,7 +18,8 @@ ADAPTERS = ("adapter_model", "adapter")
 MODELS = ("model", "diffusion_pytorch_model", "pytorch_model")
 STEMS = (*MODELS, *ADAPTERS)
 SUBFOLDERS, SHOWN = 50, 3  # that are looked into, and named
-SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.[a-z]+$")
+# The ending may name a variant, as `.fp16.safetensors`.
+SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<ending>(\.\w+)?\.[a-z]+)$")
 MAX_INDEX_BYTES = 1 << 30
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -164,7 +165,7 @@ def _sets_of(names: list[str], ending: str) -> list[_Set]:
         if match is None:
             sets[name] = _Set(name.removesuffix(ending), name, name)
         elif match["stem"] not in indexed:
-            label = f"{match['stem']}-*-of-{match['count']}{ending}"
+            label = f"{match['stem']}-*-of-{match['count']}{match['ending']}"
             sets.setdefault(label, _Set(match["stem"], name, label))
     return [*sets.values()]
 
@@ -181,9 +182,15 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
     match = SHARD.match(name)
     if match is None:
         return [name]
-    count, ending = int(match["count"]), name.rsplit(".", 1)[-1]
-    width, total = len(match["number"]), match["count"]
-    shards = [f"{match['stem']}-{n:0{width}d}-of-{total}.{ending}" for n in range(1, count + 1)]
+    count, width = int(match["count"]), len(match["number"])
+    # Most writers count from 1, and some from 0.
+    first = (
+        0 if f"{match['stem']}-{0:0{width}d}-of-{match['count']}{match['ending']}" in names else 1
+    )
+    shards = [
+        f"{match['stem']}-{number:0{width}d}-of-{match['count']}{match['ending']}"
+        for number in range(first, first + count)
+    ]
     missing = [shard for shard in shards if shard not in names]
     if missing:
         raise LoadError(

@@ -46,9 +46,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
     if isinstance(tree, TensorRef):
         return FoundTable({"": tree}, [])
     if not isinstance(tree, dict):
-        raise LoadError(
-            f"{path}: holds a {type(tree).__name__}, not a dict of weights: {SAVE_STATE.format('')}"
-        )
+        raise LoadError(f"{path}: holds {_what_is(tree)}")
     entries = cast("dict[Any, Any]", tree)
     direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
     _check_whole(entries, path)
@@ -90,6 +88,24 @@ def find_table(tree: Any, path: str) -> FoundTable:
         f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
         "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
+
+
+def _what_is(tree: Any) -> str:
+    """What a file holds that is no dict, and the way out, in words."""
+    what = f"a {type(tree).__name__}, not a dict of weights"
+    if isinstance(tree, list | tuple):
+        items: Any = tree
+        inner = (n for n, item in enumerate(items) if isinstance(item, dict) and refs_of(item))
+        number = next(inner, None)
+        if number is None:
+            return f"{what}: save the dict of weights with torch.save, and give that"
+        return (
+            f"{what}: save torch.load(path, weights_only=True)[{number}] with torch.save, and give "
+            "that"
+        )
+    if tree is None or isinstance(tree, str | int | float | bytes):
+        return f"{what}, and no tensors: give the file that has the weights"
+    return f"{what}: {SAVE_STATE.format('')}"
 
 
 def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:

@@ -140,6 +140,10 @@ INERT_MODULES = (
     "builtins.float",
     "builtins.str",
     "builtins.bool",
+    "builtins.tuple",
+    "builtins.object",
+    "builtins.Ellipsis",
+    "builtins.NotImplemented",
     "torch.serialization._get_layout",
     "torch.torch_version.TorchVersion",
     "torch.Generator",
@@ -224,13 +228,16 @@ TABLE: dict[str, Any] = {
 }
 
 
+# Protocol 2, as torch.save writes it, spells these types by their names of Python 2.
+PYTHON_2 = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}
+OF_PICKLE = "torch.storage._load_from_bytes"  # by which a storage is pickled without torch.save
 SAVE_STATE = (
     "where its code is installed, and if you trust the file, save "
     "torch.load(path, weights_only=False){}.state_dict() with torch.save, and give that"
 )
 
 
-class _UnknownName(UnsafeFile):
+class UnknownName(UnsafeFile):
     """A pickle names a global that is not known.
 
     Attributes:
@@ -296,6 +303,12 @@ class TensorUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         module_name = "builtins" if module_name == "__builtin__" else module_name  # of Python 2
         name = f"{module_name}.{global_name}"
+        name = PYTHON_2.get(name, name)
+        if name == OF_PICKLE:
+            raise UnsafeFile(
+                f"{self.path}: was written by pickle.dump, and not by torch.save: if you trust the "
+                "file, read it with pickle.load, write that with torch.save, and give the new file"
+            )
         if name in self.table:
             return self.table[name]
         value = getattr(torch, global_name, None) if module_name == "torch" else None
@@ -305,7 +318,7 @@ class TensorUnpickler(pickle.Unpickler):
             return type(global_name.rsplit(".", 1)[-1], (Record,), {})
         if name.startswith(INERT_MODULES) or name in _trusted_by_user():
             return type(global_name.rsplit(".", 1)[-1], (Inert,), {})
-        raise _UnknownName(name, refusal([name], self.path))
+        raise UnknownName(name, refusal([name], self.path))
 
     def is_known(self, name: str) -> bool:
         """Whether a global is in the table, or plain data that is kept as an empty object."""
@@ -387,10 +400,50 @@ def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any
     unpickler = TensorUnpickler(io.BytesIO(data), path, extra)
     try:
         return unpickler.tree()
-    except _UnknownName as error:
-        names = [name for name in _globals_in(data) if not unpickler.is_known(name)]
-        is_module = bool(names) and b"_modules" in data and b"_parameters" in data
-        raise UnsafeFile(refusal(names or [error.name], path, is_module=is_module)) from error
+    except UnknownName as error:
+        raise explained(error, data, unpickler) from error
+
+
+def explained(error: UnknownName, data: bytes, unpickler: TensorUnpickler) -> UnsafeFile:
+    """The refusal of a pickle with all names that it has, and where its tensors are.
+
+    Args:
+        error: of the first name.
+        data: begins with the pickle.
+        unpickler: that raised it.
+    """
+    path = unpickler.path
+    names = [name for name in _globals_in(data) if not unpickler.is_known(name)] or [error.name]
+    with contextlib.suppress(Exception):  # it is damaged otherwise as well
+        tree = _Lenient(io.BytesIO(data), path).load()
+        tables = [key for key, value in tree.items() if _has_tensors(value)]
+        if tables:
+            return UnsafeFile(
+                f"{path}: has tensors in [{tables[0]!r}], and beside them what could run code: its "
+                f"pickle names {', '.join(first_few(names, 10))}; nothing was run. Where their "
+                "code is installed, and if you trust the file, save torch.load(path, "
+                f"weights_only=False)[{tables[0]!r}] with torch.save, and give that"
+            )
+    is_module = b"_modules" in data and b"_parameters" in data
+    return UnsafeFile(refusal(names, path, is_module=is_module))
+
+
+class _Lenient(TensorUnpickler):
+    """Takes every unknown name for an object that is not needed, to say where the tensors are."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        try:
+            return super().find_class(module_name, global_name)
+        except UnsafeFile:
+            return Inert
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        return Inert if pid[0] == "module" else super().persistent_load(pid)
+
+
+def _has_tensors(value: Any) -> bool:
+    table = cast("dict[Any, Any]", value) if isinstance(value, dict) else {}
+    return any(isinstance(inner, TensorRef) for inner in table.values())
 
 
 def _globals_in(data: bytes) -> list[str]:

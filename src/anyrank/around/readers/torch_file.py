@@ -21,6 +21,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
+MAX_SHOWN_BYTES = 16 << 20  # of a pickle that is refused
 
 
 class RangeIO(io.RawIOBase):
@@ -234,7 +235,12 @@ def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, i
     if isinstance(system, dict) and not system.get("little_endian", True):
         raise UnsafeFile(f"{path}: written on a big-endian machine")
     finder = _ElementSizes(stream, path)
-    tree = finder.tree()
+    start = stream.tell()
+    try:
+        tree = finder.tree()
+    except pickles.UnknownName as error:
+        data = read_range(file, start, min(size - start, MAX_SHOWN_BYTES))
+        raise pickles.explained(error, data, finder) from error
     keys = pickles.load(stream, path)
     position = stream.tell()
     places: dict[str, tuple[int, int]] = {}
