@@ -21,6 +21,8 @@ from transformers import (
     BertModel,
     CLIPTextConfig,
     CLIPTextModel,
+    GPT2Config,
+    GPT2Model,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     conversion_mapping,
@@ -124,6 +126,7 @@ def test_keys_that_transformers_ignores_are_of_no_use(wrap: Any) -> None:
     old = {
         CLIPTextModel(CLIPTextConfig(**small, num_hidden_layers=1)): "old.position_ids",
         GPTNeoXForCausalLM(GPTNeoXConfig(**small, num_hidden_layers=1)): "old.attention.bias",
+        GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2)): "h.0.attn.masked_bias",
     }
     for inner, key in old.items():
         model = wrap(inner)

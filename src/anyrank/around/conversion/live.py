@@ -200,7 +200,7 @@ def _skipped(model: nn.Module, differ: list[str], extras: Collection[str]) -> li
     return [
         *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
         *(
-            f"{key}: extra state of a module, which is no plain tensor"
+            f"{key}: extra state of a module, which is not a tensor"
             for key in extra_states(model)
             if key not in extras
         ),

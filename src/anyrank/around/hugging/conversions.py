@@ -148,6 +148,8 @@ def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
         if kind is None or not isinstance(owner.module, kind):
             continue
         patterns = [*(getattr(owner.module, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        # Files of GPT-2 before transformers 4.30 have it beside attn.bias, which is ignored.
+        patterns += [r"attn\.masked_bias"] if "attn.bias" in patterns else []
         # Older files hold these buffers, also where other modules had them.
         patterns += [rf"(^|\.){buffer}$" for buffer in OLD_BUFFERS if _has_buffer(owner, buffer)]
         if patterns:
