@@ -131,6 +131,6 @@ def begin_rates(
 
 def _rates_in(options: Options, filled: Options) -> Options:
     """Of a group's options those that schedules drive."""
-    is_cycle = any(f"{end}_momentum" in row for row in (options, filled) for end in ("base", "max"))
+    is_cycle = not {"base_momentum", "max_momentum"}.isdisjoint({*options, *filled})
     keys = (*RATES, *MOMENTA) if is_cycle else RATES
     return {key: options[key] for key in keys if key in options}
