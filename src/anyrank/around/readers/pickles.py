@@ -249,13 +249,16 @@ class UnknownName(UnsafeFile):
         self.name = name
 
 
-def refusal(names: Sequence[str], path: str, *, is_module: bool = False) -> str:
+def refusal(
+    names: Sequence[str], path: str, *, is_module: bool = False, table: object = None
+) -> str:
     """Why a pickle with globals that are not known is not read, in words.
 
     Args:
         names: of the globals.
         path: of the file.
         is_module: whether it is of a whole module, whose class is the first name.
+        table: the key of a table of tensors in it, if there is one.
     """
     shown = ", ".join(first_few(list(names), 10))
     if is_module:
@@ -264,9 +267,10 @@ def refusal(names: Sequence[str], path: str, *, is_module: bool = False) -> str:
             f"pickle names {shown}, which could run code; nothing was run: "
             f"{SAVE_STATE.format('')} (or [key].state_dict() of the module in a dict)"
         )
+    where = "" if table is None else f", torch.load(path, weights_only=False)[{table!r}],"
     return (
         f"{path}: its pickle names {shown}, which could run code; nothing was run. "
-        "If you trust the file, re-save its tensors as safetensors, or allow the name with "
+        f"If you trust the file, re-save its tensors{where} as safetensors, or allow the name with "
         "torch.serialization.add_safe_globals"
     )
 
@@ -418,12 +422,7 @@ def explained(error: UnknownName, data: bytes, unpickler: TensorUnpickler) -> Un
         tree = _Lenient(io.BytesIO(data), path).load()
         tables = [key for key, value in tree.items() if _has_tensors(value)]
         if tables:
-            return UnsafeFile(
-                f"{path}: has tensors in [{tables[0]!r}], and beside them what could run code: its "
-                f"pickle names {', '.join(first_few(names, 10))}; nothing was run. Where their "
-                "code is installed, and if you trust the file, save torch.load(path, "
-                f"weights_only=False)[{tables[0]!r}] with torch.save, and give that"
-            )
+            return UnsafeFile(refusal(names, path, table=tables[0]))
     is_module = b"_modules" in data and b"_parameters" in data
     return UnsafeFile(refusal(names, path, is_module=is_module))
 
