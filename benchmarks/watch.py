@@ -1,7 +1,7 @@
 """Twelve hangs on three ranks: does `anyrank.watch` name rank and line, and what does it cost?
 
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
-    python benchmarks/watch.py --parts uneven --minutes 20 --after 6
+    python benchmarks/watch.py --parts uneven --minutes 62 --after 6
     python benchmarks/watch.py --quick            # two hangs and costs, nothing is written
     python benchmarks/watch.py --parts hangs --device cuda  # over NCCL, on one GPU or on several
     python benchmarks/watch.py --parts hangs --device sim   # on the device that the tests simulate
