@@ -95,11 +95,14 @@ SEAM = {
     "state.digests": "check_memory digests_of",
     "state.optimizer": "Names UNKNOWN match_optimizer",
     "state.part_types": "PartMatch PartSource PartState listed misfits",
-    "state.plain_values": "as_json plain",
+    "state.plain_values": "as_json",
     "state.resume_report": "Outcome ResumeReport SavedOn",
-    "state.script_settings": "FUNCTIONS ScriptSettings Settings is_schedule optimizer_of",
+    "state.script_settings": """
+        FUNCTIONS NOT_SETTINGS ScriptSettings Settings is_schedule optimizer_of
+    """,
     "state.stateful": """
-        BY_GROUP attribute_tensors has_own_methods match_stateful save_stateful tensors_now
+        BY_GROUP attribute_tensors has_own_methods in_groups match_stateful save_stateful
+        tensors_now
     """,
     "state.train_state": "TrainState names_of",
     "steps.agreed_batches": "Fetcher",
@@ -132,7 +135,7 @@ SEAM = {
     """,
     "world.arguments": "compare_arguments",
     "world.connections": "Connections GLOO_SEC",
-    "world.device": "boot_id name_device rank_device",
+    "world.device": "boot_id name_device",
     "world.group": "Group check_group default_store lacks_group name_ranks",
     "world.pinned": "page_locked",
     "world.ranks": "Interrupted Ranks open_ranks",
