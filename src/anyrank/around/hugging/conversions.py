@@ -266,7 +266,8 @@ class _Converter:
             part_counts = {pattern: len(parts) for pattern, parts in collected.items()}
             raise LoadError(
                 f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
-                f"{part_counts}"
+                f"{part_counts}: look which key or file of it is missing, or leave all of these "
+                "keys out by rename={key: ''}, and give missing='keep' or 'init'"
             )
         values: dict[str, Any] = dict(collected)
         for operation in converter.operations:
