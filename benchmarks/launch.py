@@ -17,7 +17,6 @@ import inspect
 import math
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -149,7 +148,9 @@ class Launcher:
         ends: list[End] = []
         processes: list[Any] = []
         try:
-            port = _free_port()
+            from anyrank.testing.pool import find_port  # its imports take a while
+
+            port = find_port()
             for rank in range(size):
                 ours, theirs = self.context.Pipe()
                 given = (theirs, self.preload, self.kind, rank, size, port, job, args)
@@ -198,12 +199,6 @@ def torchrun(size: int) -> list[str]:
     """The beginning of a command that starts so many ranks as a user does; with ENVIRON."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*line, f"--nproc-per-node={size}"]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _rank(

@@ -5,11 +5,9 @@ They run on forks of the pool's ranks, and under torchrun where its signals end 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +19,8 @@ from tests.hangs import ASYNCHRONOUS, HANGS, MESSAGES, PRELUDE, Hang, within_a_r
 from tests.scripts import TORCHRUN as TORCHELASTIC
 from tests.scripts import exit_code, fork, our_frames
 
-from anyrank.testing import run_ranks
+from anyrank.testing import RankPool
+from anyrank.testing.pool import find_port
 from anyrank.watching.launched import run_program
 from anyrank.watching.system import descendants
 
@@ -118,13 +117,12 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list
     folders = {name: tmp_path_factory.mktemp("hang") for name in TOGETHER}
     for name, folder in folders.items():
         (folder / "train.py").write_text(TOGETHER[name].script)
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in folders]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        ports = [probe.getsockname()[1] for probe in probes]
+    ports: set[int] = set()
+    while len(ports) < len(folders):
+        ports.add(find_port())
     jobs = dict(zip(map(str, folders.values()), ports, strict=True))
-    codes = run_ranks(3, job_hangs, jobs, init=False, env=TORCHELASTIC, timeout=LIMIT_SEC)
+    with RankPool() as pool:  # of ranks that have run no backward, which forks cannot take over
+        codes = pool.run(3, job_hangs, jobs, init=False, env=TORCHELASTIC, timeout=LIMIT_SEC)
     return {name: (folders[name], [*ended]) for name, *ended in zip(folders, *codes, strict=True)}
 
 

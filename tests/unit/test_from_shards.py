@@ -387,6 +387,19 @@ def test_buckets_give_microbatches_of_one_bucket() -> None:
         assert seen + run(resumed) == expected
 
 
+def test_a_key_may_draw_its_bucket() -> None:
+    def bucket(_: Any) -> int:
+        return random.randrange(3)
+
+    expected = run(make(transform=anyrank.Buckets(bucket, patience=20)))
+    for stop in range(1, expected[-1][0], 2):
+        loader = make(transform=anyrank.Buckets(bucket, patience=20))
+        seen = run(loader, stop)
+        resumed = make(transform=anyrank.Buckets(bucket, patience=20))
+        resumed.load_state_dict(loader.state_dict())
+        assert seen + run(resumed) == expected
+
+
 def test_there_may_be_many_buckets() -> None:
     """Each of which waits: what a lane knows of them is no part of its state."""
     options: dict[str, Any] = {

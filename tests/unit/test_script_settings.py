@@ -725,21 +725,30 @@ def test_a_decay_that_no_state_holds_is_the_scripts_and_named(make: Any, tmp_pat
 
 
 def unfrozen(
-    folder: Path, make: Schedule, until: int, *, settings: Any = "saved", joins: bool = True
+    folder: Path,
+    make: Schedule,
+    until: int,
+    *,
+    settings: Any = "saved",
+    joins: bool = True,
+    is_first: bool = False,
 ) -> tuple[anyrank.ResumeReport | None, list[list[float]]]:
-    """A run whose second layer joins as a group of its own, and the rates of its groups."""
+    """A run whose second layer joins as a group of its own, the last or the first one, and the
+    rates of its groups, in the order of the layers.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     groups = [{"params": [*layer.parameters()]} for layer in model]
     groups[1]["lr"] = 0.01  # pyright: ignore[reportArgumentType]
-    optimizer = torch.optim.SGD(groups[: 1 + joins], lr=0.1)
+    order = -1 if is_first else 1
+    optimizer = torch.optim.SGD(groups[: 1 + joins][::order], lr=0.1)
     schedule = make(optimizer)
     state = anyrank.TrainState(model, optimizer, scheduler=schedule)
     rates: list[list[float]] = []
     with anyrank.Checkpoints(folder, state) as ckpts:
         report = ckpts.resume(settings=settings, fresh=["1.*"] if joins else [])
         while state.step < until:
-            rates.append([group["lr"] for group in optimizer.param_groups])
+            rates.append([group["lr"] for group in optimizer.param_groups][::order])
             optimizer.step()
             schedule.step()
             ckpts.step_done()
@@ -756,18 +765,51 @@ def test_a_new_groups_function_is_no_difference(settings: Any, tmp_path: Path) -
     assert [note for note in notes_of(report) if "lr_lambdas" in note] == []
 
 
+@pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("name", ["cosine", "gamma", "cycle", "sequence"])
-def test_a_new_group_is_where_its_schedule_is_or_is_named(name: str, tmp_path: Path) -> None:
+def test_a_new_group_is_where_its_schedule_is_or_is_named(
+    name: str, is_first: bool, tmp_path: Path
+) -> None:
     make = CASES[name][3](CASES[name][2])
-    _, whole = unfrozen(tmp_path / "whole", make, 8)
+    number = 0 if is_first else 1
+    _, whole = unfrozen(tmp_path / "whole", make, 8, is_first=is_first)
     unfrozen(tmp_path / "run", make, 4, joins=False)
     unfrozen(tmp_path / "other", make, 4, joins=False)
-    report, _ = unfrozen(tmp_path / "other", make, 5)
-    said = "optimizer group 1: new, so its rate begins as at the first step of scheduler"
+    report, _ = unfrozen(tmp_path / "other", make, 5, is_first=is_first)
+    said = f"optimizer group {number}: new, so its rate begins as at the first step of scheduler"
     assert any(said in note for note in notes_of(report))
-    report, rates = unfrozen(tmp_path / "run", make, 8, settings="script")
+    report, rates = unfrozen(tmp_path / "run", make, 8, settings="script", is_first=is_first)
     assert rates == [pytest.approx(row, rel=1e-12) for row in whole[4:]]
-    assert not any("group 1" in note for note in notes_of(report))
+    assert not any(f"group {number}" in note for note in notes_of(report))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", ["cosine", "function", "cycle", "plateau"])
+def test_a_schedule_goes_on_with_another_optimizer_of_as_many_groups(
+    name: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    def run(size: int, until: int, **options: Any) -> list[float]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        params = [*model.parameters()]
+        rows = [{"params": params}] if size == 1 else [{"params": [*m.parameters()]} for m in model]
+        optimizer = torch.optim.SGD(rows, lr=0.1)
+        schedule = PLATEAU(optimizer) if name == "plateau" else MANY[name](optimizer)
+        state = anyrank.TrainState(model, optimizer, scheduler=schedule)
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+            ckpts.resume(**options)
+            begins = [group["lr"] for group in optimizer.param_groups]
+            while state.step < until:
+                optimizer.step()
+                schedule.step(*([1.0] if name == "plateau" else []))
+                ckpts.step_done()
+        return begins
+
+    before, now = sizes
+    fresh = run(before, 0)
+    run(before, 3)
+    with pytest.raises(anyrank.CheckpointError, match=rf"has {before} groups and this one {now}"):
+        run(now, 4, skip=["optimizer"])
+    assert {*run(now, 4, skip=["optimizer", "scheduler"])} == {*fresh}
 
 
 @pytest.mark.parametrize("name", [None, "cosine", "function", "chain"])

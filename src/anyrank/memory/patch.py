@@ -54,7 +54,8 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner: Any = self.inner
         if self.is_of_class:
-            inner = type(inner.__self__).forward.__get__(inner.__self__)
+            # Not by __get__, which the Dynamo of torch 2.11 cannot follow.
+            inner = types.MethodType(type(inner.__self__).forward, inner.__self__)
         return self.run_with(self.name, inner, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:

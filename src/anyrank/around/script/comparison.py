@@ -99,12 +99,33 @@ class Comparison:
                 ]
 
     def problems(self) -> list[str]:
-        """What cannot be used: options whose state an optimizer makes in its first step."""
-        return [
+        """What cannot be used: options whose state an optimizer makes in its first step, and rates
+        of a schedule whose optimizer has other groups, and is not restored.
+        """
+        options = [
             f"{change.part} {change.key}: {change.value} here, {change.saved} in the saved run, "
             f"whose state has nothing for it: leave it as it was, or skip=[{change.part!r}]"
             for change in self._changes
             if self._used == "script" and self._cannot_take(change)
+        ]
+        optimizers = all_driven(self._script, self._matched, self._new_groups)
+        return options + [
+            problem for driven in optimizers for problem in self._group_problems(driven)
+        ]
+
+    def _group_problems(self, driven: Driven) -> list[str]:
+        """Of an optimizer that is not restored: its schedules, which know the rates of the saved
+        run's groups, and not which of its own these are.
+        """
+        before, now = self._saved.get(driven.owner or ""), len(driven.optimizer.param_groups)
+        if driven.is_restored or not isinstance(before, list):
+            return []
+        count = len(cast("list[Any]", before))
+        return [
+            f"{part}: the saved run's optimizer has {count} groups and this one {now}, so it is "
+            f"not known which rate each has: skip={[driven.owner, part]!r} begins with the script's"
+            for part, schedule in driven.restored.items()
+            if count != now and (self._used == "saved" or not is_replayed(schedule))
         ]
 
     def _cannot_take(self, change: Change) -> bool:

@@ -84,7 +84,7 @@ def take_groups(
     schedules = {part: thing for part, thing in driven.restored.items() if is_replayed(thing)}
     names = [owner, *schedules]
     initial = {part: script.initial[part] for part in names}
-    if not any(driven.new_groups) and not any(_differ(initial[p], kept.get(p)) for p in names):
+    if not driven.new_groups and not any(_differ(initial[p], kept.get(p)) for p in names):
         return [], ""
     filled = options_of(optimizer)
     states = {part: copy.deepcopy(thing.state_dict()) for part, thing in schedules.items()}

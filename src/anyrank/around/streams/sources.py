@@ -154,8 +154,13 @@ class Stream(OwnOrder):
         return [block[number - row] for number in self.numbers(epoch, shard, row, len(block))]
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random streams for what a transform may draw; Pack and Buckets draw nothing."""
-        if type(transform) not in (Pack, Buckets):
+        """Set the random streams for what a transform may draw: all but Pack, and Buckets whose
+        key is no function.
+        """
+        is_still = type(transform) is Pack or (
+            type(transform) is Buckets and not callable(transform.key)
+        )
+        if not is_still:
             reseed(derive(self.seed, *numbers, "transform"))
 
     def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:

@@ -248,7 +248,7 @@ class Buckets(_Numbered):
 
     Args:
         key: row -> its bucket, anything that can be a key of a dict: an aspect ratio, a length
-            class; or the key of it in a row. It must depend on the row alone.
+            class; or the key of it in a row. It depends on the row alone, and may draw.
         patience: rows of the lane for which the first row of a bucket waits, at least 1.
 
     Raises:
