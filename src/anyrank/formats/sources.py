@@ -1,7 +1,8 @@
 """Which format a source is in.
 
 A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS where
-it is read.
+it is read; another tool's run one of FOLDERS here, and of RUNS in `around/foreign/read.py`. Formats
+of files are in `weight_files.py`.
 """
 
 from __future__ import annotations

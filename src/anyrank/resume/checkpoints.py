@@ -1,4 +1,4 @@
-"""`anyrank.Checkpoints`: a run's loop, its saves (by `saving`) and resumes (by `restore`)."""
+"""`anyrank.Checkpoints`: a run's loop, its saves (by `saving`) and resumes (by `resume`)."""
 
 from __future__ import annotations
 

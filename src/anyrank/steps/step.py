@@ -26,7 +26,8 @@ What happens between two steps of the optimizer, in this order:
 8. The user clips, and steps the optimizer.
 9. The step counts: `Position.commit`, when the next one is asked for or `commit` is called.
    In a run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells
-   them of signals; the step counts; replicas are compared; and what is due is saved.
+   them of signals; the step counts; replicas are compared; listeners hear of it; and what is due
+   is saved.
 
 So the ranks of a run agree once a step, just before it counts (9); once more as it begins, where
 the loader has no workers (2); once for each batch of a rank after its second (2); once in 6, unless

@@ -1,4 +1,4 @@
-"""`ElasticLoader.from_shards`: data that is read from the start of a shard on.
+"""`ElasticLoader.from_shards(lengths=)`: data that is read from the start of a shard on.
 
 The shards of an epoch, concatenated in the epoch's order, are divided into K lanes of equal length,
 one for each microbatch of a step. A step takes the next samples of every lane, so the worker of
