@@ -137,6 +137,25 @@ def job_of_a_watch(where: str, wrapper: str) -> list[tuple[int, str]]:
     return warnings.said
 
 
+def job_drops_a_run(path: str) -> tuple[bool, bool]:
+    """Whether a run's pace is measured, and whether it still is when the run was dropped."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = anyrank.ElasticLoader(Rows("even"), global_batch=6, microbatch=2)
+    ckpts = anyrank.Checkpoints(path, anyrank.TrainState(model, optimizer, data=loader))
+    for step in loader:
+        for batch in step.microbatches(model):
+            step.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpts.step_done()
+        if step.number == 2:
+            break
+    was_measured = Pace.running is not None
+    del ckpts
+    return was_measured, Pace.running is not None
+
+
 def check(every: list[list[tuple[int, str]]], where: str) -> None:
     assert every[1:] == [[], []]
     if where == "even":
@@ -194,3 +213,7 @@ def test_a_model_that_is_timed_is_copied_and_saved_without_it() -> None:
         torch.save(model, io.BytesIO())
     assert not model._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
     assert copied(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_a_run_that_is_dropped_is_measured_no_more(tmp_path: Path) -> None:
+    assert run_ranks(2, job_drops_a_run, str(tmp_path / "run")) == [(True, False)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,3 +57,5 @@ class PaceListener(RunListener):
             if Pace.running is not None:  # that of a watch: one at a time
                 Pace.running.close()
             self._pace = Pace(model, [innermost(o) for o in self._state.parts.optimizers()])
+            # Of a run that is dropped and not closed: a watch has none beside it.
+            weakref.finalize(self, self._pace.close).atexit = False
