@@ -235,7 +235,7 @@ class Data(Dataset):
         return 10000
     def __getitem__(self, index):
         time.sleep(0.02)
-        if rank == 1 and index == 960:  # after 10 s, so that a busy watch has seen it too
+        if rank == 1 and index == 1920:  # after 20 s, so that a busy watch has seen it too
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(4)
 
