@@ -17,6 +17,7 @@ import inspect
 import math
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -148,9 +149,7 @@ class Launcher:
         ends: list[End] = []
         processes: list[Any] = []
         try:
-            from anyrank.testing.pool import find_port  # its imports take a while
-
-            port = find_port()
+            port = _free_port()
             for rank in range(size):
                 ours, theirs = self.context.Pipe()
                 given = (theirs, self.preload, self.kind, rank, size, port, job, args)
@@ -199,6 +198,13 @@ def torchrun(size: int) -> list[str]:
     """The beginning of a command that starts so many ranks as a user does; with ENVIRON."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*line, f"--nproc-per-node={size}"]
+
+
+def _free_port() -> int:
+    # Not the pool's: the sources may be those of an older commit, which lack it.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def _rank(
