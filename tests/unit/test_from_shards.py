@@ -373,26 +373,19 @@ def test_pack_gives_every_token_once() -> None:
 
 
 def test_buckets_give_microbatches_of_one_bucket() -> None:
-    def bucket(row: Any) -> int:
-        return row[1] % 4
+    seen = run(make(transform=anyrank.Buckets(lambda row: row[1] % 4, patience=20)))
+    assert rows_of(seen) == ALL
+    assert all(len({row[1] % 4 for row in batch[:-1]}) == 1 for _, batch, _ in seen)
 
+
+@pytest.mark.parametrize(
+    "bucket",
+    [lambda row: row[1] % 4, lambda _: random.randrange(3)],
+    ids=["of the row", "drawn"],
+)
+def test_buckets_are_the_same_after_a_resume(bucket: Any) -> None:
     expected = run(make(transform=anyrank.Buckets(bucket, patience=20)))
-    assert rows_of(expected) == ALL
-    assert all(len({row[1] % 4 for row in batch[:-1]}) == 1 for _, batch, _ in expected)
     for stop in range(1, expected[-1][0], 3):
-        loader = make(transform=anyrank.Buckets(bucket, patience=20))
-        seen = run(loader, stop)
-        resumed = make(transform=anyrank.Buckets(bucket, patience=20))
-        resumed.load_state_dict(loader.state_dict())
-        assert seen + run(resumed) == expected
-
-
-def test_a_key_may_draw_its_bucket() -> None:
-    def bucket(_: Any) -> int:
-        return random.randrange(3)
-
-    expected = run(make(transform=anyrank.Buckets(bucket, patience=20)))
-    for stop in range(1, expected[-1][0], 2):
         loader = make(transform=anyrank.Buckets(bucket, patience=20))
         seen = run(loader, stop)
         resumed = make(transform=anyrank.Buckets(bucket, patience=20))
