@@ -423,3 +423,19 @@ def test_shards_without_an_index_are_one_set(first: int, ending: str, tmp_path: 
     for number, (key, value) in enumerate(model.state_dict().items(), first):
         save_file({key: value}, tmp_path / f"model-0000{number}-of-00002{ending}.safetensors")
     assert anyrank.load(nn.Linear(2, 2), tmp_path).tensors == 2
+
+
+@pytest.mark.parametrize("kind", ["itself", "a list", "doubling"])
+def test_values_that_hold_one_another_without_end_are_refused(kind: str, tmp_path: Path) -> None:
+    held: Any = {"weight": torch.ones(2)}
+    if kind == "doubling":
+        for _ in range(100):
+            held = {"a": held, "b": held}
+    else:
+        held["again"] = held if kind == "itself" else [[held]]
+    path = tmp_path / "held.pt"
+    torch.save({"model": net().state_dict(), "other": held}, path)
+    refused(path, UnsafeFile, "hold one another")
+    for call in (anyrank.inspect, lambda p: anyrank.convert(p, tmp_path / "out.safetensors")):
+        with pytest.raises(UnsafeFile, match="hold one another"):
+            call(path)

@@ -35,7 +35,7 @@ BUDGETS = {
     "around/pace": 270,
     "around/peers": 400,
     "around/peft": 465,
-    "around/readers": 1780,
+    "around/readers": 1790,
     "around/remote": 190,
     "around/script": 915,
     "around/sharing": 1390,

@@ -132,13 +132,6 @@ def test_what_is_not_compared_is_named(tmp_path: Path) -> None:
     assert (bool(unread), [*unread.unreadable]) == (False, ["ema.x"])
 
 
-def test_a_value_that_is_nested_in_itself_is_no_endless_walk(tmp_path: Path) -> None:
-    knot: list[Any] = [torch.ones(2)]
-    knot.append(knot)
-    torch.save({"model": weights(1), "extra": knot}, tmp_path / "w.pt")
-    assert anyrank.diff(tmp_path / "w.pt", tmp_path / "w.pt").equal == 3
-
-
 def test_a_child_of_a_table_has_the_name_of_another_table(tmp_path: Path) -> None:
     state = {"scheduler.bias": torch.ones(2), "a": torch.ones(1)}
     for name, value in (("a.pt", 1.0), ("b.pt", 3.0)):

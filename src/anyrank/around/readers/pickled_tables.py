@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from anyrank.around.readers.memory import extra_of
 from anyrank.around.readers.pickles import SAVE_STATE, Bytesless, DTensorRef, Inert, TensorRef
-from anyrank.errors import LoadError
+from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import EXTRA_STATE
 from anyrank.tensors.names import NESTED, is_other_part
 from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"
+MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # of dicts and lists in one another, each met where it is
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,12 @@ def find_table(tree: Any, path: str) -> FoundTable:
 
     Raises:
         LoadError: there is none at all.
+        UnsafeFile: its values hold one another without end.
     """
     if isinstance(tree, TensorRef):
         return FoundTable({"": tree}, [])
+    if isinstance(tree, dict | list | tuple):
+        _check_nesting(tree, path)
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds {_what_is(tree)}")
     entries = cast("dict[Any, Any]", tree)
@@ -88,6 +92,22 @@ def find_table(tree: Any, path: str) -> FoundTable:
         f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
         "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
+
+
+def _check_nesting(tree: Any, path: str) -> None:
+    """Refuse values that hold themselves, or one another so often that a walk would not end."""
+    waiting: list[tuple[Any, int]] = [(tree, 0)]
+    met = 0
+    while waiting:
+        value, depth = waiting.pop()
+        met += 1
+        if depth > MAX_DEPTH or met > MAX_TABLES:
+            raise UnsafeFile(
+                f"{path}: its dicts and lists hold one another over {MAX_DEPTH} deep, or over "
+                f"{MAX_TABLES:,} times: save the dict of weights alone"
+            )
+        inner = value.values() if isinstance(value, dict) else value
+        waiting += [(part, depth + 1) for part in inner if isinstance(part, dict | list | tuple)]
 
 
 def _what_is(tree: Any) -> str:
@@ -142,17 +162,16 @@ def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorR
         else:
             is_chosen = key in content.tables
         if not is_chosen:
-            yield from _values(value, str(key), set())
+            yield from _values(value, str(key))
 
 
-def _values(value: Any, key: str, seen: set[int]) -> Iterator[tuple[str, TensorRef | Bytesless]]:
+def _values(value: Any, key: str) -> Iterator[tuple[str, TensorRef | Bytesless]]:
     if isinstance(value, TensorRef | Bytesless):
         yield key, value
-    elif isinstance(value, dict | list | tuple) and id(cast("Any", value)) not in seen:
-        seen.add(id(cast("Any", value)))  # a hostile file nests a value in itself
+    elif isinstance(value, dict | list | tuple):
         inner: Any = value
         for name, part in inner.items() if isinstance(value, dict) else enumerate(inner):
-            yield from _values(part, f"{key}.{name}", seen)
+            yield from _values(part, f"{key}.{name}")
 
 
 def _arrays_in(table: Mapping[Any, Any]) -> list[str]:
