@@ -5,8 +5,9 @@
     python benchmarks/beside.py --cases save call      # those that begin with these words
     python benchmarks/beside.py --quick                # once each, nothing is written
 
-Each side is a process of its own with its own `src`, that starts fresh ranks for every run; both
-run the jobs of this file, which use what is public, and in `call` the ranks' agreement. Seconds are
+Each side is a process of its own with its own `src`, that starts fresh ranks for every run; all
+run the jobs of this file, which use what is public, and in `call` the ranks' agreement. A third
+side is the commit once more: its time beside itself is what chance makes of a ratio. Seconds are
 those of the slowest rank, CPU seconds those of all ranks. Memory is that of one more run, as
 watching it takes time: the peaks of what the ranks add (`RssAnon`), from inputs that are there
 already.
@@ -277,9 +278,9 @@ def serve(source: str) -> None:
 
 @contextmanager
 def sides(commit: str) -> Iterator[dict[str, Side]]:
-    """The process of the working tree and that of a commit, with the files that are loaded."""
+    """The process of the working tree and two of a commit, with the files that are loaded."""
     with tempfile.TemporaryDirectory(prefix="anyrank-beside-") as top:
-        roots = {"new": HERE.parent, "old": Path(top, "old")}
+        roots = {"new": HERE.parent, "old": Path(top, "old"), "again": Path(top, "old")}
         roots["old"].mkdir()
         given = ["git", "-C", str(HERE.parent), "archive", commit, "src"]
         packed = subprocess.run(given, check=True, stdout=subprocess.PIPE).stdout
@@ -306,28 +307,22 @@ def write_files(folder: Path) -> None:
         save_file(small, folder / f"{number}.safetensors")
 
 
-# Ratios are of runs in the same repetition: new / old.
+# Ratios are of runs in the same repetition: new / old, and the commit's own `again` / old.
 COLUMNS = [
-    "case",
-    "new sec",
-    "old sec",
-    "ratio",
-    "least",
-    "most",
-    "CPU ratio",
-    "new MiB",
-    "old MiB",
+    *("case", "new sec", "old sec", "ratio", "least", "most", "CPU ratio"),
+    *("again", "again least", "again most", "again CPU", "new MiB", "old MiB"),
 ]
 
 
-def row_of(case: str, both: dict[str, Side], repeats: int) -> list[Any]:
-    """Both sides of a case, as `COLUMNS` has them."""
-    runs = Case(case, both, lambda name, _: both[name].run(case, False)).run(repeats, warm=1)
-    wall, cpu = (ratios(runs["new"], runs["old"], figure) for figure in ("seconds", "cpu"))
-    row: list[Any] = [case, *(round(median(runs[name], "seconds"), 4) for name in both)]
-    row += [round(value, 2) for value in (wall["median"], wall["least"], wall["most"])]
-    row += [round(cpu["median"], 2)]
-    return row + [round(side.run(case, True)["memory"] / MIB) for side in both.values()]
+def row_of(case: str, by_name: dict[str, Side], repeats: int) -> list[Any]:
+    """All sides of a case, as `COLUMNS` has them."""
+    runs = Case(case, by_name, lambda name, _: by_name[name].run(case, False)).run(repeats, warm=1)
+    row: list[Any] = [case, *(round(median(runs[name], "seconds"), 4) for name in ("new", "old"))]
+    for name in ("new", "again"):
+        wall, cpu = (ratios(runs[name], runs["old"], figure) for figure in ("seconds", "cpu"))
+        row += [round(wall[figure], 2) for figure in ("median", "least", "most")]
+        row += [round(cpu["median"], 2)]
+    return row + [round(by_name[name].run(case, True)["memory"] / MIB) for name in ("new", "old")]
 
 
 def measure(options: argparse.Namespace, _: Launcher) -> Run:
@@ -337,9 +332,9 @@ def measure(options: argparse.Namespace, _: Launcher) -> Run:
         return {}
     chosen = [case for case in CASES if case.startswith(tuple(options.cases))]
     rows: list[list[Any]] = []
-    with sides(options.commit) as both:
+    with sides(options.commit) as by_name:
         for case in chosen:
-            rows.append(row_of(case, both, options.repeats))
+            rows.append(row_of(case, by_name, options.repeats))
             tell("row", rows[-1])
     name = ["git", "-C", str(HERE), "rev-parse", "--short", options.commit]
     commit = subprocess.run(name, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -347,5 +342,5 @@ def measure(options: argparse.Namespace, _: Launcher) -> Run:
 
 
 if __name__ == "__main__":
-    options: dict[str, Any] = {"commit": "HEAD", "cases": [""], "repeats": 5, "serve": None}
+    options: dict[str, Any] = {"commit": "HEAD", "cases": [""], "repeats": 9, "serve": None}
     bench.main("beside", measure, {"repeats": 1}, ["cases", "serve"], **options)
