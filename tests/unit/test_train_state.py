@@ -683,13 +683,15 @@ def test_values_come_back_with_their_types() -> None:
         "keys": {1: "a", (2, 3): {"~odd": b"\x00\xff"}},
         "sets": [{1, 2}, frozenset({"x"})],
         "torch": [torch.float8_e4m3fn, torch.device("cpu"), torch.ones(2)],
-        "numpy": [np.float32(1.5), np.arange(3)],
+        "numpy": [np.int16(3), np.float32(0.1), np.complex64(1j), np.array(2.5), np.arange(3)],
     }
     text = json.dumps(to_json(value, "value", put))
     found = from_json(json.loads(text), lambda table: kept[table["~kept"]])
     assert torch.equal(found["torch"].pop(), value["torch"].pop())  # type: ignore[attr-defined]
     assert np.array_equal(found["numpy"].pop(), value["numpy"].pop())  # type: ignore[attr-defined]
     assert found == value
+    kinds = [int, np.float32, np.complex64, np.ndarray]
+    assert [type(number) for number in found["numpy"]] == kinds  # type: ignore[attr-defined]
     assert np.isnan(from_json(to_json(float("nan"), "x", put), dict))
 
 

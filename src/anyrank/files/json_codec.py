@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 import math
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
@@ -140,8 +141,11 @@ def _sequence(value: Any, where: str, put: Put, depth: int) -> Any:
 
 
 def _numpy(value: Any, where: str, put: Put) -> Any:
-    """Arrays as tensors; numpy's numbers as Python's."""
-    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
+    """Arrays as tensors; numpy's whole numbers as Python's."""
+    numpy = sys.modules["numpy"]
+    if isinstance(value, numpy.inexact):  # a sum of float32 is another one than a sum of floats
+        return {"~number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, numpy.generic):
         return to_json(value.item(), where, put)
     try:
         return {"~array": put(where, torch.from_numpy(value.copy()))}
@@ -179,6 +183,11 @@ def _from_json(value: Any, take: Take) -> Any:
         return kind([_from_json(item, take) for item in inner])
     if mark == "~array":
         return _from_json(inner, take).numpy()
+    if mark == "~number":
+        import numpy
+
+        dtype, text = inner
+        return numpy.frombuffer(base64.b64decode(text), dtype)[0]
     plain: dict[str, Callable[[str], Any]] = {
         "~float": float,
         "~dtype": lambda name: getattr(torch, name),
