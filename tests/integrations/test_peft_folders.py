@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import (
+    LoHaConfig,
     LoraConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -217,6 +219,51 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(anyrank.LoadError, match="stray"):
         peft.load(model, tmp_path)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "text"),
+    [
+        ({"lora_alpha": 4}, {}, "lora_alpha is 8, and was 4"),
+        ({"use_rslora": True}, {}, "use_rslora is False, and was True"),
+        ({"alpha_pattern": {"q_proj": 3}}, {}, "alpha_pattern is {}, and was {'q_proj': 3}"),
+        ({}, {"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}, and was {}"),
+    ],
+)
+def test_a_load_of_a_folder_compares_how_the_adapter_is_scaled(
+    tmp_path: Path, then: dict[str, Any], now: dict[str, Any], text: str
+) -> None:
+    adapted("lora", **then).save_pretrained(tmp_path)
+    model = adapted("lora", **now)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(anyrank.LoadError, match=re.escape(text)):
+        anyrank.load(model, tmp_path, missing="keep")
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    same = adapted("lora", **then, lora_dropout=0.5)  # which scales nothing that is saved
+    with torch.no_grad():
+        for name, parameter in same.named_parameters():
+            if "lora" in name:
+                parameter.zero_()
+    assert anyrank.load(same, tmp_path, missing="keep").tensors > 0
+    # By the file itself, for who means another scale.
+    assert anyrank.load(model, tmp_path / peft.WEIGHTS, missing="keep").tensors > 0
+
+
+def test_other_adapters_are_compared_by_their_own_setting_and_beside_their_base(
+    tmp_path: Path,
+) -> None:
+    def made(alpha: int) -> Any:
+        options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "alpha": alpha}
+        return get_peft_model(base(), LoHaConfig(**options))
+
+    made(4).save_pretrained(tmp_path / "adapter")
+    base().save_pretrained(tmp_path / "base")
+    folders = [tmp_path / "base", tmp_path / "adapter"]
+    with pytest.raises(anyrank.LoadError, match="alpha is 8, and was 4"):
+        anyrank.load(made(8), folders)
+    assert anyrank.load(made(4), folders).tensors > 2
+    # The base alone has no setting of an adapter.
+    anyrank.load(adapted("lora", lora_alpha=3), tmp_path / "base")
 
 
 def test_keys_that_begin_otherwise_are_shown_with_those_that_are_looked_for(tmp_path: Path) -> None:

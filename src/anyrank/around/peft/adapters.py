@@ -19,6 +19,7 @@ from anyrank.tensors.spec import StoredTensor
 
 BASE_FIRST = "load the base first, then make the adapter"
 KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values need no base
+SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings, of which no file tells
 
 
 def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
@@ -71,7 +72,7 @@ def unknown_adapters(
         # Or is a buffer that no file holds, and that PEFT may have computed.
         stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
         # PiSSA and others have taken the adapter out of the base weights.
-        of_rest = _adapter_of(entry)[1] not in KNOWN_CHOICES and based.get(id(layer), False)
+        of_rest = _choice_of(entry) not in KNOWN_CHOICES and based.get(id(layer), False)
         if index in initialise or (id(layer) in based and stays) or of_rest:
             unknown.append(tensor.name)
     return unknown
@@ -97,11 +98,11 @@ def lora_rule(
     """
     if not _is_plain_lora(entry):
         raise LoadError(f"{entry.name}: is not in the source, and is no plain LoRA: {BASE_FIRST}")
-    adapter, choice = _adapter_of(entry)
+    choice = _choice_of(entry)
     if choice is False:
         return None
     name = f"{plain_class(layer).__name__}.reset_lora_parameters"
-    return name, lambda: stand_in.reset_lora_parameters(adapter, choice)
+    return name, lambda: stand_in.reset_lora_parameters(_adapter_of(entry)[0], choice)
 
 
 def _is_plain_lora(entry: Registration) -> bool:
@@ -109,19 +110,41 @@ def _is_plain_lora(entry: Registration) -> bool:
     parts = entry.raw.split(".")
     layer = _adapter_layer(entry)
     is_lora = layer is not None and plain_class(layer).__module__.startswith("peft.tuners.lora.")
-    adapter, choice = _adapter_of(entry)
+    choice = _choice_of(entry)
     if not is_lora or choice not in KNOWN_CHOICES:
         return False
     if {"lora_embedding_A", "lora_embedding_B"}.intersection(parts):
         return choice is not False  # which leaves them as torch.randn made them
-    variant = getattr(layer, "lora_variant", {}).get(adapter)  # DoRA and others
+    variant = getattr(layer, "lora_variant", {}).get(_adapter_of(entry)[0])  # DoRA and others
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
+def other_scales(filled: Iterable[ModelTensor], saved: Mapping[str, Any]) -> list[str]:
+    """The settings that scale what an adapter adds, where the model has others than were saved.
+
+    Args:
+        filled: tensors that get values, of which an adapter's count.
+        saved: the configuration beside these values.
+    """
+    configs = [_adapter_of(tensor.registrations[0])[1] for tensor in filled if tensor.adapter]
+    others: set[str] = set()
+    for config in configs:
+        for name in SCALES:
+            then, now = saved.get(name), getattr(config, name, None)
+            if name in saved and hasattr(config, name) and (then or None) != (now or None):
+                others.add(f"{name} is {now!r}, and was {then!r}")
+    return sorted(others)
+
+
 def _adapter_of(entry: Registration) -> tuple[str, Any]:
-    """The name of the adapter that a tensor belongs to, and its `init_lora_weights`."""
+    """The name of the adapter that a tensor belongs to, and its configuration."""
     owner: Any = next((module for module in entry.path if hasattr(module, "peft_config")), None)
     configs: Mapping[str, Any] = {} if owner is None else owner.peft_config
     parts = entry.raw.split(".")
     name = next((name for name in configs if name in parts), next(iter(configs), "default"))
-    return name, getattr(configs.get(name), "init_lora_weights", True)
+    return name, configs.get(name)
+
+
+def _choice_of(entry: Registration) -> Any:
+    """How the adapter that a tensor belongs to gets its first values."""
+    return getattr(_adapter_of(entry)[1], "init_lora_weights", True)

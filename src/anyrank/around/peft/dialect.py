@@ -1,8 +1,13 @@
-"""PEFT's adapters in a match: judged by what fills the base under them."""
+"""PEFT's adapters in a match: judged by what fills the base under them, and by their settings."""
 
 from __future__ import annotations
 
-from anyrank.around.peft.adapters import BASE_FIRST, merged_layers, unknown_adapters
+from anyrank.around.peft.adapters import (
+    BASE_FIRST,
+    merged_layers,
+    other_scales,
+    unknown_adapters,
+)
 from anyrank.model.dialects import Dialect, ModelMatch
 from anyrank.wording import listed
 
@@ -11,7 +16,9 @@ class Adapters(Dialect):
     """The adapters of a model that is filled."""
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Adapters that are in the base, or that PEFT may compute from it."""
+        """Adapters that are in the base, that PEFT may compute from it, or that add more or less
+        than they were trained to.
+        """
         lines: list[str] = []
         merged = merged_layers(match.tensors[index] for index, _ in match.filled)
         if merged:
@@ -23,6 +30,14 @@ class Adapters(Dialect):
                 "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
             )
             lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
+        filled = (match.tensors[index] for index, _ in match.filled)
+        if scales := other_scales(filled, self.case.source.adapter):
+            title = "the model's adapter is scaled otherwise than that of adapter_config.json"
+            way_out = (
+                "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "
+                "meant, load the file of weights in the folder by its own path"
+            )
+            lines.append(listed(title, scales) + f"\n  to go on: {way_out}")
         return lines
 
 

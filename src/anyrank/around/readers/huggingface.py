@@ -33,7 +33,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = [name for name in storage.names(folder) if not name.startswith(".")]
     listing = _chosen(storage, folder, names)
-    return replace(listing, quantisation=_quantisation(storage, folder, names))
+    return replace(
+        listing,
+        quantisation=_quantisation(storage, folder, names),
+        adapter=_config(storage, folder, names, "adapter_config.json"),
+    )
 
 
 def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
@@ -97,18 +101,24 @@ def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
 
 def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
     """How the weights are quantised, as config.json says."""
-    if "config.json" not in names:
+    config = _config(storage, folder, names, "config.json")
+    configs = [
+        cast("dict[str, Any]", part).get("quantization_config")
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict)
+    ]
+    return next((cast("dict[str, Any]", value) for value in configs if isinstance(value, dict)), {})
+
+
+def _config(storage: Storage, folder: str, names: list[str], name: str) -> dict[str, Any]:
+    """What a file of settings in the folder holds; nothing if it is not there, or damaged."""
+    if name not in names:
         return {}
     try:
-        config: Any = json.loads(
-            read_whole(storage, join_path(folder, "config.json"), MAX_CONFIG_BYTES)
-        )
+        config: Any = json.loads(read_whole(storage, join_path(folder, name), MAX_CONFIG_BYTES))
     except (LoadError, ValueError, RecursionError):
         return {}  # whoever builds the model from it says so
-    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
-    tables = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
-    configs = [table.get("quantization_config") for table in tables]
-    return next((cast("dict[str, Any]", value) for value in configs if isinstance(value, dict)), {})
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
 
 
 def _name(listings: list[Listing]) -> str:

@@ -69,4 +69,5 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         beside=beside,
         unread_beside={k: v for listing in parts for k, v in listing.unread_beside.items()},
         quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
+        adapter=next((part.adapter for part in parts if part.adapter), {}),
     )
