@@ -7,6 +7,7 @@ block; a microbatch gets random numbers that do not depend on the rank by such s
 from __future__ import annotations
 
 import base64
+import functools
 import random
 import sys
 from array import array
@@ -204,13 +205,17 @@ def source_of(value: Any) -> Source | None:
     return _NumpyGenerator(value) if isinstance(value, numpy.Generator) else _NumpyStream(value)
 
 
+# Made once: a microbatch asks for them twice.
+_PYTHON, _TORCH = PythonStream(), TorchStream("torch", torch.default_generator)
+
+
 def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
     """The process's streams: Python's, numpy's where it is loaded, torch's on CPU and `devices`."""
-    streams: list[Stream] = [PythonStream()]
+    streams: list[Stream] = [_PYTHON]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
         streams.append(_NumpyStream())
-    streams.append(TorchStream("torch", torch.default_generator))
+    streams.append(_TORCH)
     return streams + [_DeviceStream(device) for device in devices]
 
 
@@ -257,7 +262,13 @@ def kept(devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
 
 
 def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
-    """Set all streams by a 64-bit number."""
+    """Set all streams by a 64-bit number, which is random itself."""
     for stream in ambient(devices):
         # Not the same number for all: Python and numpy would draw alike from the same twister.
-        stream.seed(derive(number, stream.name))
+        stream.seed(number ^ _salt(stream.name))
+
+
+@functools.cache
+def _salt(name: str) -> int:
+    """What tells the seed of one stream from those of the others."""
+    return derive(name)

@@ -129,18 +129,18 @@ class StreamReader(Dataset[FetchedBatch]):
             return FetchedBatch(LaneAnswer(request, None), None)
         samples, report = read
         answer = LaneAnswer(request, report, report.rows, not samples)
-        batch = self._collate(samples, request, lane.progress) if samples else None
+        batch = self._collate(samples, request, lane) if samples else None
         return FetchedBatch(answer, batch)
 
-    def _collate(self, samples: list[Any], request: LaneRequest, progress: str) -> Any:
+    def _collate(self, samples: list[Any], request: LaneRequest, lane: Lane) -> Any:
         if self.collate_fn is not default_collate:  # which draws nothing
             reseed(derive(self.seed, request.epoch, request.number, request.lane, "samples"))
         try:
             return self.collate_fn(samples)
         except Exception as error:
             error.add_note(
-                f"raised by collate_fn, {progress}, epoch {request.epoch}, step {request.number}, "
-                f"lane {request.lane}"
+                f"raised by collate_fn, {lane.progress}, epoch {request.epoch}, step "
+                f"{request.number}, lane {request.lane}"
             )
             if isinstance(error, StopIteration):
                 raise RuntimeError(f"StopIteration, {error.__notes__}") from error
