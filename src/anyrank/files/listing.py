@@ -187,7 +187,7 @@ class Listing:
 
 
 @dataclass(slots=True)
-class Fill:
+class TensorFill:
     """A tensor that is to be filled, and the bytes that fill it.
 
     Attributes:

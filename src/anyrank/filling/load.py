@@ -134,40 +134,40 @@ def load(
             from anyrank.around.verify.weights import verify_loaded, verify_source  # a door
 
             verified = verify_source(plan.match, plan.reading.readers, ranks)
-            filled = fill_from_files(model, plan, ranks, meter, progress)
+            result = fill_from_files(model, plan, ranks, meter, progress)
             nonfinite = verify_loaded(plan.match, ranks)
         else:
-            filled = fill_from_files(model, plan, ranks, meter, progress)
-        report = _report(plan, filled, ", ".join(verified), nonfinite)
+            result = fill_from_files(model, plan, ranks, meter, progress)
+        report = _report(plan, result, ", ".join(verified), nonfinite)
     _log(report, ranks)
     return report
 
 
 def _report(
-    plan: AgreedPlan, filled: FillResult, verified: str, nonfinite: dict[str, int]
+    plan: AgreedPlan, result: FillResult, verified: str, nonfinite: dict[str, int]
 ) -> LoadReport:
     """The report of a load.
 
     Args:
         plan: what was carried out.
-        filled: what that did.
+        result: what that did.
         verified: what `verify=True` compared, in words.
         nonfinite: tensor -> number of NaN and infinite values.
     """
     match, tensors = plan.match, plan.match.tensors
     return LoadReport(
-        **filled.fields(),
+        **result.fields(),
         missing=match.missing,
         unexpected=match.unexpected,
-        kept=[n for i in match.keep if (n := tensors[i].name) not in filled.rules],
+        kept=[n for i in match.keep if (n := tensors[i].name) not in result.rules],
         tied=match.tied,
         cast={
             tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
             for i, stored in match.stored.items()
             if (kind := match.listing.kind_of(stored)) != dtype_name(tensors[i].dtype)
         },
-        own_code=filled.own_code.ran,
-        own_code_not_run=filled.own_code.not_run,
+        own_code=result.own_code.ran,
+        own_code_not_run=result.own_code.not_run,
         frozen=match.frozen,
         format=match.listing.format,
         strategy=plan.reading.strategy,
@@ -181,7 +181,7 @@ def _report(
         ],
         duplicates=match.stored_twice,
         tensors=len({*match.stored, *match.compared}),
-        bytes_read=[moved.read for moved in filled.moved],
+        bytes_read=[moved.read for moved in result.moved],
     )
 
 

@@ -226,8 +226,8 @@ def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
     share = sum(t.local_numel * t.dtype.itemsize for t in in_state_dict(match.tensors))
     flows = plan.reading.flows
     if flows is None:
-        filled = ((stored, match.tensors[index].local_numel) for index, stored in match.filled)
-        return share, sum(listing.stored_bytes(stored, numel) for stored, numel in filled), 0
+        wanted = ((stored, match.tensors[index].local_numel) for index, stored in match.wanted)
+        return share, sum(listing.stored_bytes(stored, numel) for stored, numel in wanted), 0
     read = sent = 0
     for flow in itertools.chain.from_iterable(flows.rounds(rank)):
         for block in flow.reads.values():

@@ -11,7 +11,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
-from anyrank.files.listing import Fill
+from anyrank.files.listing import TensorFill
 from anyrank.files.pages import use_large_pages
 from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
@@ -30,7 +30,7 @@ OVERWRITTEN = "tensors that were real are partly overwritten: load again before 
 ProgressTo: TypeAlias = "bool | Callable[[int, int], None] | None"
 
 
-def read_own(wanted: Sequence[Fill], reader: Reader, ranks: Ranks) -> None:
+def read_own(wanted: Sequence[TensorFill], reader: Reader, ranks: Ranks) -> None:
     """Fill this rank's shares from the files, which are open. Each rank by itself.
 
     Ranks start at different files, so that they do not all wait for the same file.
@@ -67,7 +67,7 @@ class OwnBytes(Side):
         self.meter = meter
         self.stack = ExitStack()
         self.share: ModelShare
-        self.wanted: list[Fill] = []
+        self.wanted: list[TensorFill] = []
         self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
         nbytes = sum(
             self.match.tensors[index].local_numel * stored.dtype.itemsize
@@ -109,12 +109,12 @@ class OwnBytes(Side):
         self.wanted = self._wanted()
 
     def open_files(self) -> None:
-        """Open those that hold what is filled.
+        """Open those that hold what is wanted.
 
         Raises:
             LoadError: one changed.
         """
-        self.reader.open({chunk.file for _, stored in self.match.filled for chunk in stored.chunks})
+        self.reader.open({chunk.file for _, stored in self.match.wanted for chunk in stored.chunks})
 
     def move(self) -> None:
         """Read.
@@ -134,11 +134,11 @@ class OwnBytes(Side):
         """
         read_own(self.wanted, self.reader, self.ranks)
 
-    def _wanted(self) -> list[Fill]:
+    def _wanted(self) -> list[TensorFill]:
         match = self.match
-        filled = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
-        filled += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
-        return [Fill(match.tensors[i], s, local, match.listing, i) for i, s, local in filled]
+        rows = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
+        rows += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
+        return [TensorFill(match.tensors[i], s, local, match.listing, i) for i, s, local in rows]
 
     def _compare_frozen(self) -> None:
         """What a source holds of a frozen part must be what the part is.

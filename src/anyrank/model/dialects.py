@@ -5,8 +5,8 @@ match asks those that apply, each question of all of them, in the order of `DIAL
 
 1. `values`: numbers that a library stores in another form become the weights that they stand for.
 2. `names`: keys become the model's names. (Then the match gives each tensor its key.)
-3. `fill`: frozen parts are filled from sources of their own; then parts of a whole that `layout=`
-   names are cut as the source's tensors.
+3. `complete`: frozen parts get the bytes of sources of their own; then parts of a whole that
+   `layout=` names are cut as the source's tensors.
 4. `needs_no_tensor`: which keys are left over rightly.
 5. `problems`: what is wrong, when all else is known; of adapters last, as they are judged by what
    fills their base.
@@ -118,7 +118,7 @@ class ModelMatch:
         return replace(self, tensors=tensors)
 
     @property
-    def filled(self) -> list[tuple[int, StoredTensor]]:
+    def wanted(self) -> list[tuple[int, StoredTensor]]:
         """Every tensor that bytes are read for: those of `stored`, then of `compared`."""
         return [*self.stored.items(), *self.compared.items()]
 
@@ -161,9 +161,9 @@ class Dialect:
         """
         return listing, rename
 
-    def fill(self, match: ModelMatch) -> ModelMatch:
+    def complete(self, match: ModelMatch) -> ModelMatch:
         """The match, of which `tensors`, `listing`, `stored` and `compared` are known by now, with
-        what else fills a tensor.
+        what else fills a tensor. No tensor is changed.
 
         Raises:
             LoadError: what is to fill a tensor does not hold it.

@@ -86,7 +86,7 @@ def match_model(
     match = ModelMatch(tensors, listing, stored, duplicates=matched.duplicates, idle=idle)
     # A frozen part takes what the keys left open from its own source, and compares the rest.
     for dialect in dialects:
-        match = dialect.fill(match)
+        match = dialect.complete(match)
     listing, stored, compared = match.listing, match.stored, match.compared
     empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
     # A live source need not hold a part that is never written to.
@@ -103,7 +103,7 @@ def match_model(
     own_code = OwnCode([] if is_raw else modules, listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
     if is_live:
-        of_no_use |= _tied_to(match.filled, listing)
+        of_no_use |= _tied_to(match.wanted, listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
     is_adapter = bool(stored) and all(
         tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw) for i in stored
@@ -126,7 +126,7 @@ def match_model(
         ignored=ignored,
         own_code=own_code,
     )
-    problems = _problems(listing, tensors, match.filled, absent, unexpected, options)
+    problems = _problems(listing, tensors, match.wanted, absent, unexpected, options)
     problems += _unread(listing, tensors, absent, case.rename)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
@@ -144,9 +144,9 @@ def warn_of_idle(match: ModelMatch) -> None:
         log.warning("%s", "; ".join(first_few(match.idle, SHOWN)))
 
 
-def _tied_to(filled: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
+def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
     """In a live source: the other names of the tensors that are used."""
-    used = {chunk.file for _, stored in filled for chunk in stored.chunks}
+    used = {chunk.file for _, stored in wanted for chunk in stored.chunks}
     return {
         key
         for key, stored in listing.tensors.items()
@@ -184,7 +184,7 @@ def _unread(
 def _problems(
     listing: Listing,
     targets: list[ModelTensor],
-    stored: list[tuple[int, StoredTensor]],
+    wanted: list[tuple[int, StoredTensor]],
     absent: list[int],
     unexpected: list[str],
     options: LoadOptions,
@@ -214,12 +214,12 @@ def _problems(
             )
             + f"\n  to go on: {options.ways_out['unexpected']}"
         )
-    fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in stored)
+    fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in wanted)
     misfits = [line for line in fits if line]
     lines += misfits[:SHOWN]
     if len(misfits) > SHOWN:
         lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
-    resized = [t.name for i, t in stored if t.shape != targets[i].shape]
+    resized = [t.name for i, t in wanted if t.shape != targets[i].shape]
     # More are another model's; a resume has ways of its own.
     if resized and len(resized) <= RESIZED and options.ways_out is WAYS_OUT:
         left_out = dict.fromkeys(resized, "")

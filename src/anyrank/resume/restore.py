@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank import faults
 from anyrank.data.receipts import epochs_in_words
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.listing import Fill
+from anyrank.files.listing import TensorFill
 from anyrank.files.reader import Reader
 from anyrank.filling.read import read_own
 from anyrank.model.replace import replace
@@ -154,7 +154,7 @@ class _Restorer:
             ) as reader:
                 self._read_from(reader, own_fills, files)
 
-    def _read_from(self, reader: Reader, fills: Sequence[Fill], files: set[int]) -> None:
+    def _read_from(self, reader: Reader, fills: Sequence[TensorFill], files: set[int]) -> None:
         """Fill this rank's memory from one listing: each rank reads the tensors that it holds."""
 
         def read() -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import from_json, to_json
-from anyrank.files.listing import Fill
+from anyrank.files.listing import TensorFill
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.frozen_parts import frozen_parts
 from anyrank.model.own_code import added_to_state_dict
@@ -144,7 +144,7 @@ def match_module(
     """What fills a module, of which `targets` are all tensors. Nothing is changed."""
     device = default_device(targets)
     problems: list[str] = []
-    fills: list[Fill] = []
+    fills: list[TensorFill] = []
     parts = dict(frozen_parts(module))
     commit_frozen: Callable[[], None] | None = None
     if parts or record["frozen"]:
@@ -219,7 +219,9 @@ def _fit_tensors(
         if problem:
             matched.problems.append(problem)
             continue
-        matched.fills.append(Fill(target, saved[key], room_for(target, device), source.listing))
+        matched.fills.append(
+            TensorFill(target, saved[key], room_for(target, device), source.listing)
+        )
     extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
     dropped = [name for name in extra if source.is_dropped(name)]
     extra = [name for name in extra if name not in dropped]
@@ -243,7 +245,7 @@ def _fit_extra(
     def take(table: Any) -> torch.Tensor:
         saved = source.listing.tensors[table["~whole"]]
         sharded = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
-        matched.fills.append(Fill(sharded, saved, sharded.tensor, source.listing))
+        matched.fills.append(TensorFill(sharded, saved, sharded.tensor, source.listing))
         return sharded.tensor
 
     saved: dict[str, Any] = record["extra"]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import from_json, to_json
-from anyrank.files.listing import Fill
+from anyrank.files.listing import TensorFill
 from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.model.dtensors import as_sharded, dtensor_like, placement_of
 from anyrank.model.share import device_for
@@ -326,7 +326,7 @@ class _Room:
             return torch.empty(0, device="cpu")
         sharded = _hold(key, lie, saved.shape, self._dtype(saved, where, parameter), device)
         self.tensors += [] if is_own else [sharded]
-        self.matched.fills.append(Fill(sharded, saved, sharded.local(), self.source.listing))
+        self.matched.fills.append(TensorFill(sharded, saved, sharded.local(), self.source.listing))
         return sharded.tensor
 
     def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:

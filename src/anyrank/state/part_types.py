@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.listing import Fill, Listing
+from anyrank.files.listing import Listing, TensorFill
 from anyrank.model.dtensors import as_sharded
 from anyrank.state.resume_report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -64,7 +64,7 @@ class PartMatch:
     """
 
     outcome: Outcome
-    fills: list[Fill] = field(default_factory=list[Fill])
+    fills: list[TensorFill] = field(default_factory=list[TensorFill])
     load: Callable[[], int] | None = None
     commit: Callable[[], None] = lambda: None
     problems: list[str] = field(default_factory=list[str])

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
-from anyrank.files.listing import Fill
+from anyrank.files.listing import TensorFill
 from anyrank.model.dtensors import as_sharded
 from anyrank.state.part_types import (
     PartMatch,
@@ -153,7 +153,7 @@ def match_stateful(
             tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
         sharded = as_sharded(where, tensor)
         tensors.append(sharded)
-        matched.fills.append(Fill(sharded, saved, sharded.local(), source.listing))
+        matched.fills.append(TensorFill(sharded, saved, sharded.local(), source.listing))
         return tensor
 
     tree: Any = from_json(record["tree"], take)

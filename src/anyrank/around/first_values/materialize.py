@@ -87,14 +87,14 @@ def materialize(
             return ModelShare(model, match, meter, seed, init=rule, device=where)
 
         share = ranks.run("looking at the model", look)
-        filled = fill(share, Side(), ranks, rebuild=True)
+        result = fill(share, Side(), ranks, rebuild=True)
     return LoadReport(
-        **filled.fields(),
+        **result.fields(),
         format="initial values",
         strategy="own",
         reason="each rank computes its own share",
-        tensors=len(filled.rules),
-        bytes_read=[moved.read for moved in filled.moved],
+        tensors=len(result.rules),
+        bytes_read=[moved.read for moved in result.moved],
     )
 
 

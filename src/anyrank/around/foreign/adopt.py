@@ -208,8 +208,8 @@ class ForeignStep(ResumeSource):
         self.used.add(part)
 
         def load() -> int:
-            filled = fill_from_files(module, plan, ranks, Meter(), None)
-            return filled.moved[ranks.index].read
+            result = fill_from_files(module, plan, ranks, Meter(), None)
+            return result.moved[ranks.index].read
 
         return PartMatch(_outcome_of(plan), load=load)
 

@@ -21,20 +21,20 @@ from anyrank.wording import listed
 class FrozenParts(Dialect):
     """The frozen parts of a model that is filled."""
 
-    def fill(self, match: ModelMatch) -> ModelMatch:
-        """Fill frozen parts from their own sources; what the source holds of them is compared.
+    def complete(self, match: ModelMatch) -> ModelMatch:
+        """Frozen parts take bytes of their own sources; what the source holds of them is compared.
 
         A live source holds them itself.
         """
         owners = reversed(self.case.modules) if not self.case.is_live else ()
         for part, name in {owner.module: owner.raw for owner in owners}.items():
-            match = self._filled(match, part, name)
+            match = self._with_source(match, part, name)
         # A part that is whole and real is never written to: what fills it is compared with it.
         pinned = {i: t for i, t in match.stored.items() if match.tensors[i].is_pinned}
         stored = {i: t for i, t in match.stored.items() if i not in pinned}
         return replace(match, stored=stored, compared=match.compared | pinned)
 
-    def _filled(self, match: ModelMatch, part: nn.Module, name: str) -> ModelMatch:
+    def _with_source(self, match: ModelMatch, part: nn.Module, name: str) -> ModelMatch:
         """The match, with a part's own source for what it needs of that.
 
         Raises:

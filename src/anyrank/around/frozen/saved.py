@@ -11,7 +11,7 @@ from torch import nn
 
 from anyrank.around.frozen.freeze import check_frozen, remember
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.listing import Fill
+from anyrank.files.listing import TensorFill
 from anyrank.formats.sources import list_source
 from anyrank.model.frozen_parts import frozen_parts
 from anyrank.model.share import room_for
@@ -51,14 +51,14 @@ def _commit(part: str, module: nn.Module, record: Any) -> None:
 
 def match_frozen(
     part: str, module: nn.Module, record: Any, device: torch.device
-) -> tuple[list[str], list[Fill], Callable[[], None]]:
+) -> tuple[list[str], list[TensorFill], Callable[[], None]]:
     """Frozen parts whose weights are elsewhere: compared by hash, or filled from their source.
 
     Returns:
         What is wrong, what fills them, and what to call once all frozen parts are filled.
     """
     problems: list[str] = []
-    fills: list[Fill] = []
+    fills: list[TensorFill] = []
     parts = dict(frozen_parts(module))
     for name, known in record["frozen"].items():
         inner: Any = parts.get(name)
@@ -92,7 +92,7 @@ def match_frozen(
             if problem:
                 problems.append(f"{part}.{name}.{problem} (its source)")
                 continue
-            fills.append(Fill(target, saved, room_for(target, device), listing))
+            fills.append(TensorFill(target, saved, room_for(target, device), listing))
     return problems, fills, partial(_commit, part, module, record)
 
 

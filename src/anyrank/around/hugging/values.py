@@ -25,13 +25,13 @@ class QuantisedValues(Dialect):
     def problems(self, match: ModelMatch) -> list[str]:
         """Small numbers that would be taken for weights."""
         tensors, rename = match.tensors, self.case.rename
-        wide = [stored for i, stored in match.filled if is_wide(tensors[i].dtype)]
+        wide = [stored for i, stored in match.wanted if is_wide(tensors[i].dtype)]
         unknown = unknown_method(match.listing)
         has_others = bool(match.missing or match.unexpected)
         if unknown and (has_others or any(not is_wide(stored.dtype) for stored in wide)):
             return [unknown]
         places = {
-            (chunk.file, chunk.offset) for _, stored in match.filled for chunk in stored.chunks
+            (chunk.file, chunk.offset) for _, stored in match.wanted for chunk in stored.chunks
         }
         used = {
             stored.name

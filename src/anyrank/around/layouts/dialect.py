@@ -9,12 +9,12 @@ from anyrank.model.dialects import Dialect, ModelMatch
 class GivenLayouts(Dialect):
     """The tensors that are a rank's part of a whole."""
 
-    def fill(self, match: ModelMatch) -> ModelMatch:
+    def complete(self, match: ModelMatch) -> ModelMatch:
         """Give each part the shape of the source's whole, where torch would cut that so.
 
         Both ends of a sync are parts as they are.
         """
-        for index, stored in match.filled if not self.case.is_live else ():
+        for index, stored in match.wanted if not self.case.is_live else ():
             cut_as_source(match.tensors[index], stored.shape)
         return match
 

@@ -20,7 +20,7 @@ class Adapters(Dialect):
         than they were trained to.
         """
         lines: list[str] = []
-        merged = merged_layers(match.tensors[index] for index, _ in match.filled)
+        merged = merged_layers(match.tensors[index] for index, _ in match.wanted)
         if merged:
             title = "adapters are merged into these layers: call unmerge_adapter() first"
             lines.append(listed(title, merged))
@@ -30,7 +30,7 @@ class Adapters(Dialect):
                 "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
             )
             lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
-        filled = (match.tensors[index] for index, _ in match.filled)
+        filled = (match.tensors[index] for index, _ in match.wanted)
         if scales := other_scales(filled, self.case.source.adapter):
             title = "the model's adapter is scaled otherwise than that of adapter_config.json"
             way_out = (

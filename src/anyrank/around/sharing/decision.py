@@ -43,7 +43,7 @@ def shared_reading(
     if name == "own":
         return Reading(name, reason, ranks.ranks)
     flows = FileFlows(
-        wanted=[Wanted(i, match.tensors[i], stored) for i, stored in match.filled],
+        wanted=[Wanted(i, match.tensors[i], stored) for i, stored in match.wanted],
         listing=match.listing,
         coordinates=coordinates,
         nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),

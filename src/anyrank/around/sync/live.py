@@ -41,17 +41,17 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
     share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
     side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
     side.gather_factors()
-    filled = fill(share, side, ranks, rebuild=plan.rebuild)
+    result = fill(share, side, ranks, rebuild=plan.rebuild)
     if isinstance(call.dst, dict):  # its tensors on meta may be new objects
         call.dst.update(dst.module.__dict__["_parameters"])
     return replace(
         plan.facts,
-        **filled.fields(),
-        bytes_received=[moved.received for moved in filled.moved],
-        bytes_copied=[moved.copied for moved in filled.moved],
-        lane=filled.moved[0].lane,
-        lane_bytes=[moved.buffers for moved in filled.moved],
-        group_bytes=[moved.group for moved in filled.moved],
+        **result.fields(),
+        bytes_received=[moved.received for moved in result.moved],
+        bytes_copied=[moved.copied for moved in result.moved],
+        lane=result.moved[0].lane,
+        lane_bytes=[moved.buffers for moved in result.moved],
+        group_bytes=[moved.group for moved in result.moved],
         is_planned=agreed.is_planned,
         verified=side.verified,
     )
@@ -123,7 +123,7 @@ class LiveSide(Side):
             by_element = not self.atomic or plan.added
             check_memory(match.tensors, match.stored, real, self._sources() if by_element else {})
         share.allocate(match.stored if self.atomic else ())
-        targets = {index: share.local(index) for index, _ in match.filled}
+        targets = {index: share.local(index) for index, _ in match.wanted}
         plan.route.begin(where, [(m.stride(), m.device) for m in targets.values()])
         self.places = LiveMemory(memory, targets, Adapters(self.factors, plan.added))
         rounds, window = self._rounds(plan.flows)

@@ -218,7 +218,7 @@ def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
 def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTensor]) -> SyncReport:
     tensors = dst.tensors
     numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
-    filled = {**match.stored, **match.compared}
+    wanted = dict(match.wanted)
     return SyncReport(
         tensors=count,
         missing=match.missing,
@@ -226,7 +226,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
         kept=[tensors[i].name for i in match.keep],
         renamed={
             tensors[i].name: stored.name
-            for i, stored in filled.items()
+            for i, stored in wanted.items()
             if not {*tensors[i].flat_names()}.intersection(candidates(stored.name))
         },
         tied=match.tied,
@@ -237,13 +237,13 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
         },
         cast={
             tensors[i].name: f"{dtype_name(stored.dtype)} -> {dtype_name(tensors[i].dtype)}"
-            for i, stored in filled.items()
+            for i, stored in wanted.items()
             if stored.dtype != tensors[i].dtype
         },
         frozen=[tensors[i].name for i in match.compared],
         merged={
             tensors[i].name: words
-            for i, stored in filled.items()
+            for i, stored in wanted.items()
             if (words := _merged(sources[chunk.file].row for chunk in stored.chunks))
         },
     )
