@@ -79,7 +79,7 @@ SEAM = {
     "model.replace": "Replacement",
     "model.share": "ModelShare allocate room_for",
     "model.tensors": """
-        ModelTensor NamedModule TABLES find_modules find_tensors in_state_dict tensors_of
+        ModelTensor NamedModule REGISTRIES find_modules find_tensors in_state_dict tensors_of
     """,
     "model.wrappers": "ModelTensor Path Registration plain_class plain_copy plain_of",
     "random_state.streams": "Source ambient is_in_use kept own_accelerator reseed source_of",

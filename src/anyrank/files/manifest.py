@@ -62,13 +62,13 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of all bytes before it."""
-        table: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        table |= {field.name: getattr(self, field.name) for field in fields(self)}
-        table["files"] = {
+        entries: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        entries |= {field.name: getattr(self, field.name) for field in fields(self)}
+        entries["files"] = {
             name: {key: value for key, value in asdict(record).items() if value != ""}
             for name, record in self.files.items()
         }
-        text = json.dumps(table, indent=1).removesuffix("\n}").encode()
+        text = json.dumps(entries, indent=1).removesuffix("\n}").encode()
         return text + _end(text)
 
 
@@ -101,33 +101,33 @@ def parse(data: bytes, path: str) -> Manifest:
     if data != text + _end(text):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
     with reading_record(path):
-        table = json.loads(data)
-        if table["format"] != FORMAT:
-            raise CorruptCheckpoint(f"{path}: its format is {table['format']!r}, not {FORMAT!r}")
-        if table["version"] != VERSION:
+        entries = json.loads(data)
+        if entries["format"] != FORMAT:
+            raise CorruptCheckpoint(f"{path}: its format is {entries['format']!r}, not {FORMAT!r}")
+        if entries["version"] != VERSION:
             raise CheckpointError(
-                f"{path}: has format version {table['version']!r}, this anyrank reads {VERSION}: "
+                f"{path}: has format version {entries['version']!r}, this anyrank reads {VERSION}: "
                 "resume with the anyrank that wrote it, or a newer one"
             )
-        return _manifest(table)
+        return _manifest(entries)
 
 
-def _manifest(table: dict[str, Any]) -> Manifest:
-    """The manifest that a save wrote as this table; an error where a value is of another kind, or
-    would lead out of the folder.
+def _manifest(entries: dict[str, Any]) -> Manifest:
+    """The manifest that a save wrote as these entries of a JSON object; an error where a value is
+    of another kind, or would lead out of the folder.
     """
     values: dict[str, Any] = {
-        field.name: table[field.name] for field in fields(Manifest) if field.name in table
+        field.name: entries[field.name] for field in fields(Manifest) if field.name in entries
     }
-    values |= {name: int(table[name]) for name in ("step", "epoch", "samples")}
-    values |= {name: dict(table[name]) for name in ("parts", "settings", "streams", "versions")}
-    values["lineage"] = [dict(entry) for entry in table["lineage"]]
-    values["differed"] = [str(name) for name in table["differed"]]
-    saved_on = table["saved_on"]
+    values |= {name: int(entries[name]) for name in ("step", "epoch", "samples")}
+    values |= {name: dict(entries[name]) for name in ("parts", "settings", "streams", "versions")}
+    values["lineage"] = [dict(entry) for entry in entries["lineage"]]
+    values["differed"] = [str(name) for name in entries["differed"]]
+    saved_on = entries["saved_on"]
     values["saved_on"] = {"ranks": int(saved_on["ranks"]), "layout": str(saved_on["layout"])}
-    if not re.fullmatch("[0-9a-f]{1,64}", table["run"]):  # it becomes a part of folders' names
-        raise ValueError(f"run: {table['run'][:40]!r} is not an id of a run")
-    files = {name: FileRecord(**record) for name, record in table["files"].items()}
+    if not re.fullmatch("[0-9a-f]{1,64}", entries["run"]):  # it becomes a part of folders' names
+        raise ValueError(f"run: {entries['run'][:40]!r} is not an id of a run")
+    files = {name: FileRecord(**record) for name, record in entries["files"].items()}
     for name in (*files, *(record.blocks for record in files.values())):
         if name == ".." or "/" in name or "\\" in name:
             raise ValueError(f"files: {name[:40]!r} lies outside of the step's folder")

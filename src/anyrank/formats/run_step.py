@@ -213,12 +213,12 @@ def list_step(
     with reading_record(join_path(folder, INDEX)):
         if small is None:
             small = {INDEX: read_small(storage, folder, INDEX, manifest.files)}
-        table = json.loads(small[INDEX])
-        records = [manifest.files[name] for name in table["files"]]
-        tensors = {key: _tensor(key, entry, records) for key, entry in table["tensors"].items()}
-        for alias, key in table["aliases"].items():
+        index = json.loads(small[INDEX])
+        records = [manifest.files[name] for name in index["files"]]
+        tensors = {key: _tensor(key, entry, records) for key, entry in index["tensors"].items()}
+        for alias, key in index["aliases"].items():
             tensors[alias] = tensors[key].renamed(alias)
-    files = tuple(_find_listed(storage, folder, name, manifest) for name in table["files"])
+    files = tuple(_find_listed(storage, folder, name, manifest) for name in index["files"])
     sums = {number: join_path(folder, record.blocks) for number, record in enumerate(records)}
     return Listing(FORMAT, files, tensors, sums=sums)
 
@@ -251,11 +251,11 @@ def _find_listed(storage: Storage, folder: str, name: str, manifest: Manifest) -
     return info
 
 
-def _tensor(key: str, table: Mapping[str, Any], files: Sequence[FileRecord]) -> StoredTensor:
+def _tensor(key: str, entry: Mapping[str, Any], files: Sequence[FileRecord]) -> StoredTensor:
     """One tensor of the index: no larger than the bytes of its pieces, which are in their files."""
-    shape, dtype = _counts(key, table["shape"]), getattr(torch, table["dtype"])
+    shape, dtype = _counts(key, entry["shape"]), getattr(torch, entry["dtype"])
     chunks: list[Chunk] = []
-    for *box, file, offset in table["chunks"]:
+    for *box, file, offset in entry["chunks"]:
         offsets, sizes = (_counts(key, part) for part in box)
         _counts(key, (file, offset))
         if not len(offsets) == len(sizes) == len(shape):
@@ -292,5 +292,5 @@ def index_of(places: Iterable[StoredBox], aliases: Mapping[str, str]) -> bytes:
         numel = sum(math.prod(sizes) for _, sizes, _, _ in entry["chunks"])
         if numel != math.prod(entry["shape"]):  # never commit what cannot be read
             raise CheckpointError(f"{name}: {numel} elements were written of {entry['shape']}")
-    table = {"files": list(files), "tensors": tensors, "aliases": dict(aliases)}
-    return (json.dumps(table, separators=(",", ":")) + "\n").encode()
+    index = {"files": list(files), "tensors": tensors, "aliases": dict(aliases)}
+    return (json.dumps(index, separators=(",", ":")) + "\n").encode()

@@ -169,7 +169,7 @@ def _save_by_own_code(modules: Sequence[NamedModule]) -> bool:
 
 
 def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> bool:
-    """Whether one of these methods, or a hook in one of these tables, is of the user's."""
+    """Whether one of these methods, or a hook in one of these dicts, is of the user's."""
     classes = plain_class(module).__mro__
     entries = [next(kind for kind in classes if name in vars(kind)) for name in methods]
     entries += [hook for name in hooks for hook in vars(module)[name].values()]

@@ -26,8 +26,8 @@ from anyrank.model.wrappers import (
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 
-# Of nn.Module; named_parameters() takes 15 us a tensor.
-TABLES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
+# Of nn.Module, which registers its tensors in them; named_parameters() takes 15 us a tensor.
+REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
 # Library that puts modules of its own around a model's -> where its `NAMING` is. A process that has
 # not imported the library has none of its modules.
@@ -146,8 +146,8 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
         is_wrapped = is_wrapped or owner.raw != owner.unwrapped
         module = owner.module
         derived: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-        for kind, table in TABLES:
-            for attribute, tensor in module.__dict__[table].items():
+        for kind, registry in REGISTRIES:
+            for attribute, tensor in module.__dict__[registry].items():
                 if tensor is None:
                     continue
                 entry = owner.registration(attribute)

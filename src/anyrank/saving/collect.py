@@ -297,7 +297,7 @@ def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
             if name in seen:
                 raise CheckpointError(
                     f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
-                    "key with a '.' is like a table within a table, the key 1 like '1')"
+                    "key with a '.' is like a dict within a dict, the key 1 like '1')"
                 )
             seen.add(name)
 
@@ -328,9 +328,9 @@ def _compare(parts: Mapping[str, PartState], answers: Sequence[RankSummary], ran
     # Only now: the descriptions of a large model are more than ranks exchange in each save.
     part = differing[0]
     saved = parts[part]
-    tables = [[str(line) for line in tensor.describe()] for tensor in saved.tensors]
+    described = [[str(line) for line in tensor.describe()] for tensor in saved.tensors]
     descriptions = ranks.gather(
-        {"tensors": tables, "record": saved.record if saved.agreement == "equal" else None}
+        {"tensors": described, "record": saved.record if saved.agreement == "equal" else None}
     )
     for rank, other in zip(ranks.ranks[1:], descriptions[1:], strict=True):
         if other != descriptions[0]:

@@ -242,8 +242,8 @@ def _fit_extra(
 ) -> list[tuple[nn.Module, Any]]:
     """Pair each module with its saved extra state. Adds fills and problems to `matched`."""
 
-    def take(table: Any) -> torch.Tensor:
-        saved = source.listing.tensors[table["~whole"]]
+    def take(entry: Any) -> torch.Tensor:
+        saved = source.listing.tensors[entry["~whole"]]
         sharded = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
         matched.fills.append(TensorFill(sharded, saved, sharded.tensor, source.listing))
         return sharded.tensor

@@ -292,16 +292,16 @@ class _Room:
         now: dict[str, torch.Tensor] = {}
         if parameter is not None and parameter.tensor in self.state:
             to_json(self.state[parameter.tensor], where, now.setdefault)
-        return lambda table: self._take(table, parameter, now)
+        return lambda entry: self._take(entry, parameter, now)
 
     def _take(
         self,
-        table: Mapping[str, list[str]],
+        entry: Mapping[str, list[str]],
         parameter: ModelTensor | None,
         now: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Memory for one tensor; what cannot be placed becomes a problem of the part."""
-        ((kind, (where, layout)),) = table.items()
+        ((kind, (where, layout)),) = entry.items()
         is_own = kind == "~rank"
         key = own_name(where, self.rank) if is_own else where
         saved = self.source.listing.tensors.get(key)

@@ -183,8 +183,8 @@ def _cannot_be_saved(name: str, kind: str) -> CheckpointError:
 
 def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
     """One hash of how tensors lie on the ranks."""
-    table = [(sharded.name, str(sharded.layout)) for sharded in tensors]
-    return hashlib.blake2b(repr(table).encode(), digest_size=8).hexdigest()
+    rows = [(sharded.name, str(sharded.layout)) for sharded in tensors]
+    return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
 
 
 def misfits(stored: StoredTensor, target: ShardedTensor) -> str | None:

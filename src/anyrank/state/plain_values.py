@@ -1,4 +1,4 @@
-"""Values as a manifest keeps them: numbers, text, and lists and tables of these."""
+"""Values as a manifest keeps them: numbers, text, and lists and dicts of these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 ABSENT = object()  # of a value that is not plain
-MOST = 256  # values of one setting; a longer list is a table of the run, not a setting
+MOST = 256  # values of one setting; a longer list is data of the run, no setting
 
 
 def as_json(initial: Any) -> Any:

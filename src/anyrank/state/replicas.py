@@ -124,12 +124,12 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
         for members in answer
     ):
         return {}
-    table = {
+    own_digests = {
         (replica.name, replica.members): digest
         for replica, digest in zip(own_replicas, digests, strict=True)
     }
     ranks_by_digest: dict[tuple[str, Members], dict[str, list[int]]] = {}
-    for rank, other in zip(ranks.ranks, ranks.gather(table), strict=True):
+    for rank, other in zip(ranks.ranks, ranks.gather(own_digests), strict=True):
         for key, digest in other.items():
             ranks_by_digest.setdefault(key, {}).setdefault(digest, []).append(rank)
     return {
@@ -165,11 +165,11 @@ def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
 
 def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[str]) -> dict[Members, str]:
     """One digest of everything that the same ranks hold."""
-    tables: dict[Members, Any] = {}
+    hashes: dict[Members, Any] = {}
     for replica, digest in zip(own_replicas, digests, strict=True):
-        hashed = tables.setdefault(replica.members, hashlib.blake2b(digest_size=16))
+        hashed = hashes.setdefault(replica.members, hashlib.blake2b(digest_size=16))
         hashed.update(digest.encode())
-    return {members: hashed.hexdigest() for members, hashed in tables.items()}
+    return {members: hashed.hexdigest() for members, hashed in hashes.items()}
 
 
 def _in_words(

@@ -72,7 +72,7 @@ class ScriptSettings:
             tree = records.get(name, {}).get("tree")
             is_whole = is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer)
             restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
-            # An empty table says that the part brings no setting back: then none is to be taken.
+            # An empty dict says that the part brings no setting back: then none is to be taken.
             kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
             if FUNCTIONS in initial and not is_whole:
                 rows = cast("list[dict[str, Any]]", initial[FUNCTIONS])
@@ -82,7 +82,7 @@ class ScriptSettings:
 
 
 def _initial(part: Any) -> Any:
-    """The settings of one part: of an optimizer a list by group, of others a table; None if it has
+    """The settings of one part: of an optimizer a list by group, of others a dict; None if it has
     none. Calls nothing of a class that is not known to be cheap.
     """
     if isinstance(part, Optimizer):

@@ -138,8 +138,8 @@ def match_stateful(
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
 
-    def take(table: Mapping[str, str]) -> torch.Tensor:
-        ((kind, written),) = table.items()
+    def take(entry: Mapping[str, str]) -> torch.Tensor:
+        ((kind, written),) = entry.items()
         key = own_name(written, own_rank) if kind == "~rank" else written
         where = written.removesuffix(own_name("", 0))
         saved = source.listing.tensors[key]

@@ -48,12 +48,12 @@ def renamer(rename: Rename) -> Callable[[str], str]:
 
         return by_function
     if isinstance(rename, Mapping):
-        table = dict(rename)
-        wrong = [(old, new) for old, new in table.items() if not _are_texts(old, new)]
+        mapping = dict(rename)
+        wrong = [(old, new) for old, new in mapping.items() if not _are_texts(old, new)]
         if wrong:
             old, new = wrong[0]
             raise TypeError(f"rename= takes keys and names as text, not {old!r}: {new!r}")
-        return lambda key: _by_table(key, table)
+        return lambda key: _by_mapping(key, mapping)
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
         wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
@@ -79,14 +79,14 @@ def _are_texts(*values: object) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _by_table(key: str, table: dict[str, str]) -> str:
-    if key in table:
-        return table[key]
-    prefixes = [old for old in table if key.startswith(old if old.endswith(".") else f"{old}.")]
+def _by_mapping(key: str, mapping: dict[str, str]) -> str:
+    if key in mapping:
+        return mapping[key]
+    prefixes = [old for old in mapping if key.startswith(old if old.endswith(".") else f"{old}.")]
     if not prefixes:
         return key
     old = max(prefixes, key=len)
-    return (table[old] + key[len(old) :]).lstrip(".")
+    return (mapping[old] + key[len(old) :]).lstrip(".")
 
 
 def candidates(key: str) -> Iterator[str]:

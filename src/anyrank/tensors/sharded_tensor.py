@@ -103,18 +103,18 @@ def is_released(tensor: torch.Tensor) -> bool:
 class Coordinates:
     """One rank's mesh coordinates: distinct ones, and which of them each tensor has."""
 
-    table: tuple[tuple[int, ...] | None, ...]
+    distinct: tuple[tuple[int, ...] | None, ...]
     which: tuple[int, ...]
 
     def coordinate(self, index: int) -> tuple[int, ...] | None:
         """The coordinate in the mesh of a tensor."""
-        return self.table[self.which[index]]
+        return self.distinct[self.which[index]]
 
 
 def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
     """This rank's place in the mesh of each tensor, by which others know what it holds."""
-    table = tuple(dict.fromkeys(tensor.coordinate for tensor in tensors))
-    return Coordinates(table, tuple(table.index(tensor.coordinate) for tensor in tensors))
+    distinct = tuple(dict.fromkeys(tensor.coordinate for tensor in tensors))
+    return Coordinates(distinct, tuple(distinct.index(tensor.coordinate) for tensor in tensors))
 
 
 def replicas(

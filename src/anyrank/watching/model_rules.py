@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import AnyrankError
 from anyrank.model.dtensors import as_sharded
-from anyrank.model.tensors import TABLES, NamedModule, find_modules
+from anyrank.model.tensors import REGISTRIES, NamedModule, find_modules
 from anyrank.state.digests import check_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
@@ -107,8 +107,8 @@ def take_apart(model: nn.Module) -> Model:
         units = (module for module in reversed(layer.path) if is_fsdp2(module))
         unit = next(units, None)
         prefix = f"{layer.unwrapped}." if layer.unwrapped else ""
-        for kind, table in TABLES:
-            for attribute, tensor in layer.module.__dict__[table].items():
+        for kind, registry in REGISTRIES:
+            for attribute, tensor in layer.module.__dict__[registry].items():
                 if tensor is not None:
                     entries.append(Entry(prefix + attribute, kind, tensor, layer.module, unit))
     return Model(layers, entries)

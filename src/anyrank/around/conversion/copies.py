@@ -69,21 +69,21 @@ def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
     if dtype is None:
         return data
     try:
-        table: Any = json.loads(data)
+        config: Any = json.loads(data)
     except (ValueError, RecursionError):
         return data
-    if not isinstance(table, dict):
+    if not isinstance(config, dict):
         return data
-    _rename_dtype(table, dtype_name(dtype))
-    for part in (table, table.get("text_config")):
+    _rename_dtype(config, dtype_name(dtype))
+    for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)
-    return (json.dumps(table, indent=2) + "\n").encode()
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _rename_dtype(table: dict[str, Any], name: str) -> None:
-    for key, value in table.items():
+def _rename_dtype(config: dict[str, Any], name: str) -> None:
+    for key, value in config.items():
         if key in DTYPE_KEYS and isinstance(value, str):
-            table[key] = name
+            config[key] = name
         elif isinstance(value, dict):
             _rename_dtype(value, name)  # text_config and its like

@@ -186,10 +186,10 @@ def configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, byte
     inner = pretrained(model)
     if inner is None:
         return {}
-    table: dict[str, Any] = json.loads(inner.config.to_json_string())
-    table["architectures"] = [plain_class(inner).__name__]
-    table["dtype"] = dtype_name(dtype or inner.dtype)  # from_pretrained casts to it
-    files = {"config.json": (json.dumps(table, indent=2) + "\n").encode()}
+    config: dict[str, Any] = json.loads(inner.config.to_json_string())
+    config["architectures"] = [plain_class(inner).__name__]
+    config["dtype"] = dtype_name(dtype or inner.dtype)  # from_pretrained casts to it
+    files = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
     generation: Any = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():
         files["generation_config.json"] = generation.to_json_string().encode()

@@ -84,10 +84,10 @@ def plan_safetensors_folder(
 def plan_torch_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
     """One file with a dict of tensors; tied names share a storage."""
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
-    table = {tensor.name: tensor for tensor in tensors}
+    by_name = {tensor.name: tensor for tensor in tensors}
     opcodes = bytearray(b"\x80\x02}(")
     for key, owner in [*((n, n) for n in keys), *tied.items()]:
-        tensor = table[owner]
+        tensor = by_name[owner]
         opcodes += value_opcodes(key) + tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
     archive = TorchZip(bytes(opcodes + b"u."))
     spans: list[FileSpan] = []

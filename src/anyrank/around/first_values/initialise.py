@@ -180,8 +180,8 @@ class Initialiser:
     def _swap(self, entry: Registration, tensor: Any) -> Any:
         """Put a tensor into the stand-in, and return the tensor that it replaces."""
         owner = self._stand_in(entry.module).__dict__
-        table = owner["_parameters" if entry.attribute in owner["_parameters"] else "_buffers"]
-        old, table[entry.attribute] = table[entry.attribute], tensor
+        registry = owner["_parameters" if entry.attribute in owner["_parameters"] else "_buffers"]
+        old, registry[entry.attribute] = registry[entry.attribute], tensor
         return old
 
 

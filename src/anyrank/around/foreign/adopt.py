@@ -405,11 +405,11 @@ def _in_optimizer_steps(
     often, step = source.scheduler_steps, source.step
     if often == 1 or not isinstance(tree, dict):
         return tree, None
-    table = cast("dict[str, Any]", tree)
-    count = table.get("last_epoch")
+    saved = cast("dict[str, Any]", tree)
+    count = saved.get("last_epoch")
     if step is not None and count == step:
         return tree, None
-    strange = sorted(table.keys() & COUNTERS)
+    strange = sorted(saved.keys() & COUNTERS)
     if step is None or count != step * often or strange:
         why = f"it counts {count}" + (f", and has {', '.join(strange)}" if strange else "")
         why += ", and the optimizer's state does not count steps" if step is None else ""
@@ -418,8 +418,8 @@ def _in_optimizer_steps(
             f"cannot be undone here: {why}: leave it with skip=[{part!r}], and set it to the "
             "steps that the run has"
         )
-    state: dict[str, Any] = {**table, **thing.state_dict()}
-    state |= {key: table[key] for key in ("base_lrs", "_last_lr") if key in table}
+    state: dict[str, Any] = {**saved, **thing.state_dict()}
+    state |= {key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}
     state |= {"last_epoch": step}
     state |= {"_step_count": step + 1} if "_step_count" in state else {}
     reason = (

@@ -115,11 +115,11 @@ class DiffReport:
 
     def to_json(self) -> str:
         """All fields, as a JSON object; a NaN is null."""
-        table = asdict(self)
-        for difference in table["values"].values():
+        fields = asdict(self)
+        for difference in fields["values"].values():
             if not math.isfinite(difference["largest"]):
                 difference["largest"] = None
-        return json.dumps(table, indent=2)
+        return json.dumps(fields, indent=2)
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._verdict()}"]
@@ -316,8 +316,8 @@ def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
 
 def _differing_parts(report: DiffReport) -> set[str]:
     """The parts of two steps that differ, by what their names begin with."""
-    tables = (report.renamed, report.shapes, report.dtypes, report.values, report.numbers)
-    names = {name for table in tables for name in table}
+    by_name = (report.renamed, report.shapes, report.dtypes, report.values, report.numbers)
+    names = {name for names in by_name for name in names}
     names |= {*report.only_a, *report.only_b, *report.renamed.values()}
     return {_part_of(name) for name in names} | ({"data"} if report.data else set[str]())
 

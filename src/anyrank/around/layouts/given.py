@@ -310,14 +310,14 @@ def _names(tensor: ModelTensor) -> list[str]:
     return list(dict.fromkeys(name for raw in tensor.flat_names() for name in candidates(raw)))
 
 
-def _finder(table: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list[str]]:
+def _finder(layout: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list[str]]:
     """A function from a tensor's names to the keys that are for it: names first, then patterns."""
     patterns = [
-        (key, re.compile(fnmatch.translate(key)).match) for key in table if {*key} & {*"*?["}
+        (key, re.compile(fnmatch.translate(key)).match) for key in layout if {*key} & {*"*?["}
     ]
 
     def find(names: Sequence[str]) -> list[str]:
-        exact = [name for name in names if name in table]
+        exact = [name for name in names if name in layout]
         return exact + [key for key, fits in patterns if any(map(fits, names))]
 
     return find
@@ -337,8 +337,8 @@ def _chosen(
     """Each plain tensor that has a layout, with its mesh and the layout."""
     if layout is None:
         return
-    table = layout if isinstance(layout, Mapping) else {}
-    find = _finder(table)
+    entries = layout if isinstance(layout, Mapping) else {}
+    find = _finder(entries)
     known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
     for tensor in tensors:
         names = _names(tensor)
@@ -346,7 +346,7 @@ def _chosen(
             answers = (_answer(layout, name) for name in names)
             value: Any = next((answer for answer in answers if answer is not None), None)
         else:
-            value = next((table[key] for key in find(names)), None)
+            value = next((entries[key] for key in find(names)), None)
         if value is None or tensor.layout is not None:
             continue
         if id(value) not in known:

@@ -76,12 +76,12 @@ class Comparison:
     def _compare(self, part: str, now: Any, before: Any) -> None:
         """Compare the settings of one part; `before` is None where nothing is known."""
         if isinstance(now, dict) and isinstance(before, dict):
-            table = cast("dict[str, Any]", before)
+            saved = cast("dict[str, Any]", before)
             current = cast("dict[str, Any]", now)
-            self._changes += [Change(part, *row) for row in differences(current, table)]
+            self._changes += [Change(part, *row) for row in differences(current, saved)]
             # No checkpoint holds these, so those of the script are the ones that are used.
             self._kept[part] = (
-                {**table, FUNCTIONS: current[FUNCTIONS]} if FUNCTIONS in current else table
+                {**saved, FUNCTIONS: current[FUNCTIONS]} if FUNCTIONS in current else saved
             )
         elif isinstance(now, list) and isinstance(before, list):
             own_groups, saved_groups = cast("list[Any]", now), cast("list[Any]", before)
@@ -176,7 +176,7 @@ class Comparison:
             is_other = not isinstance(script.parts[part], Optimizer) and part not in replayed
             changed += [part] if is_other and take_values(script, known, part) else []
         saved = self._saved.items()
-        lost_parts = [p for p, table in saved if p not in script.parts and _is_schedule(table)]
+        lost_parts = [p for p, row in saved if p not in script.parts and _is_schedule(row)]
         for driven in in_groups_of:
             if not (driven.is_restored or driven.restored):
                 continue
@@ -248,9 +248,9 @@ def _rates_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(shown) + (", ..." if len(texts) > SHOWN_GROUPS == len(shown) else "")
 
 
-def _is_schedule(table: Any) -> bool:
+def _is_schedule(settings: Any) -> bool:
     """Whether settings are those of a schedule that goes by its count."""
-    keys = set(cast("dict[str, Any]", table)) if isinstance(table, dict) else set[str]()
+    keys = set(cast("dict[str, Any]", settings)) if isinstance(settings, dict) else set[str]()
     return "best" not in keys and not keys.isdisjoint(("last_epoch", "_schedulers"))
 
 

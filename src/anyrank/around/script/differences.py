@@ -37,7 +37,7 @@ def differences(
         name = where + key.lstrip("_")
         if key in ("_schedulers", FUNCTIONS) and isinstance(saved, list):
             for number, pair in enumerate(zip(value, saved, strict=False)):
-                if all(isinstance(table, dict) for table in pair):
+                if all(isinstance(row, dict) for row in pair):
                     deeper = where if key == FUNCTIONS else f"{name}.{number}."
                     deeper = f"{FUNCTIONS}.{deeper}" if key == FUNCTIONS else deeper
                     inner += differences(*pair, deeper)
@@ -88,7 +88,7 @@ def _is_same(key: str, value: Any, saved: Any) -> bool:
 
 
 def raw_changes(now: Any, before: Any) -> set[str]:
-    """Keys of a table's settings to take: those that differ, or all where nothing is known."""
+    """Keys of a part's settings to take: those that differ, or all where nothing is known."""
     if not isinstance(before, dict):
         return set(now) - DERIVED
     return changed_keys(now, before) - DERIVED

@@ -153,10 +153,10 @@ def compare_replicas(
         texts = hash_all(target.local() for target in shares)
         return {(t.name, t.pieces): text for t, text in zip(shares, texts, strict=True)}
 
-    tables = ranks.together("hashing the replicas", hashes)
+    answers = ranks.together("hashing the replicas", hashes)
     seen: dict[tuple[str, tuple[Piece, ...]], dict[str, list[int]]] = {}
-    for rank, table in zip(ranks.ranks, tables, strict=True):
-        for key, value in table.items():
+    for rank, answer in zip(ranks.ranks, answers, strict=True):
+        for key, value in answer.items():
             seen.setdefault(key, {}).setdefault(value, []).append(rank)
     different = {key[0]: groups for key, groups in seen.items() if len(groups) > 1}
     if different:
@@ -185,8 +185,8 @@ def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
         return counts
 
     by_share: dict[tuple[str, tuple[int, ...]], int] = {}
-    for table in ranks.together("looking for NaN", count):
-        by_share |= table
+    for counts in ranks.together("looking for NaN", count):
+        by_share |= counts
     total: dict[str, int] = {}
     for (name, _), bad in by_share.items():
         total[name] = total.get(name, 0) + bad
