@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.around.sync.ends import look
+from anyrank.around.sync.ends import find_end
 from anyrank.world.ranks import one_process
 
 
@@ -85,19 +85,19 @@ ALIKE = (
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_other_ranks_must_know_of_is_seen(change: str) -> None:
     net = Net()
-    before = look(net, one_process())
+    before = find_end(net, one_process())
     CHANGES[change](net)
-    after = look(net, one_process())
+    after = find_end(net, one_process())
     assert (after.described == before.described) == (change in ALIKE)
     assert (after.digest == before.digest) == (change in ALIKE)
 
 
 def test_an_adapter_that_is_merged_and_taken_off_again_is_seen() -> None:
     net = with_lora(Net())
-    digests = [look(net, one_process()).digest]
+    digests = [find_end(net, one_process()).digest]
     for change in (net.b.merge, net.b.unmerge):
         change()
-        digests.append(look(net, one_process()).digest)
+        digests.append(find_end(net, one_process()).digest)
     assert digests[0] == digests[2] != digests[1]
 
 

@@ -33,12 +33,12 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.info = self.look()
+        self.info = self.stat()
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)
 
-    def look(self) -> FileInfo:
+    def stat(self) -> FileInfo:
         """The open file as it is now, whatever the path names by now."""
         return _info_of(self.path, os.fstat(self.descriptor))
 

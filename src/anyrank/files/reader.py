@@ -129,7 +129,7 @@ class Reader:
                 return  # from others, which are open too
             file: Any = self.opened[number]
             try:
-                now = file.look()
+                now = file.stat()
             except OSError as error:
                 raise LoadError(f"{info.path}: cannot be read: {error}") from error
             if (now.size, now.version) != (file.info.size, file.info.version):

@@ -87,7 +87,7 @@ def look_at_source(
     Raises:
         LoadError: the source cannot be reached.
     """
-    info = _look(source)
+    info = _locate(source)
     if ranks.index or not info.visible or info.is_live:
         return info
     try:
@@ -134,7 +134,7 @@ def require_source(source: Source | None) -> Source:
     return source
 
 
-def _look(source: Source | None) -> SourceInfo:
+def _locate(source: Source | None) -> SourceInfo:
     seed = torch.initial_seed()
     if source is None or isinstance(source, Mapping):
         is_live = any(hasattr(value, "placements") for value in (source or {}).values())

@@ -62,7 +62,7 @@ class PatchedForward:
         inner = copy.deepcopy(self.inner, memo)
         return PatchedForward(self.name, inner, self.run_with, self.kind)
 
-    def look(self, module: nn.Module, args: Any) -> None:
+    def notice(self, module: nn.Module, args: Any) -> None:
         """Before each call of the module: notice that its `forward` was replaced since, as fused
         kernels do, and take the new one in. This call has begun, and runs it without us.
         """
@@ -103,7 +103,7 @@ class Handle:
     def __init__(self, modules: dict[str, nn.Module], patches: list[PatchedForward]) -> None:
         self.names = list(modules)
         self._patched = list(zip(modules.values(), patches, strict=True))
-        self._hooks = [module.register_forward_pre_hook(p.look) for module, p in self._patched]
+        self._hooks = [module.register_forward_pre_hook(p.notice) for module, p in self._patched]
 
     def remove(self) -> None:
         """Restore the modules' own `forward`. A second call does nothing. Deep copies stay patched.

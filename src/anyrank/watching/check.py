@@ -86,10 +86,10 @@ def check_now(
         arguments = {"global_batch": global_batch, "accumulation": accumulation}
         compare_arguments(ranks, "check", arguments, RankError, check_arguments)
 
-        def look() -> tuple[dict[str, Table], Facts]:
+        def find_facts() -> tuple[dict[str, Table], Facts]:
             return facts_of(model, optimizers, loader, ranks, written, is_seeded)
 
-        tables, facts = ranks.run_and_gather("looking at the model", look)
+        tables, facts = ranks.run_and_gather("looking at the model", find_facts)
         differing = differences(tables, facts, ranks)
         known = Known(ranks.ranks, facts, differing, global_batch, accumulation)
         return Findings(run_rules(known), ranks.size)

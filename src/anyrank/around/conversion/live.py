@@ -80,7 +80,9 @@ def convert_live(
         assert isinstance(src, nn.Module)
         model = src
         target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
-        tensors, extras = ranks.run("looking at the model", lambda: _look(model, options, ranks))
+        tensors, extras = ranks.run(
+            "looking at the model", lambda: _find_written(model, options, ranks)
+        )
         if options.layout is not None:
             join_parts([tensors], ranks)
         tied, summaries = ranks.run_and_gather(
@@ -232,7 +234,7 @@ def _agreed(
     return answers[0]
 
 
-def _look(
+def _find_written(
     model: nn.Module, options: ConvertOptions, ranks: Ranks
 ) -> tuple[list[ModelTensor], dict[str, torch.Tensor]]:
     """The model's tensors, with what plain ones are parts of, and extra state that is a tensor.

@@ -80,13 +80,13 @@ def materialize(
             ranks, "materialize", arguments, LoadError, check, torch.initial_seed
         )
 
-        def look() -> ModelShare:
+        def make_share() -> ModelShare:
             match = _match(find_tensors(model))
             where = None if device is None else _device_of(device)
             rule = None if init == "auto" else init
             return ModelShare(model, match, meter, seed, init=rule, device=where)
 
-        share = ranks.run("looking at the model", look)
+        share = ranks.run("looking at the model", make_share)
         result = fill(share, Side(), ranks, rebuild=True)
     return LoadReport(
         **result.fields(),

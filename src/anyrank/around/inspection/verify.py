@@ -26,7 +26,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VerifyFinding:
     """Something that is wrong.
 
     Attributes:
@@ -57,7 +57,7 @@ class VerifyReport:
 
     path: str
     format: str
-    findings: list[Finding]
+    findings: list[VerifyFinding]
     tensors: int
     nbytes: int
     checked: list[str]
@@ -134,7 +134,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
             outcome.findings.append(_finding(error, path))
     _verify_listings([listing], finite, outcome)
     for name, what in unreadable.items():
-        outcome.findings.append(Finding(path, f"{name}: is {what}; it was not looked at"))
+        outcome.findings.append(VerifyFinding(path, f"{name}: is {what}; it was not looked at"))
     return _report(path, listing.format, outcome, [listing], [])
 
 
@@ -142,7 +142,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
 class _Outcome:
     """What is wrong, and what was compared."""
 
-    findings: list[Finding]
+    findings: list[VerifyFinding]
     checked: set[str]
 
 
@@ -162,11 +162,11 @@ def _names(storage: Storage, path: str) -> list[str] | None:
     raise LoadError(f"{path}: does not exist (working directory {os.getcwd()})")
 
 
-def _finding(error: Exception, path: str) -> Finding:
+def _finding(error: Exception, path: str) -> VerifyFinding:
     text = str(error)
     where, colon, what = text.partition(": ")
     is_path = colon and (where.startswith(path) or os.sep in where)
-    return Finding(where, what) if is_path else Finding(path, text)
+    return VerifyFinding(where, what) if is_path else VerifyFinding(path, text)
 
 
 def _verify_each(source: Source, outcome: _Outcome) -> None:
@@ -199,14 +199,16 @@ def _verify_run(
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
     if not folders:
-        outcome.findings.append(Finding(path, no_step(names)))
+        outcome.findings.append(VerifyFinding(path, no_step(names)))
     steps: list[int] = []
     listings: list[Listing] = []
     for folder in folders:
         try:
             if not is_step(storage, folder):
                 outcome.findings.append(
-                    Finding(folder, f"has no {MANIFEST}: it is damaged, or the save of it died")
+                    VerifyFinding(
+                        folder, f"has no {MANIFEST}: it is damaged, or the save of it died"
+                    )
                 )
                 continue
             manifest = read_manifest(storage, folder)
@@ -242,7 +244,7 @@ def _verify_listings(listings: list[Listing], finite: bool, outcome: _Outcome) -
         for listing in listings:
             try:
                 for path, what in mismatches(listing, progress=progress.add):
-                    outcome.findings.append(Finding(path, what))
+                    outcome.findings.append(VerifyFinding(path, what))
             except AnyrankError as error:
                 outcome.findings.append(_finding(error, listing.format))
             if finite:
@@ -252,7 +254,7 @@ def _verify_listings(listings: list[Listing], finite: bool, outcome: _Outcome) -
         outcome.checked.add("NaN and infinite values")
 
 
-def _nonfinite(listing: Listing, progress: Progress) -> Iterator[Finding]:
+def _nonfinite(listing: Listing, progress: Progress) -> Iterator[VerifyFinding]:
     with open_values(listing) as values:
         for name, stored in listing.tensors.items():
             if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
@@ -264,4 +266,4 @@ def _nonfinite(listing: Listing, progress: Progress) -> Iterator[Finding]:
                 continue
             progress.add(stored.nbytes)
             if bad:
-                yield Finding(name, f"{bad} of {stored.numel} values are NaN or infinite")
+                yield VerifyFinding(name, f"{bad} of {stored.numel} values are NaN or infinite")

@@ -38,9 +38,9 @@ class RemoteFile:
 
     @cached_property
     def info(self) -> FileInfo:
-        return self.look()
+        return self.stat()
 
-    def look(self) -> FileInfo:
+    def stat(self) -> FileInfo:
         """The object as it is now."""
         with asking(self.path):
             return _info_of(self.path, self.filesystem.info(self.path))

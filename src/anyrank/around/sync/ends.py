@@ -128,7 +128,7 @@ class End:
         return self.described.digest
 
 
-def look(
+def find_end(
     model: Module,
     ranks: Ranks,
     *,
@@ -163,7 +163,7 @@ def look(
 
 
 def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> EndDescription:
-    """An end for other ranks; see `look`, also for what is raised."""
+    """An end for other ranks; see `find_end`, also for what is raised."""
     rows = _rows(tensors)
     rows = _as_merged(tensors, rows) if merge else rows
     kind = plain_class(module)

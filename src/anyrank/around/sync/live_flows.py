@@ -16,8 +16,8 @@ from anyrank.around.sharing.transfers import (
 )
 from anyrank.around.sync.ends import Added, End, TensorInfo
 from anyrank.around.sync.match import (
+    EndMatch,
     Inflow,
-    MatchedEnd,
     SourceTensor,
     check_all_shards,
     joined,
@@ -182,7 +182,7 @@ class Planner:
 
     def _matched(
         self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
-    ) -> tuple[ModelMatch, MatchedEnd, dict[str, str]]:
+    ) -> tuple[ModelMatch, EndMatch, dict[str, str]]:
         """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
 
         Raises:
@@ -192,7 +192,7 @@ class Planner:
         if len(to_ranks) > 1:  # what one dst does not take, another may
             options = replace(options, unexpected="ignore")
 
-        def match_here() -> tuple[tuple[ModelMatch, MatchedEnd, dict[str, str]], str]:
+        def match_here() -> tuple[tuple[ModelMatch, EndMatch, dict[str, str]], str]:
             match, matched = match_ends(dst, sources, listing, options)
             renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
             return (match, matched, renamed), matched.digest if dst.digest else ""
@@ -219,7 +219,7 @@ class Planner:
 
     def flows(
         self,
-        ends: Sequence[MatchedEnd],
+        ends: Sequence[EndMatch],
         to_ranks: Sequence[Sequence[int]],
         sources: Sequence[SourceTensor],
     ) -> tuple[Flow, ...]:

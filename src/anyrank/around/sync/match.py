@@ -68,7 +68,7 @@ class Inflow:
 
 
 @dataclass(frozen=True)
-class MatchedEnd:
+class EndMatch:
     """One `dst` as all ranks know it: the rows of its tensors, and how each is filled.
 
     Attributes:
@@ -151,7 +151,7 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
 
 def match_ends(
     dst: End, sources: Sequence[SourceTensor], listing: Listing, options: LoadOptions
-) -> tuple[ModelMatch, MatchedEnd]:
+) -> tuple[ModelMatch, EndMatch]:
     """Match this rank's `dst` with `src`, by this rank alone.
 
     Returns:
@@ -195,7 +195,7 @@ def match_ends(
         for index, stored in sorted({**match.stored, **match.compared}.items())
     )
     facts = _facts(dst, match, len(inflows), sources)
-    matched = MatchedEnd(dst.rows, inflows, facts, left)
+    matched = EndMatch(dst.rows, inflows, facts, left)
     return match.with_tensors([]), matched
 
 
@@ -250,7 +250,7 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
 
 
 def check_all_shards(
-    ends: Sequence[MatchedEnd], coordinates: Sequence[Mapping[int, Coordinates]], called: int
+    ends: Sequence[EndMatch], coordinates: Sequence[Mapping[int, Coordinates]], called: int
 ) -> None:
     """Refuse a dst of which some ranks of its mesh pass None.
 
@@ -290,7 +290,7 @@ def _merged(rows: Iterable[TensorInfo]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def joined(ends: Sequence[MatchedEnd], unexpected: str) -> SyncReport:
+def joined(ends: Sequence[EndMatch], unexpected: str) -> SyncReport:
     """The facts of all `dst` together: a tensor of `src` is used if one of them uses it.
 
     Raises:

@@ -22,7 +22,7 @@ from anyrank.around.sync.ends import (
     accelerator_of,
     check_values,
     describe,
-    look,
+    find_end,
 )
 from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.checks import check_bool
@@ -147,7 +147,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     accelerators: list[str] = []
 
     def tell() -> _CallMessage:
-        own_ends.extend(_look(call, ranks, kept))
+        own_ends.extend(_find_ends(call, ranks, kept))
         dst, src = own_ends
         check_values(src)
         accelerators.append(accelerator_of([*dst.tensors, *src.tensors]))
@@ -204,17 +204,17 @@ def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
     )
 
 
-def _look(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
+def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
     """Both ends as they are on this rank; digests that the kept plan knows are not made again.
 
     Raises:
-        LoadError, ValueError, TypeError: as `look`.
+        LoadError, ValueError, TypeError: as `find_end`.
     """
     known = kept.described if kept is not None else (None, None)
     dst_layout, src_layout = call.layouts
     merge = call.options.merge
-    dst = look(call.dst, ranks, layout=dst_layout, known=known[0])
-    return dst, look(call.src, ranks, layout=src_layout, merge=merge, known=known[1])
+    dst = find_end(call.dst, ranks, layout=dst_layout, known=known[0])
+    return dst, find_end(call.src, ranks, layout=src_layout, merge=merge, known=known[1])
 
 
 def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
