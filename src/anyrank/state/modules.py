@@ -193,7 +193,7 @@ def _fit_tensors(
     """Add what fills these tensors, and what does not fit. Names of those that start fresh, and of
     the checkpoint's that are left out.
     """
-    saved = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
+    stored = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
     fresh: list[str] = []
     used: set[str] = set()
@@ -202,27 +202,27 @@ def _fit_tensors(
     for target in wanted:
         names = [f"{part}.{name}" for name in target.flat_names()]
         names = [name for name in names if owners.get(name, target) is target]
-        key = next((name for name in (target.name, *names) if name in saved), None)
+        key = next((name for name in (target.name, *names) if name in stored), None)
         if key is None:
             name = target.name.removeprefix(f"{part}.")
             is_fresh = source.is_fresh(name) and not target.is_meta
             (fresh if is_fresh else missing).append(name)
             continue
         used.update({key, *names})  # all names of a tied tensor are one tensor of the checkpoint
-        others = [saved[name] for name in names if name in saved]
-        if any(other.chunks != saved[key].chunks for other in others):
+        others = [stored[name] for name in names if name in stored]
+        if any(other.chunks != stored[key].chunks for other in others):
             matched.problems.append(
                 f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
                 f"differ ({', '.join(other.name for other in others)}): untie them"
             )
-        problem = misfits(saved[key], target)
+        problem = misfits(stored[key], target)
         if problem:
             matched.problems.append(problem)
             continue
         matched.fills.append(
-            TensorFill(target, saved[key], room_for(target, device), source.listing)
+            TensorFill(target, stored[key], room_for(target, device), source.listing)
         )
-    extra = [key.removeprefix(f"{part}.") for key in saved if key not in used]
+    extra = [key.removeprefix(f"{part}.") for key in stored if key not in used]
     dropped = [name for name in extra if source.is_dropped(name)]
     extra = [name for name in extra if name not in dropped]
     if missing:
@@ -243,9 +243,11 @@ def _fit_extra(
     """Pair each module with its saved extra state. Adds fills and problems to `matched`."""
 
     def take(entry: Any) -> torch.Tensor:
-        saved = source.listing.tensors[entry["~whole"]]
-        sharded = as_sharded(saved.name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu"))
-        matched.fills.append(TensorFill(sharded, saved, sharded.tensor, source.listing))
+        stored = source.listing.tensors[entry["~whole"]]
+        sharded = as_sharded(
+            stored.name, torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        )
+        matched.fills.append(TensorFill(sharded, stored, sharded.tensor, source.listing))
         return sharded.tensor
 
     saved: dict[str, Any] = record["extra"]

@@ -304,10 +304,10 @@ class _Room:
         ((kind, (where, layout)),) = entry.items()
         is_own = kind == "~rank"
         key = own_name(where, self.rank) if is_own else where
-        saved = self.source.listing.tensors.get(key)
+        stored = self.source.listing.tensors.get(key)
         same_layout = parameter is not None and str(parameter.layout) == layout
         try:
-            if saved is None or (is_own and not (self.source.same_ranks and same_layout)):
+            if stored is None or (is_own and not (self.source.same_ranks and same_layout)):
                 raise _Unplaced(
                     f"{where}: each of {self.source.ranks} ranks saved a tensor of its own, of "
                     "another shape than its parameter: only as many ranks with the same layout can "
@@ -315,18 +315,18 @@ class _Room:
                 )
             device, current = self._device(where, parameter), now.get(where)
             lie: _Lie = None
-            if is_dtensor(current) and current.shape == saved.shape and not is_own:
+            if is_dtensor(current) and current.shape == stored.shape and not is_own:
                 lie = current, current.placements  # as the optimizer itself has laid it out
             elif parameter is not None and parameter.layout is None:
                 lie = self._as_saved(where, layout, device) if kind == "~laid" else None
             elif parameter is not None and not is_own:
-                lie = _by_parameter(parameter, kind, saved.shape, where, layout)
+                lie = _by_parameter(parameter, kind, stored.shape, where, layout)
         except _Unplaced as error:
             self.matched.problems.append(str(error))
             return torch.empty(0, device="cpu")
-        sharded = _hold(key, lie, saved.shape, self._dtype(saved, where, parameter), device)
+        sharded = _hold(key, lie, stored.shape, self._dtype(stored, where, parameter), device)
         self.tensors += [] if is_own else [sharded]
-        self.matched.fills.append(TensorFill(sharded, saved, sharded.local(), self.source.listing))
+        self.matched.fills.append(TensorFill(sharded, stored, sharded.local(), self.source.listing))
         return sharded.tensor
 
     def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
@@ -351,10 +351,12 @@ class _Room:
             self.meshes[device] = DTensor.from_local(empty, mesh, [Replicate()], run_check=False)
         return self.meshes[device], [Shard(int(parsed[2])) if parsed[2] else Replicate()]
 
-    def _dtype(self, saved: StoredTensor, where: str, parameter: ModelTensor | None) -> torch.dtype:
-        own_dtype = saved.dtype if parameter is None else parameter.dtype
-        casts = self.source.casts and not _is_count(where) and saved.dtype.is_floating_point
-        return own_dtype if casts and own_dtype.is_floating_point else saved.dtype
+    def _dtype(
+        self, stored: StoredTensor, where: str, parameter: ModelTensor | None
+    ) -> torch.dtype:
+        own_dtype = stored.dtype if parameter is None else parameter.dtype
+        casts = self.source.casts and not _is_count(where) and stored.dtype.is_floating_point
+        return own_dtype if casts and own_dtype.is_floating_point else stored.dtype
 
     def _device(self, where: str, parameter: ModelTensor | None) -> torch.device:
         """State lives with its parameter; a step count only where a kernel reads it."""

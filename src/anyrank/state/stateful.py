@@ -142,7 +142,7 @@ def match_stateful(
         ((kind, written),) = entry.items()
         key = own_name(written, own_rank) if kind == "~rank" else written
         where = written.removesuffix(own_name("", 0))
-        saved = source.listing.tensors[key]
+        stored = source.listing.tensors[key]
         like = now().get(where)
         is_sharded = hasattr(like, "placements") and "by_rank" not in record
         # What the object has now says where its tensor lies: its code may never move it.
@@ -150,10 +150,10 @@ def match_stateful(
             tensor = torch.empty_like(like)
         else:
             device = None if like is None else like.device
-            tensor = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
         sharded = as_sharded(where, tensor)
         tensors.append(sharded)
-        matched.fills.append(TensorFill(sharded, saved, sharded.local(), source.listing))
+        matched.fills.append(TensorFill(sharded, stored, sharded.local(), source.listing))
         return tensor
 
     tree: Any = from_json(record["tree"], take)

@@ -87,12 +87,12 @@ def match_frozen(
             problems.append(listed(f"{part}.{name}: not in its source", names))
             continue
         for index, key in matches.keys.items():
-            target, saved = targets[index], listing.tensors[key]
-            problem = misfits(saved, target)
+            target, stored = targets[index], listing.tensors[key]
+            problem = misfits(stored, target)
             if problem:
                 problems.append(f"{part}.{name}.{problem} (its source)")
                 continue
-            fills.append(TensorFill(target, saved, room_for(target, device), listing))
+            fills.append(TensorFill(target, stored, room_for(target, device), listing))
     return problems, fills, partial(_commit, part, module, record)
 
 

@@ -273,13 +273,13 @@ class Planner:
             except LoadError as error:
                 raise LoadError(f"{row.keys[0]}: {error}") from error
             transfers = self.transfers[key] = tuple(planned)
-        wire = wire_dtype(inflow.stored, row.dtype)
+        wire = wire_dtype(inflow.stored_dtype, row.dtype)
         return Flow(
             name=row.keys[0],
             index=inflow.index if self.ranks.rank in to_ranks else -1,
             strips=inflow.strips,
             transfers=transfers,
-            stored_dtype=inflow.stored,
+            stored_dtype=inflow.stored_dtype,
             wire_dtype=wire,
             target_dtype=row.dtype,
             nbytes=numel * wire.itemsize,

@@ -57,13 +57,13 @@ class Inflow:
     Attributes:
         index: position among the tensors of this `dst`.
         strips: where its elements are in the tensors of `src`.
-        stored: dtype in `src`.
+        stored_dtype: in `src`.
         is_compared: whether it belongs to a frozen part, which has to be equal already.
     """
 
     index: int
     strips: tuple[Strip, ...]
-    stored: torch.dtype
+    stored_dtype: torch.dtype
     is_compared: bool
 
 
