@@ -147,7 +147,7 @@ def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
-    """The problems of tensors that are several, and would have the same memory but for meta.
+    """Name tensors on meta that overlap in one storage: real ones would share that memory.
 
     Parts of one storage that do not overlap are tensors of their own.
     """
@@ -180,8 +180,8 @@ def _last(tensor: torch.Tensor) -> int:
 
 
 def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
-    """The problem of tensors that need a first value, and that a parametrisation has in place of
-    those that the rules of their modules know.
+    """Name parametrised tensors that need first values: the rules of modules know only the tensors
+    that the parametrisation replaced.
     """
     names = [
         target.name
@@ -217,11 +217,12 @@ def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | N
             f"the source {list(stored.shape)} ({stored.name})"
         )
     have, want = stored.dtype, target.dtype
+    # A float of another width is the same number, rounded, and the report names each cast.
     if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
         return None
     if have.is_complex and want.is_complex:
         return None
-    if _holds_all_of(want, have):
+    if _holds_all_of(want, have):  # each value stays the number that it is
         return None
     bits_of_half = want.is_floating_point and have in (torch.int16, torch.uint16)
     return (

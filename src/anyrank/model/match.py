@@ -17,11 +17,7 @@ from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwrit
 from anyrank.model.frozen_parts import FrozenSource
 from anyrank.model.options import WAYS_OUT, LoadOptions
 from anyrank.model.own_code import OwnCode
-from anyrank.model.tensors import (
-    ModelTensor,
-    find_modules,
-    tensors_of,
-)
+from anyrank.model.tensors import ModelTensor, find_modules, tensors_of
 from anyrank.tensors.names import (
     Near,
     Shapes,
@@ -63,6 +59,7 @@ def match_model(
     """
     modules = find_modules(model)
     tensors = tensors_of(modules) if tensors is None else tensors
+    # No checkpoint has to hold buffers that state_dict leaves out, so no key is asked for them.
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
     is_live = listing.format == LIVE
     # A run holds tensors as they were in the model, which no code has changed on the way.
@@ -102,6 +99,7 @@ def match_model(
     ]
     own_code = OwnCode([] if is_raw else modules, listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
+    # A live source holds a tied tensor under each of its names; one of them is enough.
     if is_live:
         of_no_use |= _tied_to(match.wanted, listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
@@ -193,6 +191,7 @@ def _problems(
     on_meta = [targets[i].name for i in absent if targets[i].is_meta]
     unfilled = [targets[i].name for i in absent]
     shapes = {targets[i].name: targets[i].shape for i in absent}
+    # A fresh tensor may be missing, as it keeps its value; one on meta has none.
     unfilled = [name for name in unfilled if not options.is_fresh(name) or name in on_meta]
     lines: list[str] = []
     if options.missing == "error" and unfilled:

@@ -87,6 +87,7 @@ class LoadOptions:
             ValueError, TypeError: as `check`; no module; neither a source nor None.
         """
         check_model(model)
+        # A rank that has no source gives None or {}, and gets its bytes from others.
         is_receiver = source is None or (isinstance(source, Mapping) and not source)
         if not is_receiver:
             check_source(source)
@@ -113,6 +114,7 @@ class LoadOptions:
             LoadError: arguments that differ between ranks; on all ranks.
         """
         names = (*CHOICES, "rename", "verify")
+        # Layouts may differ, as each rank names its own parts: all give one, or none does.
         return compare_arguments(
             ranks,
             call,

@@ -122,6 +122,7 @@ class ModelShare:
             if not tensors[index].is_meta:
                 self._real[index].copy_(values)
         renewed = replace([*replacements, *new])
+        # Only now, as it hashes what the model holds.
         self._remember_frozen()
         self.move_buffers()
         return renewed

@@ -87,6 +87,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         if children and any(module is above for above in path):
             continue
         info = frozen_info(module)
+        # A part with a source takes its weights from there, also within a larger frozen part.
         if info is not None and (frozen is None or info.source is not None):
             frozen = module
         _check_class(module, raw, name, frozen)
@@ -157,9 +158,9 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
                     tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry, layouts)
                     continue
                 known.registrations.append(entry)
-                if known.kind == "derived":
+                if known.kind == "derived":  # a checkpoint holds it if one of its modules saves it
                     known.kind = kind_there
-    if is_wrapped:
+    if is_wrapped:  # else a name is the path to its tensor, and no two are equal
         _check_names(tensors.values())
     return list(tensors.values())
 

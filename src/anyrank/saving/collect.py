@@ -347,6 +347,7 @@ def _build_records(
     """The parts' records; a record that differs between ranks has the tree of each. All ranks."""
     records = {part: saved.record for part, saved in parts.items()}
     for part in answers[0].records:
+        # Most records are equal, and are not sent: their digests say so.
         if len({answer.records[part] for answer in answers}) > 1:
             trees = [record["tree"] for record in ranks.gather(records[part])]
             records[part] = {**records[part], "tree": "by rank", "by_rank": trees}

@@ -74,7 +74,7 @@ class RunLock:
             if self.store.renames:
                 self._acquire()
         self.is_held = True
-        if not was_held:
+        if not was_held:  # since then nobody else has written here
             try:
                 check()
             except Exception:
@@ -85,6 +85,7 @@ class RunLock:
         """Remove the file and let go of the lock, if it is still ours. A failure is a warning."""
         if self._descriptor is not None:
             try:
+                # Another process may have it by now, and then the file is that one's.
                 self._ask_kernel(self._descriptor)
                 if self._is_in_place(self._descriptor):
                     self.store.remove(self.path)

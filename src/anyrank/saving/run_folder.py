@@ -35,7 +35,7 @@ TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
 DAMAGED = "damaged"
 SUPERSEDED = "superseded"
-MIN_KEPT = 2
+MIN_KEPT = 2  # the newest may turn out damaged
 
 
 class RunFolder:
@@ -96,7 +96,7 @@ class RunFolder:
                 checkpoint; has the name of a step in a run's folder; or cannot be made.
         """
         if self.whole_steps():
-            return
+            return  # they are of a run, and `check_run` asks of which
         with reading(self.path):
             problem = self._find_other_content()
             problem = problem or self._find_parent_run() or self._find_write_problem()
@@ -153,7 +153,7 @@ class RunFolder:
         with storing(self.path):
             self.store.make_folder(self.absolute_path)
             self._clean(run)
-            if branch is not None:
+            if branch is not None:  # first, as the step to write may be among them
                 self._set_newer_aside(branch)
             step_path = self.join(step_name(step))
             if is_step(self.store, step_path):
@@ -181,7 +181,7 @@ class RunFolder:
             try:
                 step_run = read_manifest(self.store, self.join(name)).run
             except CorruptCheckpoint:
-                continue
+                continue  # it does not say whose it is; an older one does
             if step_run != run:
                 raise CheckpointError(
                     f"{self.path}: holds step {step} of another run ({step_run[:8]}): resume that "
@@ -203,7 +203,7 @@ class RunFolder:
             if match and (is_first or match[2] == run[:8]):
                 leftovers.append(name)
         for name in leftovers:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # what stays costs room, and stops no save
                 self.store.remove_folder(self.join(name))
         if not self.store.renames:
             for step in list_steps(self.store, self.absolute_path, names):
@@ -270,6 +270,7 @@ class RunFolder:
         if not self.store.renames:
             write_file(self.store, self.join(LATEST), f"{name}\n".encode())
             return
+        # Who reads it meanwhile sees the old name or the new one, whole.
         temporary = self.join(f".{LATEST}-{uuid.uuid4().hex[:8]}")
         write_file(self.store, temporary, f"{name}\n".encode())
         self.store.rename(temporary, self.join(LATEST))

@@ -39,8 +39,8 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
     """Every tensor of a module.
 
     Raises:
-        CheckpointError: two that a checkpoint holds or checks have one name; a tensor whose bytes
-            cannot be placed.
+        CheckpointError: two tensors have one name in a checkpoint; or the bytes of one cannot be
+            placed.
     """
     try:
         targets = find_tensors(module)
@@ -132,7 +132,7 @@ def _save_extra(part: str, name: str, module: nn.Module, saved: PartState) -> An
         sharded = hold_to_save(where, tensor.detach())
         saved.tensors.append(sharded)
         if sharded.layout is None:
-            saved.may_differ.add(where)
+            saved.may_differ.add(where)  # nothing keeps it equal on the ranks
         return {"~whole": where}
 
     return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)
@@ -167,6 +167,7 @@ def match_module(
     restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, source, matched)
 
     def commit() -> None:
+        # Real tensors were filled where they are; those on meta get their memory now.
         for fill in fills:
             if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
                 Replacement(fill.target, fill.local).toggle()
@@ -174,7 +175,7 @@ def match_module(
         for submodule, value in restored:
             submodule.set_extra_state(value)
         if commit_frozen is not None:
-            commit_frozen()
+            commit_frozen()  # last, as its digest counts tensors of the extra state
 
     matched.commit = commit
     matched.has_meta_buffers = any(
@@ -190,8 +191,8 @@ def _fit_tensors(
     source: PartSource,
     matched: PartMatch,
 ) -> tuple[list[str], list[str]]:
-    """Add what fills these tensors, and what does not fit. Names of those that start fresh, and of
-    the checkpoint's that are left out.
+    """Pair tensors with the checkpoint's. Adds fills and problems to `matched`; returns the names
+    that start fresh, and the names of the checkpoint that are dropped.
     """
     stored = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
@@ -219,9 +220,8 @@ def _fit_tensors(
         if problem:
             matched.problems.append(problem)
             continue
-        matched.fills.append(
-            TensorFill(target, stored[key], room_for(target, device), source.listing)
-        )
+        memory = room_for(target, device)
+        matched.fills.append(TensorFill(target, stored[key], memory, source.listing))
     extra = [key.removeprefix(f"{part}.") for key in stored if key not in used]
     dropped = [name for name in extra if source.is_dropped(name)]
     extra = [name for name in extra if name not in dropped]
@@ -244,20 +244,16 @@ def _fit_extra(
 
     def take(entry: Any) -> torch.Tensor:
         stored = source.listing.tensors[entry["~whole"]]
-        sharded = as_sharded(
-            stored.name, torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        )
+        memory = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        sharded = as_sharded(stored.name, memory)
         matched.fills.append(TensorFill(sharded, stored, sharded.tensor, source.listing))
         return sharded.tensor
 
     saved: dict[str, Any] = record["extra"]
     for title, names in (
-        (f"{part}: extra state that the checkpoint does not hold", modules.keys() - saved.keys()),
-        (
-            f"{part}: extra state of modules that are not in the model",
-            saved.keys() - modules.keys(),
-        ),
+        ("extra state that the checkpoint does not hold", modules.keys() - saved.keys()),
+        ("extra state of modules that are not in the model", saved.keys() - modules.keys()),
     ):
         if names:
-            matched.problems.append(listed(title, sorted(names)))
+            matched.problems.append(listed(f"{part}: {title}", sorted(names)))
     return [(modules[name], from_json(saved[name], take)) for name in saved if name in modules]

@@ -40,11 +40,7 @@ from anyrank.state.part_types import (
     other_names,
     own_name,
 )
-from anyrank.state.stateful import (
-    attribute_tensors,
-    has_own_methods,
-    overrides,
-)
+from anyrank.state.stateful import attribute_tensors, has_own_methods, overrides
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -136,6 +132,7 @@ def _putter(
             sharded = ShardedTensor(
                 where, sharded.tensor, parameter.shape, layout, parameter.coordinate
             )
+        # Beside a sharded parameter a plain tensor is of this rank's shard; a number is of all.
         if sharded.layout is None and layout is not None and sharded.tensor.ndim:
             sharded.name = own_name(where, rank)
             saved.own_tensors.append(sharded)
@@ -181,7 +178,7 @@ def match_optimizer(
     matched.groups = groups
     absent = [name for name in record["state"] if name not in by_name]
     unknown = [name for name in absent if not source.is_dropped(name)]
-    if unknown and not matched.problems:
+    if unknown and not matched.problems:  # a problem of the groups names these already
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
     if record["class"] not in (name, UNKNOWN):
@@ -267,7 +264,7 @@ _Lie = ModelTensor | tuple[Any, Sequence[Any]] | None
 
 
 class _Room:
-    """Memory for the tensors of an optimizer, each laid out as it is here, or was.
+    """Memory for an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
 
     Attributes:
         tensors: of which all ranks have memory.
@@ -330,7 +327,7 @@ class _Room:
         return sharded.tensor
 
     def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
-        """How a tensor of a plain parameter lies that was a DTensor: on all ranks, as it did.
+        """Lay out a DTensor of a plain parameter as it was saved, over all ranks.
 
         Raises:
             _Unplaced: its mesh was not one axis of all ranks.
@@ -393,6 +390,7 @@ def _by_parameter(
         return None
     if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
         return None
+    # Adafactor's sums of rows have size 1 where the parameter has columns: they are cut as it is.
     pairs = zip(shape, parameter.shape, strict=False)
     factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
     if factored if is_dtensor(tensor) else shape == parameter.shape:
@@ -406,7 +404,7 @@ def _by_parameter(
 def _hold(
     key: str, lie: _Lie, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> ShardedTensor:
-    """Memory that lies so."""
+    """Memory for a tensor, laid out as `lie` says."""
     if lie is None:
         return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
     if isinstance(lie, ModelTensor):
@@ -457,6 +455,7 @@ def _fit_groups(
         fresh += new
         sources = sorted({home[name] for name in members if name in home})
         if not sources:
+            # A group without parameters goes by its number, as it has none to go by.
             alone = bool(members) or number >= len(record["groups"])
             chosen.append(None if alone else number)
             continue
@@ -470,6 +469,7 @@ def _fit_groups(
                     f"{differences(first, options)}): group them as they were, or resume with "
                     'settings="script", which uses those of this script'
                 )
+        # With its own number a group keeps its place, by which schedules count.
         chosen.append(number if number in sources else sources[0])
     absent = [name for name in home if name not in seen and not source.is_dropped(name)]
     if absent:
@@ -483,5 +483,5 @@ def _fit_groups(
 
 
 def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
-    """Whether groups are other than the checkpoint's, in order, and new ones after them."""
+    """Whether the groups are not the checkpoint's in their order, with new ones after them."""
     return [*groups[:count]] != [*range(count)] or any(n is not None for n in groups[count:])

@@ -129,7 +129,7 @@ def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) 
 
 
 def own_name(where: str, index: int) -> str:
-    """What a tensor is called that the rank of this index alone holds."""
+    """The name of a tensor that only the rank of this index holds."""
     return f"{where}@{index:05d}"
 
 

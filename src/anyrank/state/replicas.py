@@ -91,6 +91,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     def list_own() -> tuple[dict[str, PartState], tuple[int, Coordinates]]:
         parts = state.parts.save_tensors(ranks.index)
         tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+        # Ranks compare by positions in this list, so all of them must have the same one.
         names = "\n".join(sharded.name for sharded in tensors)
         return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
 
@@ -104,7 +105,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     own_replicas = _replicas(parts, coordinates, None, ranks.rank)
     differing = _differing([r for r in own_replicas if r.name not in may_differ], ranks)
-    if differing:
+    if differing:  # the same on all ranks, so all of them gather once more
         others = _differing([r for r in own_replicas if r.name in may_differ], ranks)
         raise CheckpointError(_in_words(f"step {state.step}:", differing, parts, sorted(others)))
 
@@ -118,6 +119,7 @@ def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list
 
     digests, answers = ranks.run_and_gather("comparing the replicas", digest_own)
     by_rank = dict(zip(ranks.ranks, answers, strict=True))
+    # One digest is for all that the same ranks hold: names go around only where one differs.
     if all(
         len({by_rank[rank].get(members) for rank in members}) == 1
         for answer in answers

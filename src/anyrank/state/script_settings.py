@@ -44,6 +44,7 @@ class ScriptSettings:
         self.initial = {
             name: initial
             for name, part in parts.items()
+            # A loader compares its own settings when it gets its state.
             if name != "data" and (initial := _initial(part)) is not None
         }
         self.kept = {name: as_json(initial) for name, initial in self.initial.items()}

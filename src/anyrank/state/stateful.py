@@ -160,7 +160,7 @@ def match_stateful(
     if isinstance(thing, ElasticLoader):
         try:
             thing.position.check_state_dict(tree)
-        except CorruptCheckpoint:
+        except CorruptCheckpoint:  # damage is no misfit: an older step may be whole
             raise
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
@@ -169,6 +169,7 @@ def match_stateful(
 
     def commit() -> None:
         _give(part, thing, tree)
+        # Only now does a schedule stand at the step for which its function is asked.
         if text := _changed_schedule(thing, tree):
             reasons = [reason for reason in (matched.outcome.reason, text) if reason]
             matched.outcome = Outcome("derived", "; ".join(reasons))
@@ -178,7 +179,7 @@ def match_stateful(
 
 
 def _changed_schedule(thing: Any, tree: Any) -> str:
-    """What a LambdaLR, whose function nobody saves, makes of its learning rate, if another one.
+    """Say if the function of a LambdaLR, which is not saved, gives another learning rate.
 
     Args:
         thing: with its state.
@@ -219,8 +220,8 @@ def _give(part: str, thing: Stateful, tree: Any) -> None:
 
 
 def _class_name(thing: Any) -> str:
-    """The name of an object's class; of a schedule of schedules with those of its own: each takes
-    the settings of any other without a word.
+    """The name of an object's class; of a schedule of schedules with the classes of its parts, as
+    each part would take another's settings without a word.
     """
     name = type(thing).__name__
     inner: Any = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
@@ -250,7 +251,7 @@ def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
 
 
 def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
-    """The tensors that the object has now: what it loads is where they are, and laid out so."""
+    """The tensors that an object has now, by key: a resume lays out those that it reads alike."""
     tensors: dict[str, torch.Tensor] = {}
 
     def put(where: str, tensor: torch.Tensor) -> None:

@@ -308,24 +308,26 @@ class RunParts:
                 if base is not None or "base" in record:
                     from anyrank.around.base.base import base_problems
 
+                    # A base that is another one explains all else that does not fit.
                     wrong = base_problems(base, record)
                     matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, source, names, rank)
+        # Schedules come last: they go by the groups that the optimizers have matched.
         groups = self._groups_of(matched)
         for part in [part for part in records if part not in matched]:
             value = self.parts[part]
             chosen = groups.get(id(getattr(value, "optimizer", None)))
             matched[part] = match_stateful(part, value, records[part], source, rank, chosen)
-        matched = {part: matched[part] for part in records}
+        matched = {part: matched[part] for part in records}  # the report's order is the save's
         self._check_schedulers(matched)
         if "data" in matched and not source.same_ranks:
             self._check_data(matched["data"], source.ranks)
         return matched
 
     def _check_data(self, matched: PartMatch, num_ranks: int) -> None:
-        """Refuse, on another number of ranks, a place in data that may be split by rank: counts
-        within each rank's share are equal on all ranks by symmetry.
+        """Refuse another number of ranks where a loader may count within its rank's share: such
+        counts are equal on all ranks, so nothing in them shows it.
         """
         data = self.parts["data"]
         if isinstance(data, ElasticLoader) or matched.problems:
@@ -355,7 +357,7 @@ class RunParts:
         }
 
     def _check_schedulers(self, matched: Mapping[str, PartMatch]) -> None:
-        """Refuse schedulers, which count groups, for an optimizer that has them otherwise."""
+        """Refuse other libraries' schedulers where the optimizer's groups are in another order."""
         regrouped = {
             id(self.parts[name]): name for name, part in matched.items() if part.is_regrouped
         }
@@ -383,6 +385,7 @@ def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTen
         for target in in_state_dict(members):
             # Not with a ".", which names have already.
             name = target.name if part == "model" else f"{part}/{target.name}"
+            # A parameter that two modules share has the name in the first of them.
             named.setdefault(id(target.tensor), replace(target, name=name))
     return named
 
