@@ -159,7 +159,7 @@ def match_module(
         for target in in_state_dict(targets)
         if target.frozen not in elsewhere and id(target.tensor) not in checked
     ]
-    outcome = source.moved(record["layout"], layout_digest(wanted))
+    outcome = source.outcome_for(record["layout"], layout_digest(wanted))
     matched = PartMatch(outcome, fills, problems=problems)
     fresh, dropped = _fit_tensors(part, wanted, device, source, matched)
     title = "kept, as the checkpoint has none"

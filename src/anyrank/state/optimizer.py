@@ -167,7 +167,7 @@ def match_optimizer(
         from anyrank.around.own_methods.optimizer import match_own_methods
 
         return _with_notes(match_own_methods(part, optimizer, record, source, rank), part, record)
-    matched = PartMatch(source.moved("", ""))
+    matched = PartMatch(source.outcome_for("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
         # Only its own methods know what is in such a state.
         matched.problems.append(other_class(part, name, record["class"]))
@@ -199,7 +199,7 @@ def match_optimizer(
         if number is not None
     ]
     extra = dict(from_json(record["extra"], take))
-    matched.outcome = source.moved(record["layout"], layout_digest(room.tensors))
+    matched.outcome = source.outcome_for(record["layout"], layout_digest(room.tensors))
     saved = dict.fromkeys(name for group in record["groups"] for name in group["params"])
     dropped = [name for name in saved if name not in by_name]
     title = "fresh, as the checkpoint has none"

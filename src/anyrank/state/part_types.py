@@ -106,7 +106,7 @@ class PartSource:
         """Whether what the step has of a parameter may be left, by its name or its end."""
         return _matches(name, self.drop)
 
-    def moved(self, saved_layout: str, layout: str) -> Outcome:
+    def outcome_for(self, saved_layout: str, layout: str) -> Outcome:
         """Exact when ranks and layout are those of the save, else resharded."""
         if self.same_ranks and saved_layout == layout:
             return Outcome("exact")

@@ -165,7 +165,7 @@ def match_stateful(
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
     if tensors and any(sharded.layout for sharded in tensors):
-        matched.outcome = source.moved(record["layout"], layout_digest(tensors))
+        matched.outcome = source.outcome_for(record["layout"], layout_digest(tensors))
 
     def commit() -> None:
         _give(part, thing, tree)
