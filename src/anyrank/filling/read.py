@@ -38,11 +38,11 @@ def read_own(wanted: Sequence[TensorFill], reader: Reader, ranks: Ranks) -> None
     Raises:
         LoadError: this rank failed to read.
     """
-    use_large_pages((share.local for share in wanted), ranks.ranks_on_node)
+    use_large_pages((entry.local for entry in wanted), ranks.ranks_on_node)
     jobs = [
-        Job(read, read.view_of(share.local))
-        for share in wanted
-        for read in plan_reads(share.stored, share.target.pieces)
+        Job(read, read.view_of(entry.local))
+        for entry in wanted
+        for read in plan_reads(entry.stored, entry.target.pieces)
     ]
     reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
     reader.check_unchanged()

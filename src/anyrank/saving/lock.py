@@ -74,7 +74,7 @@ class RunLock:
             if self.store.renames:
                 self._acquire()
         self.is_held = True
-        if not was_held:  # since then nobody else has written here
+        if not was_held:  # else the folder was looked at when this process began to write there
             try:
                 check()
             except Exception:
