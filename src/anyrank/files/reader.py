@@ -16,15 +16,7 @@ from anyrank.errors import LoadError
 from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
 from anyrank.files.listing import Computed, FileInfo, Listing
 from anyrank.files.local import LocalFile
-from anyrank.files.segments import (
-    ALIGN,
-    Job,
-    Segment,
-    batches_of,
-    jobs_of,
-    memory_of,
-    segments_of,
-)
+from anyrank.files.segments import ALIGN, Job, Segment, batches_of, jobs_of, memory_of, segments_of
 from anyrank.files.storage import OpenFile, read_exactly, storage_for
 from anyrank.files.threads import spread
 from anyrank.tensors.box import Box

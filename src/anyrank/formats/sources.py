@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.files.listing import (
-    Listing,
-)
+from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.files.storage import Storage, storage_for
 from anyrank.formats import run_step, weight_files

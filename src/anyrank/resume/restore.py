@@ -19,11 +19,7 @@ from anyrank.filling.read import read_own
 from anyrank.model.replace import replace
 from anyrank.model.share import buffer_for, default_device
 from anyrank.model.tensors import find_tensors
-from anyrank.random_state.saved_streams import (
-    StreamOutcome,
-    derive_all,
-    restore,
-)
+from anyrank.random_state.saved_streams import StreamOutcome, derive_all, restore
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.search import unreadable_error
 from anyrank.resume.source import ResumeSource, misfit_text
