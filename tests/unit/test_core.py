@@ -53,7 +53,7 @@ BUDGETS = {
     "integrations": 3490,
     "memory": 3290,
     "model": 2105,
-    "random_state": 500,
+    "random_state": 503,
     "resume": 2350,
     "saving": 1140,
     "state": 2305,
