@@ -194,10 +194,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 
 def list_step(
-    storage: Storage,
-    folder: str,
-    manifest: Manifest,
-    small: Mapping[str, bytes] | None = None,
+    storage: Storage, folder: str, manifest: Manifest, small: Mapping[str, bytes] | None = None
 ) -> Listing:
     """Every tensor of a committed step, by `tensors.json`.
 
@@ -281,11 +278,7 @@ def index_of(places: Iterable[StoredBox], aliases: Mapping[str, str]) -> bytes:
     tensors: dict[str, Any] = {}
     for saved in places:
         number = files.setdefault(saved.file, len(files))
-        described = {
-            "dtype": dtype_name(saved.dtype),
-            "shape": saved.shape,
-            "chunks": list[Any](),
-        }
+        described = {"dtype": dtype_name(saved.dtype), "shape": saved.shape, "chunks": list[Any]()}
         entry = tensors.setdefault(saved.name, described)
         entry["chunks"].append((saved.box.offsets, saved.box.sizes, number, saved.offset))
     for name, entry in tensors.items():

@@ -222,10 +222,7 @@ def match_keys(
 
 
 def _key_of_twin(
-    index: int,
-    want: TensorNames,
-    places: dict[str, list[tuple[int, int]]],
-    direct: dict[int, str],
+    index: int, want: TensorNames, places: dict[str, list[tuple[int, int]]], direct: dict[int, str]
 ) -> str | None:
     """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy, also
     of an adapter that is not active).
