@@ -1,7 +1,7 @@
 """Nested values as JSON plus tensors, and back: no pickle, no type lost, nothing guessed.
 
-What JSON has goes as it is. Tuples, sets, tables with other keys, dtypes, bytes, NaN and infinities
-become a table of one entry whose key starts with "~". Anything else is refused when it is saved.
+What JSON has goes as it is. Tuples, sets, dicts with other keys, dtypes, bytes, NaN and infinities
+become a dict of one entry whose key starts with "~". Anything else is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from anyrank.tensors.spec import StoredTensor, dtype_name
 Put = Callable[[str, Any], Any]  # of a tensor, or of where the bytes of one are stored
 Take = Callable[[Any], Any]
 MARK = "~"
-DEEPEST = 100  # tables and sequences within each other; far below Python's limit for calls
+DEEPEST = 100  # dicts and sequences within each other; far below Python's limit for calls
 SHOWN = 60  # characters of a key that is too long
-TABLES: dict[type, str] = {
+DICTS: dict[type, str] = {
     dict: "~table",
     OrderedDict: "~ordered",
     Counter: "~counter",
@@ -71,10 +71,10 @@ def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
     """A value as JSON.
 
     Args:
-        value: tables, sequences and plain values, nested.
+        value: dicts, sequences and plain values, nested.
         where: its key, for errors and tensors' names.
         put: called with each tensor's key; returns the JSON that stands for it.
-        depth: how many tables and sequences it is in.
+        depth: how many dicts and sequences it is in.
 
     Raises:
         CheckpointError: a value of another type, or nested too deep, as one that holds itself;
@@ -92,8 +92,8 @@ def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
     if isinstance(value, float):
         plain = float(value)
         return plain if math.isfinite(plain) else {"~float": repr(plain)}
-    if type(value) in TABLES:  # exactly these: a subclass would come back as its base
-        return _table(cast("Mapping[Any, Any]", value), where, put, depth + 1)
+    if type(value) in DICTS:  # exactly these: a subclass would come back as its base
+        return _dict(cast("Mapping[Any, Any]", value), where, put, depth + 1)
     if type(value) in SEQUENCES:
         return _sequence(cast("list[Any]", value), where, put, depth + 1)
     if isinstance(value, torch.dtype):
@@ -108,13 +108,13 @@ def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
         return _numpy(value, where, put)
     raise CheckpointError(
         f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: a "
-        "checkpoint holds tensors and plain values (numbers, text, None, lists, tuples, tables); "
+        "checkpoint holds tensors and plain values (numbers, text, None, lists, tuples, dicts); "
         "convert it in the object's state_dict() and load_state_dict()"
     )
 
 
-def _table(value: Mapping[Any, Any], where: str, put: Put, depth: int) -> Any:
-    kind = TABLES[type(value)]
+def _dict(value: Mapping[Any, Any], where: str, put: Put, depth: int) -> Any:
+    kind = DICTS[type(value)]
     plain = all(type(key) is str and not key.startswith(MARK) for key in value)
     if plain and kind == "~table":
         return {key: to_json(item, f"{where}.{key}", put, depth) for key, item in value.items()}
@@ -168,15 +168,15 @@ def _from_json(value: Any, take: Take) -> Any:
         return [_from_json(item, take) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
-    table = cast("dict[str, Any]", value)
-    mark = next(iter(table), "")
+    written = cast("dict[str, Any]", value)
+    mark = next(iter(written), "")
     if not mark.startswith(MARK):
-        return {key: _from_json(item, take) for key, item in table.items()}
-    inner = table[mark]
-    if mark in TABLES.values():
+        return {key: _from_json(item, take) for key, item in written.items()}
+    inner = written[mark]
+    if mark in DICTS.values():
         factory, pairs = inner if mark == "~defaultdict" else (None, inner)
         entries = {_from_json(key, take): _from_json(item, take) for key, item in pairs}
-        kind = next(kind for kind, name in TABLES.items() if name == mark)
+        kind = next(kind for kind, name in DICTS.items() if name == mark)
         return defaultdict(FACTORIES[factory], entries) if kind is defaultdict else kind(entries)
     if mark in SEQUENCES.values():
         kind = next(kind for kind, name in SEQUENCES.items() if name == mark)
@@ -195,4 +195,4 @@ def _from_json(value: Any, take: Take) -> Any:
         "~bytes": base64.b64decode,
         "~stream": lambda text: io.BytesIO(base64.b64decode(text)),
     }
-    return plain[mark](inner) if mark in plain else take(table)
+    return plain[mark](inner) if mark in plain else take(written)

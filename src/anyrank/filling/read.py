@@ -18,7 +18,7 @@ from anyrank.files.reader import Job, Reader
 from anyrank.filling.fill import FillResult, Moved, Side, fill
 from anyrank.filling.plan_load import AgreedPlan
 from anyrank.model.dtensors import as_sharded
-from anyrank.model.fits import SourceMemory, check_memory
+from anyrank.model.fits import SourceMemory, check_overlaps
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.tensors.plan import plan_reads
@@ -102,7 +102,7 @@ class OwnBytes(Side):
             if info.tensor is not None:
                 tensor = as_sharded(info.path, info.tensor)
                 sources[number] = SourceMemory(tensor, tensor.local(), info.tensor.stride())
-        check_memory(self.match.tensors, self.match.stored, share.real(), sources)
+        check_overlaps(self.match.tensors, self.match.stored, share.real(), sources)
         share.allocate()
         for index in self.match.compared:
             self.to_compare[index] = share.memory_for(index)

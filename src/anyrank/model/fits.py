@@ -53,7 +53,7 @@ class SourceMemory:
     strides: tuple[int, ...]
 
 
-def check_memory(
+def check_overlaps(
     tensors: Sequence[ModelTensor],
     stored: Mapping[int, StoredTensor],
     filled: Mapping[int, torch.Tensor],

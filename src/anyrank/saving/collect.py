@@ -26,7 +26,7 @@ from anyrank.random_state.saved_streams import (
     undrawn,
 )
 from anyrank.saving.rank_file import Item, make_items
-from anyrank.state.digests import check_memory
+from anyrank.state.digests import check_has_memory
 from anyrank.state.part_types import PartState, differences
 from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
@@ -143,7 +143,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         inner = state.parts
         parts, streams = inner.save(ranks.index), capture(inner.generators)
         for tensor in _shared_tensors(parts):
-            check_memory(tensor.name, tensor.local())
+            check_has_memory(tensor.name, tensor.local())
         return (parts, streams), _summarize(state, parts, rank_coords(state, ranks), streams)
 
     (parts, states), summaries = ranks.run_and_gather("collecting the state", collect_own)

@@ -22,12 +22,12 @@ def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """
     digests: list[str] = []
     for name, tensor in tensors:
-        check_memory(name, tensor)
+        check_has_memory(name, tensor)
         digests.append(content_hash(tensor))
     return digests
 
 
-def check_memory(name: str, tensor: torch.Tensor) -> None:
+def check_has_memory(name: str, tensor: torch.Tensor) -> None:
     """Look before reading, as to read memory that was released ends the process.
 
     Raises:

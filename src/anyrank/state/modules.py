@@ -26,8 +26,8 @@ from anyrank.state.part_types import (
     PartState,
     check_has_bytes,
     hold_to_save,
+    in_line,
     layout_digest,
-    listed,
     misfits,
     other_names,
 )
@@ -49,7 +49,7 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
     count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
-        raise CheckpointError(listed("several tensors of the model have one name", doubled))
+        raise CheckpointError(in_line("several tensors of the model have one name", doubled))
     return targets
 
 
@@ -78,13 +78,13 @@ def save_module(
     on_meta = [target.name for target in written if target.is_meta]
     if on_meta:
         raise CheckpointError(
-            listed(f"{part}: on meta, so there is nothing to save", on_meta)
+            in_line(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
         )
     added = added_to_state_dict(module)
     if added:
         raise CheckpointError(
-            listed(
+            in_line(
                 f"{part}: in its state_dict() by its own code, and neither parameter nor buffer",
                 added,
             )
@@ -227,12 +227,12 @@ def _fit_tensors(
     extra = [name for name in extra if name not in dropped]
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
-        matched.problems.append(listed(f"{part}: not in the checkpoint", shown))
+        matched.problems.append(in_line(f"{part}: not in the checkpoint", shown))
         if any(source.is_fresh(name) for name in missing):
             matched.problems.append("fresh= keeps the values that are there: give them some first")
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
-        text = listed(f"{part}: in the checkpoint, and not in the model", shown)
+        text = in_line(f"{part}: in the checkpoint, and not in the model", shown)
         matched.problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
     return fresh, dropped
 
@@ -255,5 +255,5 @@ def _fit_extra(
         ("extra state of modules that are not in the model", saved.keys() - modules.keys()),
     ):
         if names:
-            matched.problems.append(listed(f"{part}: {title}", sorted(names)))
+            matched.problems.append(in_line(f"{part}: {title}", sorted(names)))
     return [(modules[name], from_json(saved[name], take)) for name in saved if name in modules]

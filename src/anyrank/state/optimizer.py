@@ -34,8 +34,8 @@ from anyrank.state.part_types import (
     PartState,
     differences,
     hold_to_save,
+    in_line,
     layout_digest,
-    listed,
     other_class,
     other_names,
     own_name,
@@ -180,7 +180,7 @@ def match_optimizer(
     unknown = [name for name in absent if not source.is_dropped(name)]
     if unknown and not matched.problems:  # a problem of the groups names these already
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
-        matched.problems.append(listed(f"{part}: has state for parameters it no longer has", shown))
+        matched.problems += [in_line(f"{part}: has state for parameters it no longer has", shown)]
     if record["class"] not in (name, UNKNOWN):
         matched.problems.append(other_class(part, name, record["class"]))
     if matched.problems:
@@ -448,7 +448,7 @@ def _fit_groups(
         unasked = [name for name in new if not source.is_fresh(name)]
         if unasked:
             problems.append(
-                listed(f"{part}: parameters that the checkpoint's had not", unasked)
+                in_line(f"{part}: parameters that the checkpoint's had not", unasked)
                 + f": if they are new, resume with fresh={unasked[:1]!r}, or a pattern"
             )
             continue
@@ -474,7 +474,7 @@ def _fit_groups(
     absent = [name for name in home if name not in seen and not source.is_dropped(name)]
     if absent:
         problems.append(
-            listed(f"{part}: parameters of the checkpoint's that it no longer has", absent)
+            in_line(f"{part}: parameters of the checkpoint's that it no longer has", absent)
             + ": if the run has added their group between two steps, add it before the resume; "
             f"if they are frozen now, or gone, resume with drop={absent[:1]!r}, or a pattern; "
             f"skip=[{part!r}] leaves the optimizer as it is, without the moments of the others"

@@ -123,8 +123,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) -> Outcome | None:
     """The outcome of a part that has other names than the checkpoint; None for the same."""
-    texts = [listed(fresh_title, fresh)] if fresh else []
-    texts += [listed("dropped, as drop= asks", dropped)] if dropped else []
+    texts = [in_line(fresh_title, fresh)] if fresh else []
+    texts += [in_line("dropped, as drop= asks", dropped)] if dropped else []
     return Outcome("derived", "; ".join(texts)) if texts else None
 
 
@@ -210,8 +210,8 @@ def other_class(part: str, name: str, saved: str) -> str:
     )
 
 
-def listed(title: str, names: Sequence[str]) -> str:
-    """A problem that several names share."""
+def in_line(title: str, names: Sequence[str]) -> str:
+    """What several names share, and the first of them, in one line."""
     return f"{title}: {join_first(names, SHOWN)}"
 
 

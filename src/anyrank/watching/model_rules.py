@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anyrank.errors import AnyrankError
 from anyrank.model.dtensors import as_sharded
 from anyrank.model.tensors import REGISTRIES, NamedModule, find_modules
-from anyrank.state.digests import check_memory
+from anyrank.state.digests import check_has_memory
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.torch_classes import is_fsdp2
@@ -136,7 +136,7 @@ def readable(model: Model, written: Collection[int] | None) -> list[ShardedTenso
             continue
         try:
             tensor = as_sharded(entry.name, entry.tensor)
-            check_memory(entry.name, tensor.local())
+            check_has_memory(entry.name, tensor.local())
         except AnyrankError:
             continue  # quantised, nested or released: its values are not its bytes
         tensors[id(entry.tensor)] = tensor

@@ -12,7 +12,7 @@ from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import copy_into
 from anyrank.formats.torch_zip import ALIGN
 from anyrank.saving.rank_file import Item
-from anyrank.state.digests import check_memory
+from anyrank.state.digests import check_has_memory
 from anyrank.world.pinned import page_locked
 from anyrank.world.ranks import Ranks
 
@@ -42,7 +42,7 @@ class Staging:
         for item in items:
             copy_bytes = self._memory[position : position + item.nbytes]
             copy = copy_bytes.view(item.dtype).view(item.box.sizes)
-            check_memory(item.name, item.source)
+            check_has_memory(item.name, item.source)
             with self._streams.get(item.source.device, contextlib.nullcontext()):
                 copy_into(copy, item.source, non_blocking=True)
             copies.append(replace(item, source=copy))

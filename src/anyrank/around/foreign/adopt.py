@@ -31,7 +31,7 @@ from anyrank.model.options import LoadOptions
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource, misfit_text
 from anyrank.state.optimizer import Names, match_optimizer
-from anyrank.state.part_types import PartMatch, PartSource, listed
+from anyrank.state.part_types import PartMatch, PartSource, in_line
 from anyrank.state.resume_report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
@@ -338,7 +338,7 @@ class ForeignStep(ResumeSource):
 def _outcome_of(plan: AgreedPlan) -> Outcome:
     match = plan.match
     if match.keep and match.missing:
-        return Outcome("derived", listed("kept, as the checkpoint has none", match.missing))
+        return Outcome("derived", in_line("kept, as the checkpoint has none", match.missing))
     pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
     return _outcome([(tensor.layout, tensor.dtype, stored) for tensor, stored in pairs])
 

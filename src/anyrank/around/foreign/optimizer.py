@@ -17,7 +17,7 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.state.optimizer import UNKNOWN, Names
-from anyrank.state.part_types import listed
+from anyrank.state.part_types import in_line
 from anyrank.state.stateful import has_own_methods
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
@@ -161,7 +161,7 @@ def _our_names(
         for saved, params in zip(source.groups, own_groups, strict=True):
             own_names |= {key: param.name for key, param in zip(saved.params, params, strict=True)}
         lost = [key for key in source.state if own_names[key] == f"parameter {key}"]
-        problem = listed(f"{part}: state of parameters that no group has", list(map(str, lost)))
+        problem = in_line(f"{part}: state of parameters that no group has", list(map(str, lost)))
         return own_names, [problem] if lost else []
     flat = [param for group in own_groups for param in group]
     try:

@@ -16,7 +16,7 @@ from anyrank.formats.sources import list_source
 from anyrank.model.frozen_parts import frozen_parts
 from anyrank.model.share import room_for
 from anyrank.model.tensors import find_tensors, in_state_dict
-from anyrank.state.part_types import listed, misfits
+from anyrank.state.part_types import in_line, misfits
 from anyrank.tensors.names import match_keys
 
 
@@ -84,7 +84,7 @@ def match_frozen(
         )
         if matches.missing:
             names = [targets[index].name for index in matches.missing]
-            problems.append(listed(f"{part}.{name}: not in its source", names))
+            problems.append(in_line(f"{part}.{name}: not in its source", names))
             continue
         for index, key in matches.keys.items():
             target, stored = targets[index], listing.tensors[key]

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
-from anyrank.state.part_types import PartMatch, PartSource, PartState, listed
+from anyrank.state.part_types import PartMatch, PartSource, PartState, in_line
 from anyrank.state.resume_report import Outcome
 from anyrank.state.stateful import attribute_tensors, match_stateful, save_stateful, tensors_now
 
@@ -58,7 +58,7 @@ def match_own_methods(
         lost = [key for key, value in filled.items() if not _is_same(now.get(key), value)]
         if lost:
             call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"
-            matched.outcome = Outcome("derived", listed(call, lost))
+            matched.outcome = Outcome("derived", in_line(call, lost))
 
     matched.commit = commit
     return matched

@@ -21,7 +21,7 @@ from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.verify import check_before, check_equal
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Moved, Side, fill
-from anyrank.model.fits import SourceMemory, check_memory, unwritable
+from anyrank.model.fits import SourceMemory, check_overlaps, unwritable
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.settings import BUFFER_BYTES
@@ -121,7 +121,7 @@ class LiveSide(Side):
         if where != plan.route.checked:  # what lies as it did then has been compared
             # Merged values may not go into the memory of src: its adapters would count twice.
             by_element = not self.atomic or plan.added
-            check_memory(match.tensors, match.stored, real, self._sources() if by_element else {})
+            check_overlaps(match.tensors, match.stored, real, self._sources() if by_element else {})
         share.allocate(match.stored if self.atomic else ())
         targets = {index: share.local(index) for index, _ in match.wanted}
         plan.route.begin(where, [(m.stride(), m.device) for m in targets.values()])
