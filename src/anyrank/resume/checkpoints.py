@@ -160,7 +160,8 @@ class Checkpoints:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
                 error; a number: that step. Newer ones are set aside at the next save. Or a path or
                 URL that is there.
-            skip: parts of the state that stay as they are; with a path, where the run begins.
+            skip: parts of the state that stay as they are, or "streams", the random ones; with a
+                path, where the run begins.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
             drop: names of parameters, or patterns, of which the checkpoint may hold what the
