@@ -141,10 +141,10 @@ class OwnBytes(Side):
         return [TensorFill(match.tensors[i], s, local, match.listing, i) for i, s, local in rows]
 
     def _compare_frozen(self) -> None:
-        """What a source holds of a frozen part must be what the part is.
+        """Refuse a source that holds other values of a frozen part.
 
         Raises:
-            LoadError: it is not; the part is left as it is.
+            LoadError: it does; the part is left as it is.
         """
         for index, stored_value in self.to_compare.items():
             target = self.match.tensors[index]

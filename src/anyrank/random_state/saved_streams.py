@@ -96,16 +96,16 @@ class SavedStreams:
         return {"ranks": rows, "states": self.states, "unused": self.unused}
 
 
-def from_json(table: Mapping[str, Any]) -> SavedStreams:
-    """The inverse of `SavedStreams.to_json`; raises a built-in exception for another table."""
-    rows = table["ranks"]
+def from_json(entries: Mapping[str, Any]) -> SavedStreams:
+    """The inverse of `SavedStreams.to_json`; raises a built-in exception for other entries."""
+    rows = entries["ranks"]
     coords = [
         RankCoords(rank, len(rows), row["data_index"], row["data_size"])
         for rank, row in enumerate(rows)
     ]
     digests = [dict(row["streams"]) for row in rows]
-    states = {digest: table["states"][digest] for row in digests for digest in row.values()}
-    return SavedStreams(coords, digests, states, list(table["unused"]))
+    states = {digest: entries["states"][digest] for row in digests for digest in row.values()}
+    return SavedStreams(coords, digests, states, list(entries["unused"]))
 
 
 def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:

@@ -155,6 +155,6 @@ def _write_own_name(descriptor: int) -> None:
 
 
 def _read_name(descriptor: int) -> str:
-    """Who has the lock; by the descriptor that asked for it, as to close another would let go."""
+    """Who has the lock, as its owner wrote it into the file."""
     name = os.pread(descriptor, MAX_BYTES, 0).decode(errors="replace").strip()
     return name or "a process that has just begun"

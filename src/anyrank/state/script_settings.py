@@ -67,7 +67,7 @@ class ScriptSettings:
         return True
 
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
-        """What a save keeps. `records` are the parts', to leave out what they do not bring back."""
+        """The settings that a save keeps: those that the parts bring back, by their `records`."""
         kept: dict[str, Any] = {}
         for name, initial in self.kept.items():
             tree = records.get(name, {}).get("tree")

@@ -140,9 +140,9 @@ def _check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks
     """
     if len({record.values for record in records}) == 1:
         return
-    tables = ranks.gather(dict(values), "comparing the weights")
-    for name in dict.fromkeys(name for table in tables for name in table):
-        by_rank = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, tables, strict=True)}
+    answers = ranks.gather(dict(values), "comparing the weights")
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        by_rank = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, answers, strict=True)}
         if len(set(by_rank.values())) > 1:
             title = f"{name} differs between ranks, as shape and hash"
             differing = describe_values(title, by_rank, ranks.name_ranks)

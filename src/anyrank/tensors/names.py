@@ -224,8 +224,8 @@ def match_keys(
 def _key_of_twin(
     index: int, want: TensorNames, places: dict[str, list[tuple[int, int]]], direct: dict[int, str]
 ) -> str | None:
-    """The key of a tied tensor of which the wanted one is a copy (an adapter's trainable copy, also
-    of an adapter that is not active).
+    """The key of the tensor that a wanted one copies: an adapter's trainable copy, also of an
+    adapter that is not active.
     """
     names = {name for names in want for name in names}
     names |= {_TRAINED_COPY.sub("", name) for name in names if "modules_to_save." in name}
