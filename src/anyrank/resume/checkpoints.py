@@ -158,8 +158,7 @@ class Checkpoints:
 
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
-                error; a number: that step. Newer ones are set aside at the next save. Or a path or
-                URL that is there.
+                error; a number: that step (the next save sets newer ones aside); a path or URL.
             skip: parts of the state that stay as they are, or "streams", the random ones; with a
                 path, where the run begins.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
