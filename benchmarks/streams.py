@@ -8,6 +8,9 @@ go on from the save, and the last 2 end the epoch. Counted are the rows of the s
 has kept. The ranks of the other tools are iterated in turn in one process, which is kind to them:
 a rank whose rows are over does not hold up the others. A tool that is not installed has a row that
 says so.
+
+Then the time of an epoch beside a DataLoader that reads the same rows, each of which takes 50 us to
+read, in turns.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import itertools
 import json
 import random
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +30,7 @@ import bench
 
 BATCH, SAVE = 12, 3
 PHASES = ((4, 8), (3, 13), (2, 10**6))  # ranks, and the steps after which they are killed
+COST, SHARDS, LENGTH, MICROBATCH = 50e-6, 48, 500, 8  # of the epoch whose time is taken
 SIZES = [random.Random(seed).choice([1, 20, 60, 150, 400]) for seed in range(12)]
 
 Step = list[int]  # ids of rows
@@ -219,6 +224,67 @@ def judge(kept: dict[int, Step], undisturbed: list[Step]) -> bench.Run:
     }
 
 
+# -- its time -------------------------------------------------------------------------------------
+
+
+def slow_rows(shard: int) -> Iterator[int]:
+    for number in range(LENGTH):
+        end = time.perf_counter() + COST
+        while time.perf_counter() < end:
+            pass
+        yield shard * LENGTH + number
+
+
+def read_plain(num_workers: int) -> int:
+    """The rows of an epoch of a DataLoader, whose workers share the shards."""
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+    class Rows(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            worker = get_worker_info()
+            own = range(SHARDS) if worker is None else range(worker.id, SHARDS, worker.num_workers)
+            return itertools.chain.from_iterable(map(slow_rows, own))
+
+    return sum(len(batch) for batch in DataLoader(Rows(), MICROBATCH, num_workers=num_workers))
+
+
+def read_by_anyrank(num_workers: int) -> int:
+    """The same of an `ElasticLoader`."""
+    import torch
+
+    import anyrank
+
+    model, found = torch.nn.Linear(1, 1), 0
+    loader = anyrank.ElasticLoader.from_shards(
+        range(SHARDS),
+        slow_rows,
+        global_batch=12 * MICROBATCH,
+        microbatch=MICROBATCH,
+        num_workers=num_workers,
+    )
+    with torch.no_grad():
+        for step in loader:
+            found += sum(len(batch) for batch in step.microbatches(model) if not step.is_copy)
+            loader.commit()
+    return found
+
+
+def time_of_epoch(num_workers: int) -> bench.Run:
+    """How many of a DataLoader's rows a second are read, and what a row takes more."""
+    ways = {"DataLoader": read_plain, "anyrank": read_by_anyrank}
+
+    def job(way: str, _: int) -> bench.Run:
+        begin = time.perf_counter()
+        if ways[way](num_workers) != SHARDS * LENGTH:
+            raise RuntimeError(f"{way} has not read all rows")
+        return {"us": (time.perf_counter() - begin) / SHARDS / LENGTH * 1e6}
+
+    runs = bench.Case(f"{num_workers} workers", ways, job).run(9, warm=1)
+    found: bench.Run = {way: round(bench.median(runs[way], "us"), 1) for way in ways}
+    speed = bench.ratios(runs["DataLoader"], runs["anyrank"], "us")
+    return {"workers": num_workers, "us_a_row": found, "speed": speed}
+
+
 def main() -> None:
     rows: list[bench.Run] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -241,7 +307,8 @@ def main() -> None:
                 row["not_run"] = f"{type(error).__name__}: {str(error)[:200]}"
             bench.tell(name, row)
             rows.append(row)
-    bench.keep("streams", bench.describe_machine() | {"rows": rows})
+    times = [time_of_epoch(num_workers) for num_workers in (0, 2)]
+    bench.keep("streams", bench.describe_machine() | {"rows": rows, "times": times})
 
 
 if __name__ == "__main__":

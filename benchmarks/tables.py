@@ -370,7 +370,7 @@ def beside_goal(figure: float, goal: float) -> str:
 
 
 def streams_table(result: dict[str, Any]) -> str:
-    """What each tool has lost or read twice."""
+    """What each tool has lost or read twice, and the time of an epoch beside a DataLoader."""
     columns: Columns = {
         "": lambda row: f"{row['tool']} {row['version']}".strip() + f": {row['title']}",
         "rows lost": lambda row: str(row.get("lost", row.get("not_run"))),
@@ -378,7 +378,16 @@ def streams_table(result: dict[str, Any]) -> str:
         "steps with other rows": lambda row: str(row.get("other_steps", "")),
         "steps": lambda row: str(row.get("steps", "")),
     }
-    return section(result, "", table_of(result["rows"], columns))
+    times: Columns = {
+        "workers of an epoch": lambda row: str(row["workers"]),
+        "DataLoader, us a row": lambda row: f"{row['us_a_row']['DataLoader']:.1f}",
+        "anyrank": lambda row: f"{row['us_a_row']['anyrank']:.1f}",
+        "of its speed": lambda row: "{median:.2f} ({least:.2f} to {most:.2f})".format_map(
+            row["speed"]
+        ),
+    }
+    tables = table_of(result["rows"], columns), table_of(result["times"], times)
+    return section(result, "", "\n\n".join(tables))
 
 
 def between(section: str) -> str:
