@@ -268,6 +268,62 @@ def test_a_table_that_is_not_there_is_an_error_where_one_would_be_guessed(
     call(net(), tmp_path / "w.pt", rename=[mistyped, ("weight$", "weight")])
 
 
+DEEPER: dict[str, Any] = {
+    "a prefix": {"ema": ""},
+    "with another": {"ema": "", "1": "1"},
+    "a regex": [(r"^ema\.", "")],
+    "a function": lambda key: key.removeprefix("ema."),
+}
+
+
+@pytest.mark.parametrize("rename", DEEPER)
+@pytest.mark.parametrize("inner", ["shadow", "model", "ema"])
+@pytest.mark.parametrize("form", ["pt", "legacy", "ckpt", "dcp"])
+def test_a_named_table_whose_weights_are_deeper_is_not_another_one(
+    form: str, inner: str, rename: str, tmp_path: Path
+) -> None:
+    path, known = tmp_path / "w.pt", "state_dict" if form == "ckpt" else "model"
+    state: dict[str, Any] = {known: table(RAW), "ema": {inner: table(EMA)}}
+    if form == "dcp":
+        save_folder(state, path)
+    else:
+        state |= {"pytorch-lightning_version": "2.6"} if form == "ckpt" else {"step": 1}
+        torch.save(state, path, _use_new_zipfile_serialization=form != "legacy")
+    model = net()
+    with pytest.raises(anyrank.LoadError, match=f"rename= makes {inner}[.]0.*as 'ema.{inner}'"):
+        anyrank.load(model, path, rename=DEEPER[rename])
+    anyrank.load(model, path, rename={f"ema.{inner}": ""})  # as the error says
+    assert first_value(model) == EMA
+    report = anyrank.convert(path, tmp_path / "out", rename={f"ema.{inner}": ""})
+    assert load_file(tmp_path / "out" / report.files[0]).keys() == table(EMA).keys()
+
+
+def test_a_named_table_of_tensors_without_names_is_not_another_one(tmp_path: Path) -> None:
+    shadow = {"decay": 0.9, "shadow_params": [*table(EMA).values()]}  # as torch_ema has it
+    torch.save({"model": table(RAW), "ema": shadow}, tmp_path / "w.pt")
+    with pytest.raises(anyrank.LoadError, match=r"rename= makes shadow_params[.]0 of ema"):
+        anyrank.load(net(), tmp_path / "w.pt", rename={"ema": ""})
+
+
+@pytest.mark.parametrize("form", ["ckpt", "dcp"])
+def test_weights_in_a_callback_are_taken_by_their_whole_place(form: str, tmp_path: Path) -> None:
+    path, ema = tmp_path / "w.ckpt", {"EMA": {"average": table(EMA, "net.")}}
+    state: dict[str, Any] = {"state_dict": table(RAW, "net."), "callbacks": ema}
+    if form == "dcp":
+        save_folder(state, path)
+    else:
+        torch.save(state | {"pytorch-lightning_version": "2.6"}, path)
+    model, rename = net(), {"callbacks.EMA.average.net": ""}
+    anyrank.load(model, path, rename=rename)
+    assert first_value(model) == EMA
+    anyrank.convert(path, tmp_path / "out", rename=rename)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == table(EMA).keys()
+    assert written["0.weight"][0, 0] == EMA
+    anyrank.load(model, path, rename={"net": "", "callbacks": ""})  # which leaves them out
+    assert first_value(model) == RAW
+
+
 def test_a_table_that_was_not_chosen_may_hold_weights(tmp_path: Path) -> None:
     torch.save({"model": table(RAW), "ema": table(EMA), "optimizer": table(EMA)}, tmp_path / "w.pt")
     skipped = anyrank.load(net(), tmp_path / "w.pt", rename={"ema": ""}).skipped

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
-from anyrank.tensors.names import NESTED, Near, Rename, candidates, is_other_part
+from anyrank.tensors.names import NESTED, Near, Rename, candidates, is_other_part, renamer
 from anyrank.tensors.spec import StoredTensor
 
 Renamer = Callable[[str], str]
@@ -61,6 +61,15 @@ def idle_entries(
     """
     used = {id(stored) for stored in chosen.tensors.values()}
     left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
+    aimed = _aimed_elsewhere(rename, source, chosen, keys, left)
+    if aimed:
+        key = aimed[0]
+        prefix, name = _before(key, chosen.tensors), _renamed(renamer(rename), key)
+        raise LoadError(
+            f"rename= makes {name} of {key}, which is no name of the model, and takes none of the "
+            f"keys that are: give the prefix that is before the model's names"
+            + (f", as {prefix!r}" if prefix else "")
+        )
     # What is left out needs no renaming, and whoever names it is not told that it is not there.
     others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
     idle = unused(rename, {*chosen.tensors, *keys, *others})
@@ -79,6 +88,40 @@ def idle_entries(
     return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
 
 
+def _aimed_elsewhere(
+    rename: Rename, source: Listing, chosen: Listing, keys: Collection[str], left: list[str]
+) -> list[str]:
+    """Keys of other tables than the chosen one that `rename=` takes out of them, in entries that
+    match nothing of what was chosen: another table was meant than the one that was guessed.
+
+    Args:
+        rename: a regex of a list is judged with the others.
+        source, chosen, keys: as for `idle_entries`.
+        left: whole keys that were not chosen.
+    """
+    apply = partial(_renamed, renamer(rename))
+    whole = whole_keys(source)
+    chosen_keys = {*chosen.tensors, *keys, *(whole.keys() - left)}
+    changed = any(apply(key) != key for key in chosen_keys)
+    if not isinstance(rename, Mapping):
+        # An optimizer's tensors may have the names that a function or a regex is for.
+        moved = [] if changed else [key for key in left if not _is_other_part(key, source)]
+    elif changed and whole.keys() >= chosen.tensors.keys():
+        moved = []  # other entries chose by whole keys
+    else:
+        # {"optimizer": ""} is for leaving it out.
+        idle = [old for old in unused(rename, chosen_keys) if "." in old or not is_other_part(old)]
+        moved = [key for key in left if _is_in(key, [old.rstrip(".") for old in idle])]
+    return [key for key in moved if _leaves_table(key, apply(key), source)]
+
+
+def _before(key: str, names: Collection[str]) -> str | None:
+    """What stands before the longest end of a key that is a name; None where no end is one."""
+    parts = key.split(".")
+    cuts = range(1, len(parts))
+    return next((".".join(parts[:n]) for n in cuts if ".".join(parts[n:]) in names), None)
+
+
 def _alternatives(source: Listing, chosen: Listing) -> list[str]:
     """The tables of a source that hold most of the chosen names, where one of them was guessed."""
     whole = whole_keys(source)
@@ -89,11 +132,10 @@ def _alternatives(source: Listing, chosen: Listing) -> list[str]:
     for key, stored in whole.items():
         if _is_other_part(key, source):
             continue
-        parts = key.split(".")
-        ends = (".".join(parts[n:]) for n in range(1, len(parts)))
-        end = names.get(id(stored)) or next((end for end in ends if end in chosen.tensors), None)
-        if end is not None:
-            counts[key.removesuffix(end).rstrip(".")] += 1
+        end = names.get(id(stored))
+        table = _before(key, chosen.tensors) if end is None else key.removesuffix(end).rstrip(".")
+        if table is not None:
+            counts[table] += 1
     tables = [name for name, count in counts.items() if name and 2 * count >= len(names)]
     return sorted(tables) if len(tables) > 1 else []
 
@@ -102,14 +144,16 @@ def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
     """The tables that `rename=` takes tensors out of, by their whole keys; None where it names no
     table. What is to be filled is not known.
     """
-
-    def leaves_table(key: str, name: str) -> bool:
-        table = _table_of(key, listing).rpartition(".")[2]
-        return name not in ("", key) and f"{table}." not in f"{name}."
-
     if rename is None:
         return None
-    return _tables_named(listing, partial(_renamed, rename), leaves_table)
+    leaves = partial(_leaves_table, listing=listing)
+    return _tables_named(listing, partial(_renamed, rename), leaves)
+
+
+def _leaves_table(key: str, name: str, listing: Listing) -> bool:
+    """Whether a name, which a whole key became, is out of the key's table."""
+    table = f"{_table_of(key, listing)}."
+    return name not in ("", key) and f"{name}.".count(table) < f"{key}.".count(table)
 
 
 def _tables_named(
@@ -118,11 +162,13 @@ def _tables_named(
     """The tables of which `rename` names a tensor, by whole keys; None where there is none."""
     known_tables = bool(listing.table or listing.tables or listing.beside)
     whole = whole_keys(listing)
-    named = {
-        _table_of(key, listing)
-        for key in whole
-        if not (known_tables and _is_other_part(key, listing)) and is_named(key, rename(key))
-    }
+    others = {key for key in whole if known_tables and _is_other_part(key, listing)}
+    # What is kept in an optimizer or a callback is asked last, as a regex for the weights' names
+    # may fit theirs, and by its whole place, as {"optimizer": ""} is for leaving it out.
+    deeper = [key for key in others if rename(key) != key.partition(".")[2]]
+    named: set[str] = set()
+    for keys in (whole.keys() - others, deeper):
+        named = named or {_table_of(key, listing) for key in keys if is_named(key, rename(key))}
     if not named or (not known_tables and named == {""}):
         return listing if named else None
     chosen = {key: t for key, t in whole.items() if _table_of(key, listing) in named}
