@@ -249,6 +249,30 @@ def test_a_load_of_a_folder_compares_how_the_adapter_is_scaled(
     assert anyrank.load(model, tmp_path / peft.WEIGHTS, missing="keep").tensors > 0
 
 
+@pytest.mark.parametrize(
+    ("then", "now"), [("pissa", True), ("olora", "gaussian"), (True, "pissa"), (False, "olora")]
+)
+def test_a_load_compares_what_first_values_took_out_of_the_base(
+    tmp_path: Path, then: Any, now: Any
+) -> None:
+    adapted("lora", init_lora_weights=then).save_pretrained(tmp_path)
+    model = adapted("lora", init_lora_weights=now)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"init_lora_weights={then!r}, and the .* adapter {now!r}"):
+        peft.load(model, tmp_path)
+    with pytest.raises(anyrank.LoadError, match=f"init_lora_weights is {now!r}, and was {then!r}"):
+        anyrank.load(model, tmp_path, missing="keep")
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert peft.load(adapted("lora", init_lora_weights=then), tmp_path).tensors > 0
+
+
+@pytest.mark.parametrize("then", ["gaussian", False, "orthogonal", True])
+def test_first_values_that_leave_the_base_alone_are_not_compared(tmp_path: Path, then: Any) -> None:
+    adapted("lora", init_lora_weights=then).save_pretrained(tmp_path)
+    assert peft.load(adapted("lora"), tmp_path).tensors > 0
+    assert anyrank.load(adapted("lora"), tmp_path, missing="keep").tensors > 0
+
+
 def test_other_adapters_are_compared_by_their_own_setting_and_beside_their_base(
     tmp_path: Path,
 ) -> None:

@@ -33,7 +33,6 @@ FREE = (
     "peft_version",
     "task_type",
     "auto_mapping",
-    "init_lora_weights",
     "lora_dropout",
     "modules_to_save",  # these and the next decide which tensors there are, and those are compared
     "target_modules",
@@ -42,6 +41,11 @@ FREE = (
     "layers_pattern",
     "runtime_config",
 )
+
+INIT = "init_lora_weights"
+# Its values that may differ; others (PiSSA, OLoRA, LoftQ, ...) take the first values of the adapter
+# out of the base.
+LEAVE_THE_BASE = {True, False, None, "gaussian", "eva", "orthogonal"}
 
 warn_if_untested("peft")
 
@@ -269,7 +273,10 @@ class _Adapter:
                 f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
             )
         config = self.config.to_dict()
-        for name in sorted((config.keys() | saved.keys()) - set(FREE)):
+        free: set[str] = {*FREE}
+        if {config.get(INIT, True), saved.get(INIT, True)} <= LEAVE_THE_BASE:
+            free.add(INIT)
+        for name in sorted((config.keys() | saved.keys()) - free):
             if _plain(config.get(name)) != _plain(saved.get(name)):
                 raise ValueError(
                     f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "

@@ -19,6 +19,9 @@ from anyrank.tensors.spec import StoredTensor
 
 BASE_FIRST = "load the base first, then make the adapter"
 KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values need no base
+# Others (PiSSA, OLoRA, LoftQ, ...) take the adapter's first values out of the base weights.
+KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "orthogonal")
+INIT = "init_lora_weights"
 SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings, of which no file tells
 
 
@@ -119,8 +122,14 @@ def _is_plain_lora(entry: Registration) -> bool:
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
-def other_scales(filled: Iterable[ModelTensor], saved: Mapping[str, Any]) -> list[str]:
-    """The settings that scale what an adapter adds, where the model has others than were saved.
+def _what_base_lost(choice: object) -> object:
+    """The `init_lora_weights` that changed the base under an adapter; None where none did."""
+    return None if choice in KEEP_THE_BASE else choice
+
+
+def other_settings(filled: Iterable[ModelTensor], saved: Mapping[str, Any]) -> list[str]:
+    """The settings that scale what an adapter adds, or that changed the base which it adds to,
+    where the model has others than were saved.
 
     Args:
         filled: tensors that get values, of which an adapter's count.
@@ -133,6 +142,9 @@ def other_scales(filled: Iterable[ModelTensor], saved: Mapping[str, Any]) -> lis
             then, now = saved.get(name), getattr(config, name, None)
             if name in saved and hasattr(config, name) and (then or None) != (now or None):
                 others.add(f"{name} is {now!r}, and was {then!r}")
+        then, now = saved.get(INIT), getattr(config, INIT, None)
+        if INIT in saved and _what_base_lost(then) != _what_base_lost(now):
+            others.add(f"{INIT} is {now!r}, and was {then!r}")
     return sorted(others)
 
 
@@ -147,4 +159,4 @@ def _adapter_of(entry: Registration) -> tuple[str, Any]:
 
 def _choice_of(entry: Registration) -> Any:
     """How the adapter that a tensor belongs to gets its first values."""
-    return getattr(_adapter_of(entry)[1], "init_lora_weights", True)
+    return getattr(_adapter_of(entry)[1], INIT, True)

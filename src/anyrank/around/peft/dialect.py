@@ -5,7 +5,7 @@ from __future__ import annotations
 from anyrank.around.peft.adapters import (
     BASE_FIRST,
     merged_layers,
-    other_scales,
+    other_settings,
     unknown_adapters,
 )
 from anyrank.model.dialects import Dialect, ModelMatch
@@ -17,7 +17,7 @@ class Adapters(Dialect):
 
     def problems(self, match: ModelMatch) -> list[str]:
         """Adapters that are in the base, that PEFT may compute from it, or that add more or less
-        than they were trained to.
+        than they were trained to, or to another base.
         """
         lines: list[str] = []
         merged = merged_layers(match.tensors[index] for index, _ in match.wanted)
@@ -31,13 +31,13 @@ class Adapters(Dialect):
             )
             lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
         filled = (match.tensors[index] for index, _ in match.wanted)
-        if scales := other_scales(filled, self.case.source.adapter):
-            title = "the model's adapter is scaled otherwise than that of adapter_config.json"
+        if settings := other_settings(filled, self.case.source.adapter):
+            title = "the model's adapter computes otherwise than that of adapter_config.json"
             way_out = (
-                "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "
+                "make the adapter with PeftConfig.from_pretrained(folder); or, if another is "
                 "meant, load the file of weights in the folder by its own path"
             )
-            lines.append(listed(title, scales) + f"\n  to go on: {way_out}")
+            lines.append(listed(title, settings) + f"\n  to go on: {way_out}")
         return lines
 
 
