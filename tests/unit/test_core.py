@@ -57,7 +57,7 @@ BUDGETS = {
     "resume": 2350,
     "saving": 1140,
     "state": 2305,
-    "steps": 2280,
+    "steps": 2336,
     "tensors": 1370,
     "testing": 1373,
     "watching": 3465,
@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_800
+CORE_LINES = 18_860
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

@@ -91,3 +91,63 @@ def test_a_tile_that_is_changed_in_place_is_refused() -> None:
     tiled = anyrank.tile(double, chunk_size=4, in_dims=0, out_dims=0)
     with pytest.raises(RecomputeError, match=r"double.*changes an argument in place: clone"):
         tiled(x * 1)
+
+
+def steps_of_two(
+    exact: bool = False,
+) -> tuple[nn.Linear, torch.optim.Optimizer, anyrank.ElasticLoader]:
+    """A model, its optimizer and a loader whose steps have two microbatches."""
+    model = nn.Linear(2, 1)
+    loader = anyrank.ElasticLoader(torch.ones(8, 2), global_batch=4, microbatch=2, exact=exact)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_optimizer_that_steps_by_a_part_of_the_gradients_is_refused(exact: bool) -> None:
+    model, optimizer, loader = steps_of_two(exact=exact)
+    before = model.weight.detach().clone()
+    steps = iter(loader)
+    batches = (step := next(steps)).microbatches(model)
+    next(batches)
+    step.backward(model(torch.ones(2, 2)).sum())
+    with pytest.raises(ValueError, match=r"step 0: SGD.step\(\) in the loop .*: call step\(\) and"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_an_optimizer_steps_in_the_last_microbatch_where_gradients_are_whole_there() -> None:
+    for weight, exact, is_allowed in ((None, False, True), (3, False, False), (None, True, False)):
+        model, optimizer, loader = steps_of_two(exact=exact)
+        steps = iter(loader)
+        for batch in (step := next(steps)).microbatches(model):
+            step.backward(model(batch).sum(), weight=weight)
+            if step.is_last and is_allowed:
+                optimizer.step()
+            elif step.is_last:
+                with pytest.raises(ValueError, match="a part of the step"):
+                    optimizer.step()
+
+
+def test_gradients_that_are_reset_between_microbatches_are_an_error() -> None:
+    model, optimizer, loader = steps_of_two()
+    steps = iter(loader)
+    step = next(steps)
+    batches = step.microbatches(model)
+    step.backward(model(next(batches)).sum())
+    batch = next(batches)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"step 0: the gradients of the .* are gone, as zero_grad"):
+        step.backward(model(batch).sum())
+
+
+def test_other_models_may_step_and_be_reset_between_microbatches() -> None:
+    model, _, loader = steps_of_two()
+    critic, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in loader:
+        for batch in step.microbatches(nn.ModuleList([critic, model])):
+            step.backward(critic(model(batch)).sum() + other(batch[:, :1]).sum() * 0)
+            critic.zero_grad()  # the generator's loss gave it some
+            optimizer.step()
+        assert critic.weight.grad is None
+        assert model.weight.grad is not None

@@ -39,6 +39,8 @@ class GradientSync:
             freeze different parameters must still meet, and compare.
         exchanged: those that DDP averages.
         meets: whether the ranks meet at the end of each step; else their wrappers do, in backward.
+        is_whole_in_last: whether gradients of losses without weights are the step's as soon as the
+            last microbatch's backward has run.
         divides_by: what the exchange divides the sum of the ranks' gradients by.
 
     Raises:
@@ -76,6 +78,7 @@ class GradientSync:
         }
         self.summed = {n: param for n, param in self.named.items() if id(param) not in wrapped}
         self.meets = bool(self.summed)
+        self.is_whole_in_last = not self.meets or ranks.size == 1
         self._check_sizes()
         self._check_meshes()
 

@@ -179,8 +179,9 @@ class Step:
                 On a single rank the dataset's own exception is raised.
             ValueError: a second call before the first has ended; a model that averages over ranks
                 other than the loader's; a backward without `step.backward`; a microbatch without
-                one, where others have one; a forward without the wrapper, detected in the first
-                step of a model.
+                one, where others have one; an optimizer's step, or gradients that are reset,
+                before they are whole; a forward without the wrapper, detected in the first step of
+                a model.
         """
         check_model(model)
         run, position = self._run, self._position

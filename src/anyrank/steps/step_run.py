@@ -11,6 +11,10 @@ from types import NoneType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from anyrank.checks import as_float, check_type
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
@@ -54,6 +58,7 @@ class Pass:
         self._without: list[int] = []  # the microbatches that had no backward
         self.in_own_backward = False
         self._saw_other_backward = False
+        self._kept: torch.nn.Parameter | None = None  # has a gradient since the first microbatch
         # Those of the training's step may still be there while it is evaluated.
         self._had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
 
@@ -63,12 +68,18 @@ class Pass:
     def running(self) -> Generator[None, None, None]:
         """Run the pass; a new model's parameters tell where they get gradients of other losses than
         those that are given.
+
+        Raises:
+            ValueError: from an optimizer's step in a microbatch's body.
         """
 
         def note(_: torch.Tensor) -> None:
             self._saw_other_backward = self._saw_other_backward or not self.in_own_backward
 
         with self.sync.active(), ExitStack() as hooks:
+            if not self.own_backward:
+                hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+                hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for parameter in self.sync.parameters if self.is_new and not self.own_backward else ():
                 hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
             yield
@@ -89,6 +100,8 @@ class Pass:
             self.slot = None
         self.in_own_backward = False
         if not self.own_backward:
+            if not is_last and self._kept is None and len(self.losses) == 1:
+                self._kept = next((p for p in self.sync.parameters if p.grad is not None), None)
             if not slot.is_copy and slot.k not in self.weights:
                 self._without.append(slot.k)
             check_backwards(self.plan.number, self.weights, self._without)
@@ -113,11 +126,50 @@ class Pass:
             )
         if not slot.is_copy:
             self.weights[slot.k] = units
+        self._check_kept()
         self.losses.append((0.0 if slot.is_copy else units, loss.detach()))
         # Before the wrapper's backward, which would wait for ranks that are elsewhere.
         check_backwards(self.plan.number, self.weights, self._without)
         self.in_own_backward = True
         return units
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse an optimizer's step while microbatches of this rank are to come."""
+        if not self.is_last:
+            self._refuse_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse one in the last body, unless the gradients were whole there. Afterwards, as a
+        framework's own hook may end the pass before the step.
+        """
+        is_plain = not self._is_weighted and self.plan.samples == self.plan.assumed_samples
+        if self.is_last and not (is_plain and self.sync.is_whole_in_last):
+            self._refuse_step(optimizer)
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if the optimizer steps in a body, and has parameters of this pass."""
+        trained = {id(parameter) for parameter in self.sync.parameters}
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if self.slot is not None and any(id(param) in trained for param in params):
+            raise ValueError(
+                f"step {self.plan.number}: {type(optimizer).__name__}.step() in the loop over "
+                "microbatches(), where the gradients are those of a part of the step: call step() "
+                "and zero_grad() once, after the loop"
+            )
+
+    def _check_kept(self) -> None:
+        """Refuse to go on where the gradients of the microbatches before were reset.
+
+        Those of one model of several may be: a generator's loss gives the discriminator some.
+        """
+        if self._kept is None or self._kept.grad is not None or self.own_backward:
+            return
+        if all(parameter.grad is None for parameter in self.sync.parameters):
+            raise ValueError(
+                f"step {self.plan.number}: the gradients of the microbatches before are gone, as "
+                "zero_grad() in the loop over microbatches() leaves them: call it after the loop, "
+                "once in a step"
+            )
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class ExactSync(GradientSync):
                 self.reductions.append((unit, unit_group, OrderedReduceScatter(rounds, *groups)))
                 reduced |= {id(param.sharded_param) for param in unit_group.fsdp_params}
         # DDP reduces nothing here.
-        self.exchanged, self.meets = {}, True
+        self.exchanged, self.meets, self.is_whole_in_last = {}, True, False
         self.summed = {n: param for n, param in self.named.items() if id(param) not in reduced}
         everybody = OrderedGroup(group, rounds.count, [[index] for index in range(ranks.size)])
         self.sums = GradientSums(self.summed, rounds, everybody, self.rounded(self.summed))
