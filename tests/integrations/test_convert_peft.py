@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,23 @@ def test_a_merged_model_is_written_under_the_names_of_its_base(
         written = load_file(tmp_path / f"out{number}/model.safetensors")
         assert written.keys() == plain.keys()
         assert all(torch.equal(written[name], plain[name]) for name in plain)
+
+
+def test_rows_of_an_embedding_that_were_trained_are_written_merged(tmp_path: Path) -> None:
+    rows = {"embed": [0, 3]}
+    config = peft.LoraConfig(target_modules=["up"], r=2, trainable_token_indices=rows)
+    model = peft.get_peft_model(Net(), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    plain = copy.deepcopy(model).merge_and_unload().state_dict()
+    with pytest.raises(LoadError, match="belongs to an adapter: merge it"):
+        anyrank.convert(model, tmp_path / "out")
+    anyrank.convert(merge(model), tmp_path / "out")
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == plain.keys()
+    assert all(torch.equal(written[name], plain[name]) for name in plain)
 
 
 def test_a_merge_that_is_not_complete_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,34 @@ def test_tensors_without_plain_bytes_are_refused_by_name(kind: str) -> None:
         anyrank.load(nn.Module(), {"x": QUANTISED[kind]()})
 
 
+@pytest.mark.parametrize("missing", ["error", "init", "keep"])
+def test_a_value_under_a_name_of_the_model_that_is_no_tensor_is_not_missing(missing: Any) -> None:
+    state: dict[str, Any] = nn.Linear(2, 2).state_dict()
+    state["bias"] = state["bias"].numpy()
+    with pytest.raises(anyrank.LoadError, match=r"bias: is not a tensor in the source.*as_tensor"):
+        anyrank.load(nn.Linear(2, 2), state, missing=missing)
+    anyrank.load(nn.Linear(2, 2, bias=False), state, missing=missing)  # which has no such name
+
+
+@pytest.mark.parametrize("cast", ["float", "any"])
+def test_two_numbers_in_a_byte_become_no_other_dtype(cast: Any, tmp_path: Path) -> None:
+    four = torch.arange(8, dtype=torch.uint8).view(4, 2).view(torch.float4_e2m1fn_x2)
+    state = {"weight": four}
+    save_file(state, tmp_path / "w.safetensors")
+    for source in (state, tmp_path / "w.safetensors"):
+        with pytest.raises(anyrank.LoadError, match=r"weight: .*two numbers in a byte: dequantise"):
+            anyrank.load(nn.Linear(2, 4, bias=False), source, cast=cast)
+    with pytest.raises(anyrank.LoadError, match="two numbers in a byte"):
+        anyrank.sync(nn.Linear(2, 4, bias=False), state, cast=cast)
+    with pytest.raises(anyrank.LoadError, match="two numbers in a byte: convert without dtype="):
+        anyrank.convert(tmp_path / "w.safetensors", tmp_path / "out", dtype="bfloat16")
+    anyrank.convert(tmp_path / "w.safetensors", tmp_path / "out")
+    packed = nn.Module()
+    packed.register_buffer("weight", torch.zeros_like(four.view(torch.uint8)).view(four.dtype))
+    anyrank.load(packed, tmp_path / "out")
+    assert torch.equal(packed.get_buffer("weight").view(torch.uint8), four.view(torch.uint8))
+
+
 @pytest.mark.filterwarnings("ignore:torch.*quantiz")
 def test_packed_weights_of_a_quantised_module_are_refused_by_name() -> None:
     plain = nn.Sequential(nn.Linear(2, 2))

@@ -32,7 +32,9 @@ SEAM = {
     "files.block_sums": "BlockDigester BlockSums check_file read_sums sums_name",
     "files.content_hash": "BLOCK_BYTES content_hash hash_of",
     "files.json_codec": "reading_record to_json",
-    "files.listing": "Checksum Computed EXTRA_STATE Fetch FileInfo Listing TensorFill ties_of",
+    "files.listing": (
+        "Checksum Computed EXTRA_STATE Fetch FileInfo Listing NO_TENSOR TensorFill ties_of"
+    ),
     "files.manifest": "FORMAT IMPLEMENTATION MANIFEST Manifest read_manifest step_name",
     "files.pages": "use_large_pages",
     "files.progress": "Progress progress_of_tool",
@@ -70,7 +72,7 @@ SEAM = {
     "model.alike": "check_alike",
     "model.dialects": "Case Dialect LIVE ModelMatch Renamer dialects_of match_of_rules",
     "model.dtensors": "as_sharded placement_of",
-    "model.fits": "SourceMemory check_overlaps parametrised shared_on_meta unwritable",
+    "model.fits": "PACKED SourceMemory check_overlaps parametrised shared_on_meta unwritable",
     "model.frozen_parts": "FROZEN FrozenInfo FrozenSource frozen_info frozen_parts",
     "model.match": "match_model warn_of_idle",
     "model.memory_meter": "Meter PeakMemory rss_anon",

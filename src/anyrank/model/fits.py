@@ -16,6 +16,8 @@ from anyrank.tensors.sharded_tensor import ShardedTensor, is_released
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
+PACKED = torch.float4_e2m1fn_x2  # which torch casts to no other dtype
+
 
 def unwritable(target: ModelTensor) -> str | None:
     """Why the elements of a real tensor cannot be written to."""
@@ -217,6 +219,11 @@ def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | N
             f"the source {list(stored.shape)} ({stored.name})"
         )
     have, want = stored.dtype, target.dtype
+    if have != want and PACKED in (have, want):
+        return (
+            f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the "
+            "model: it is two numbers in a byte: dequantise it with the library that made it"
+        )
     # A float of another width is the same number, rounded, and the report names each cast.
     if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):
         return None

@@ -13,6 +13,7 @@ from anyrank.around.tables.choice import tables_named, take_tables, unused
 from anyrank.around.tables.parts import parts_of
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
+from anyrank.model.fits import PACKED
 from anyrank.tensors.names import WRAPPERS, Rename, renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
@@ -117,6 +118,9 @@ def outputs_of(
         raise LoadError(
             f"{problems[0]}; or convert without dtype= ({count(len(problems), 'tensor')})"
         )
+    packed = [stored.name for stored in floating if stored.dtype == PACKED != dtype]
+    if packed:
+        raise LoadError(f"{packed[0]}: is {PACKED}, two numbers in a byte: convert without dtype=")
     return [
         OutputTensor(
             name,

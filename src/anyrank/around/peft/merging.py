@@ -122,7 +122,8 @@ def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
 
 def _is_all_merged(entry: Registration) -> bool:
     """Whether the layer that has a tensor of an adapter holds every active one in its weight."""
-    layer: Any = next((m for m in entry.path if hasattr(m, "merged_adapters")), None)
+    # The innermost, as a wrapper around trained rows answers for the layer in it, but in part.
+    layer: Any = next((m for m in reversed(entry.path) if hasattr(m, "merged_adapters")), None)
     if layer is None or layer.disable_adapters:
         return False
     names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
+from anyrank.files.listing import EXTRA_STATE, NO_TENSOR, FileInfo, Listing
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.sharded_tensor import is_released
@@ -51,7 +51,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
                 extras[key] = extra_of(value)
             else:
-                skipped.append(f"{key}: not a tensor")
+                skipped.append(f"{key}: {NO_TENSOR}")
             continue
         wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
         if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
