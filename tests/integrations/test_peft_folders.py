@@ -13,6 +13,7 @@ import torch
 from peft import (
     LoHaConfig,
     LoraConfig,
+    PeftConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
@@ -271,6 +272,14 @@ def test_first_values_that_leave_the_base_alone_are_not_compared(tmp_path: Path,
     adapted("lora", init_lora_weights=then).save_pretrained(tmp_path)
     assert peft.load(adapted("lora"), tmp_path).tensors > 0
     assert anyrank.load(adapted("lora"), tmp_path, missing="keep").tensors > 0
+
+
+def test_the_adapter_that_a_model_has_not_is_named_as_one(tmp_path: Path) -> None:
+    adapted("lora").save_pretrained(tmp_path)
+    with pytest.raises(anyrank.LoadError, match="of an adapter that the model has not"):
+        anyrank.load(base(), tmp_path)
+    made = get_peft_model(base(), PeftConfig.from_pretrained(tmp_path))  # as the error says
+    assert anyrank.load(made, tmp_path).tensors > 0
 
 
 def test_other_adapters_are_compared_by_their_own_setting_and_beside_their_base(

@@ -52,7 +52,7 @@ BUDGETS = {
     "formats": 1020,
     "integrations": 3500,
     "memory": 3290,
-    "model": 2120,
+    "model": 2130,
     "random_state": 503,
     "resume": 2350,
     "saving": 1140,
@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_875
+CORE_LINES = 18_880
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

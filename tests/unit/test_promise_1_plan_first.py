@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,11 @@ def test_a_wrong_prefix_is_found_by_counting(
     with pytest.raises(anyrank.LoadError, match="12 of them fit with rename=") as caught:
         anyrank.load(model, source)
     assert f"fit with rename={rename!r}\n" in str(caught.value)
+    more = source | {"other": torch.ones(1)}
+    with pytest.raises(
+        anyrank.LoadError, match=re.escape(f"12 of them fit with rename={rename!r}")
+    ):
+        anyrank.load(model, more, unexpected="ignore")  # which lists no keys
     assert anyrank.load(model, source, rename=rename).tensors == 12
 
 

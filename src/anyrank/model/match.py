@@ -22,6 +22,7 @@ from anyrank.tensors.names import (
     Near,
     Shapes,
     candidates,
+    is_of_adapter,
     is_trained_copy,
     match_keys,
     renamer,
@@ -34,6 +35,10 @@ log = logging.getLogger("anyrank.load")
 
 SHOWN = 10
 RESIZED = 4  # tensors: an embedding and a head, with their biases
+ADAPTERS = (
+    "\n  some are of an adapter that the model has not: make it first, with PEFT's "
+    "get_peft_model(model, PeftConfig.from_pretrained(folder))"
+)
 AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
 
 
@@ -201,9 +206,14 @@ def _problems(
     # A fresh tensor may be missing, as it keeps its value; one on meta has none.
     unfilled = [name for name in unfilled if not options.is_fresh(name) or name in on_meta]
     lines: list[str] = []
+    renaming = _renaming(
+        {key: listing.tensors[key].shape for key in unexpected},
+        {name: shapes[name] for name in unfilled},
+    )
     if options.missing == "error" and unfilled:
         lines.append(
             listed("missing in the source", unfilled, Near(unexpected).hint)
+            + (renaming if options.unexpected == "ignore" else "")
             + f"\n  to go on: {options.ways_out['missing']}"
         )
     elif options.missing == "keep" and on_meta:
@@ -214,10 +224,8 @@ def _problems(
     if options.unexpected == "error" and unexpected:
         lines.append(
             listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)).hint)
-            + _renaming(
-                {key: listing.tensors[key].shape for key in unexpected},
-                {name: shapes[name] for name in unfilled},
-            )
+            + renaming
+            + (ADAPTERS if any(is_of_adapter(k) or ".lora_" in k for k in unexpected) else "")
             + f"\n  to go on: {options.ways_out['unexpected']}"
         )
     fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in wanted)
