@@ -184,3 +184,26 @@ def test_of_a_part_that_may_differ_the_first_ranks_state_is_for_all(tmp_path: Pa
         run_ranks(3, job_log, path, 9.0, [])
     with pytest.raises(ValueError, match="first_rank names 'model', which is not a stateful part"):
         anyrank.TrainState(nn.Linear(1, 1), first_rank=["model"])
+
+
+def job_plateau(path: str, until: int) -> Any:
+    """A plateau that is stepped by the metric of each rank; it never has reason to reduce."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    state = anyrank.TrainState(model, optimizer, scheduler=schedule)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with anyrank.Checkpoints(path, state) as ckpts:
+        report = ckpts.resume()
+        while state.step < until:
+            schedule.step(1 / (state.step + 1) + rank)
+            ckpts.step_done()
+    return report and report.components["scheduler"], schedule.best, schedule.last_epoch
+
+
+def test_a_plateau_of_each_ranks_own_metric_goes_on_as_the_first_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    run_ranks(2, job_plateau, path, 2)
+    assert run_ranks(2, job_plateau, path, 2) == [("exact", 0.5, 2), ("exact", 1.5, 2)]
+    assert run_ranks(3, job_plateau, path, 2) == [("derived", 0.5, 2)] * 3
+    assert run_ranks(1, job_plateau, path, 4) == [("derived", 0.25, 4)]

@@ -209,9 +209,10 @@ def _in_words(
         )
     else:
         reason = (
-            "the replicas have diverged (a forward around the wrapper; an update on one rank "
-            "alone, or from a rank's own values: a buffer, its data, its random numbers): make "
-            "them alike, or resume the last step; hold parts of a whole as DTensors "
+            "the replicas have diverged (a forward around the wrapper; parameters that are "
+            "unfrozen behind DDP's back, or of a module that microbatches() did not get; an update "
+            "on one rank alone, or from a rank's own values: a buffer, its data, its random "
+            "numbers): make them alike, or resume the last step; hold parts of a whole as DTensors "
             "(DTensor.from_local)"
         )
         if others:

@@ -120,7 +120,14 @@ def match_stateful(
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     if "by_rank" in record:
-        if not source.same_ranks:
+        if not source.same_ranks and isinstance(thing, LRScheduler):
+            # The rates were equal, as a save compares them: a plateau's metrics were not.
+            reason = (
+                f"its state differed between the {source.ranks} ranks that saved it, and the first "
+                "rank's is used: step it by a value that all ranks share (sync_dist, all_reduce)"
+            )
+            matched.outcome, rank = Outcome("derived", reason), 0
+        elif not source.same_ranks:
             matched.problems.append(
                 f"{part}: a {record['class']} whose state differed between the {source.ranks} "
                 "ranks that saved it cannot go on with another number: give it a state that knows "

@@ -200,6 +200,7 @@ def _check_exchanged(names: Sequence[str], squares: Sequence[Sequence[float]]) -
                 f"the gradients of {name} differ between ranks after the step's last "
                 "microbatch, so DistributedDataParallel has not exchanged them: call the "
                 "wrapped model itself in the loop, not model.module or a part of it, and not "
-                "under no_sync()"
+                "under no_sync(); if the forward leaves parameters out, or some are frozen since "
+                "it was wrapped, DistributedDataParallel(find_unused_parameters=True)"
             )
     return any(flat) or not names
