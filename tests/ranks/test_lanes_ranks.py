@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from tests.ranks.spies import meetings
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
@@ -258,3 +260,39 @@ def job_other(by_rank: list[int]) -> str:
 def test_shards_that_differ_between_ranks_are_refused() -> None:
     texts = run_ranks(2, job_other, [3, 4])
     assert all("shards= differs between ranks" in text for text in texts), texts
+
+
+def job_sharded(num_workers: int) -> tuple[list[bytes], list[str]]:
+    """Two epochs under FSDP2, whose ranks take turns with exact=True: the weights' bytes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    if dist.is_initialized():
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"global_batch": 12, "microbatch": 2, "num_workers": num_workers}
+    shards = list(range(9))
+    loader = anyrank.ElasticLoader.from_shards(shards, short_shard, exact=True, **options)
+    while loader.epoch < 2:
+        for step in loader:
+            for batch in step.microbatches(model):
+                step.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = [full(value).numpy().tobytes() for value in model.state_dict().values()]
+    return whole, [receipt.verdict for receipt in loader.receipts]
+
+
+def short_shard(shard: int, start: int = 0) -> Iterator[torch.Tensor]:
+    for row in range(start, 3 + shard % 4):
+        yield torch.tensor([shard / 9, row / 7])
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def test_ranks_that_take_turns_under_fsdp2_read_the_lanes_of_one_rank() -> None:
+    alone = job_sharded(0)
+    for ranks, num_workers in ((2, 0), (3, 2)):
+        assert run_ranks(ranks, job_sharded, num_workers) == [alone] * ranks

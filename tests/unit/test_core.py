@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_880
+CORE_LINES = 18_900
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

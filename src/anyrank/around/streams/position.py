@@ -203,6 +203,9 @@ class StreamPosition(Position):
         if not is_first:
             return Fetcher(lambda slot: self.fetch_again(plan, slot))
 
+        # With exact=True a first model under FSDP2 has the ranks take turns, as is known only now.
+        self.lanes.begin_step(plan.number, self._own_lanes(plan.deal), plan.deal)
+
         def report(batches: Sequence[FetchedBatch]) -> list[Report]:
             answers: list[LaneAnswer] = [fetched.request for fetched in batches]
             return [answer.report for answer in answers if answer.report is not None]
