@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from anyrank.around.inspection.diff import diff
     from anyrank.around.inspection.inspect import inspect
     from anyrank.around.inspection.verify import verify
+    from anyrank.around.streams.lanes import CUT
     from anyrank.around.streams.row_counts import row_counts
     from anyrank.around.streams.transforms import Buckets, Pack
     from anyrank.around.sync.report import SyncReport
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALONE",
+    "CUT",
     "AnyrankError",
     "Buckets",
     "CheckpointError",
@@ -99,6 +101,7 @@ HOMES = {
     "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
     "Buckets": "anyrank.around.streams.transforms",
+    "CUT": "anyrank.around.streams.lanes",
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",

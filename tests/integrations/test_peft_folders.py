@@ -267,7 +267,7 @@ def test_a_load_compares_what_first_values_took_out_of_the_base(
     assert peft.load(adapted("lora", init_lora_weights=then), tmp_path).tensors > 0
 
 
-@pytest.mark.parametrize("then", ["gaussian", False, "orthogonal", True])
+@pytest.mark.parametrize("then", ["gaussian", "Gaussian", "mica", False, "orthogonal", True])
 def test_first_values_that_leave_the_base_alone_are_not_compared(tmp_path: Path, then: Any) -> None:
     adapted("lora", init_lora_weights=then).save_pretrained(tmp_path)
     assert peft.load(adapted("lora"), tmp_path).tensors > 0

@@ -91,7 +91,7 @@ def other_data(shards: list[list[int]]) -> list[int]:
         shards, read=iter, transform=anyrank.Pack(8), global_batch=2, microbatch=1
     )
     buckets = anyrank.Buckets(lambda row: row["size"], patience=8)
-    print(anyrank.row_counts([]), packed.epoch, buckets.feed({"size": 1}))
+    print(anyrank.row_counts([]), packed.epoch, buckets.feed({"size": 1}), anyrank.CUT)
     return [step.samples for step in loader]
 
 

@@ -19,7 +19,7 @@ NAMES = public_names() | integration_names()
 CLASSES = returned_classes(public_names().values())
 THINGS = NAMES | CLASSES
 # Shown with what makes them: reports, their parts, and handles.
-BY_THEIR_MAKERS = {"ALONE", "RankError", "integrations.transformers.ElasticRun"} | {
+BY_THEIR_MAKERS = {"ALONE", "CUT", "RankError", "integrations.transformers.ElasticRun"} | {
     name for name in CLASSES if not name.endswith((".Step", ".Share", ".SavedStep", ".SaveRecord"))
 }
 # Others call these.

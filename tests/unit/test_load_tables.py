@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
@@ -321,6 +326,52 @@ def test_weights_in_a_callback_are_taken_by_their_whole_place(form: str, tmp_pat
     assert written.keys() == table(EMA).keys()
     assert written["0.weight"][0, 0] == EMA
     anyrank.load(model, path, rename={"net": "", "callbacks": ""})  # which leaves them out
+    assert first_value(model) == RAW
+
+
+RULES: dict[str, Any] = {
+    "a regex": [(r"net\.", "")],
+    "a function": lambda key: key.replace("net.", ""),
+    "left out": {"optimizer": "", "net": ""},
+}
+
+
+@pytest.mark.parametrize("above", ["", "app."])
+@pytest.mark.parametrize("rename", RULES)
+def test_a_name_within_tables_takes_nothing_out_of_an_optimizer(
+    rename: str, above: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(OrderedDict(net=net()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    save_folder({"app": state} if above else state, tmp_path / "dcp")
+    chosen = RULES[rename]
+    if above and isinstance(chosen, dict):
+        chosen = {f"{above}optimizer": "", "net": ""}
+    anyrank.convert(tmp_path / "dcp", tmp_path / "out", rename=chosen, overwrite=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {key.removeprefix("model.").removeprefix("net.") for key in written} == {*table(RAW)}
+    loaded = net()
+    anyrank.load(loaded, tmp_path / "dcp", rename=chosen)
+    assert torch.equal(loaded[0].weight, model.net[0].weight)  # type: ignore[union-attr, index]
+
+
+def test_a_dict_for_several_files_takes_no_other_table_for_meant(tmp_path: Path) -> None:
+    state = {"model": table(RAW, "enc."), "aux": table(EMA)}
+    torch.save(state, tmp_path / "w.pt")
+    model = net()
+    anyrank.load(model, tmp_path / "w.pt", rename={"enc": "", "aux": "aux_head"})
+    assert first_value(model) == RAW
+    torch.save({"model": table(RAW, "enc."), "ema": {"shadow": table(EMA)}}, tmp_path / "x.pt")
+    with pytest.raises(anyrank.LoadError, match=r"rename= makes shadow[.]0"):
+        anyrank.load(model, tmp_path / "x.pt", rename={"enc": "", "ema": ""})
+    save_folder({"model": table(RAW), "ema": {"module": table(EMA)}}, tmp_path / "dcp")
+    anyrank.load(model, tmp_path / "dcp", rename=[(r"module\.", "")])
     assert first_value(model) == RAW
 
 

@@ -32,9 +32,7 @@ SEAM = {
     "files.block_sums": "BlockDigester BlockSums check_file read_sums sums_name",
     "files.content_hash": "BLOCK_BYTES content_hash hash_of",
     "files.json_codec": "reading_record to_json",
-    "files.listing": (
-        "Checksum Computed EXTRA_STATE Fetch FileInfo Listing NO_TENSOR TensorFill ties_of"
-    ),
+    "files.listing": "Checksum Computed EXTRA_STATE Fetch FileInfo Listing TensorFill ties_of",
     "files.manifest": "FORMAT IMPLEMENTATION MANIFEST Manifest read_manifest step_name",
     "files.pages": "use_large_pages",
     "files.progress": "Progress progress_of_tool",

@@ -705,6 +705,7 @@ def test_values_come_back_with_their_types() -> None:
     assert found == value
     kinds = [int, np.float32, np.complex64, np.ndarray]
     assert [type(number) for number in found["numpy"]] == kinds  # type: ignore[attr-defined]
+    assert from_json(to_json(np.array("adam"), "x", put), dict) == "adam"
     assert np.isnan(from_json(to_json(float("nan"), "x", put), dict))
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank import CheckpointError, RecomputeError
+from anyrank.testing import run_ranks
 
 
 class Growing:
@@ -151,3 +153,37 @@ def test_other_models_may_step_and_be_reset_between_microbatches() -> None:
             optimizer.step()
         assert critic.weight.grad is None
         assert model.weight.grad is not None
+
+
+def test_another_models_optimizer_may_step_in_the_loop_over_a_stream() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader.from_shards(
+        ["a", "b", "c"], lambda _: torch.ones(6, 2), global_batch=6, microbatch=2
+    )
+    before = other.weight.detach().clone()
+    for step in loader:
+        for batch in step.microbatches(model):
+            step.backward(model(batch).mean())
+            other(batch).mean().backward()
+            optimizer.step()
+    assert not torch.equal(other.weight, before)
+
+
+def step_beside_frozen() -> bool:
+    """A step in the only microbatch of a rank, where a part without a wrapper is frozen."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    both = nn.ModuleList([model, nn.Linear(2, 1).requires_grad_(requires_grad=False)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = anyrank.ElasticLoader(torch.ones(8, 2), global_batch=4, microbatch=2)
+    before = model.module.weight.detach().clone()
+    for step in loader:
+        for batch in step.microbatches(both):
+            step.backward(model(batch).mean())
+            optimizer.step()
+        optimizer.zero_grad()
+    return not torch.equal(model.module.weight, before)
+
+
+def test_an_optimizer_steps_where_only_frozen_parameters_have_no_wrapper() -> None:
+    assert run_ranks(2, step_beside_frozen) == [True, True]

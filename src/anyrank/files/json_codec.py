@@ -150,6 +150,8 @@ def _numpy(value: Any, where: str, put: Put) -> Any:
     try:
         return {"~array": put(where, torch.from_numpy(value.copy()))}
     except (TypeError, AttributeError) as error:
+        if value.shape == ():  # of text or an object, as numpy.load gives them
+            return to_json(value.item(), where, put)
         raise CheckpointError(f"{where}: {error}: convert it to a plain array") from error
 
 

@@ -217,5 +217,4 @@ def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 NOTHING = Listing("nothing", (), {})
-NO_TENSOR = "not a tensor"  # ends a note in `skipped`
 EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns

@@ -44,8 +44,12 @@ FREE = (
 
 INIT = "init_lora_weights"
 # Its values that may differ; others (PiSSA, OLoRA, LoftQ, ...) take the first values of the adapter
-# out of the base.
-LEAVE_THE_BASE = {True, False, None, "gaussian", "eva", "orthogonal"}
+# out of the base. A load of the folder has the same ones, in `around/peft/adapters.py`.
+KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
+OR_THE_REST = (
+    f"; or, if the base is what the first values left of it, load {WEIGHTS} by anyrank.load with "
+    "missing='keep'"
+)
 
 warn_if_untested("peft")
 
@@ -274,14 +278,14 @@ class _Adapter:
             )
         config = self.config.to_dict()
         free: set[str] = {*FREE}
-        if {config.get(INIT, True), saved.get(INIT, True)} <= LEAVE_THE_BASE:
+        if _what_base_lost(config.get(INIT)) == _what_base_lost(saved.get(INIT)):
             free.add(INIT)
         for name in sorted((config.keys() | saved.keys()) - free):
             if _plain(config.get(name)) != _plain(saved.get(name)):
                 raise ValueError(
                     f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
                     f"{config.get(name)!r}: make the adapter with "
-                    "PeftConfig.from_pretrained(folder)"
+                    f"PeftConfig.from_pretrained(folder){OR_THE_REST if name == INIT else ''}"
                 )
         missing, others = sorted(self.tensors.keys() - keys), sorted(keys - self.tensors.keys())
         if missing:
@@ -385,6 +389,12 @@ def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) ->
         raise anyrank.CheckpointError(f"{folder}: cannot write the adapter: {error}") from error
     finally:
         config.inference_mode = was
+
+
+def _what_base_lost(choice: object) -> object:
+    """The `init_lora_weights` that changed the base under an adapter; None where none did."""
+    choice = choice.lower() if isinstance(choice, str) else choice  # as PEFT takes it
+    return None if choice in KEEP_THE_BASE else choice
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import NO_TENSOR, Listing
+from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.formats.tables import idle_renames, weights_for
 from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_by_name
@@ -177,14 +177,7 @@ def _unread(
     in for weights that are there.
     """
     wanted = {name for index in absent for name in targets[index].flat_names()}
-    notes = (note.rpartition(": ") for note in listing.skipped)
-    others = [key for key, _, what in notes if what == NO_TENSOR]
     return [
-        f"{key}: is {NO_TENSOR} in the source, and missing= is for tensors that a source lacks: "
-        "give a tensor, as torch.as_tensor makes of an array"
-        for key in others
-        if not wanted.isdisjoint(candidates(key))
-    ] + [
         f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks"
         for key, what in listing.unreadable.items()
         if not wanted.isdisjoint(candidates(rename(key)))

@@ -78,7 +78,8 @@ class GradientSync:
         }
         self.summed = {n: param for n, param in self.named.items() if id(param) not in wrapped}
         self.meets = bool(self.summed)
-        self.is_whole_in_last = not self.meets or ranks.size == 1
+        is_trained = any(parameter.requires_grad for parameter in self.summed.values())
+        self.is_whole_in_last = ranks.size == 1 or not is_trained
         self._check_sizes()
         self._check_meshes()
 

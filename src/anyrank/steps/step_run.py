@@ -135,27 +135,31 @@ class Pass:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse an optimizer's step while microbatches of this rank are to come."""
-        if not self.is_last:
-            self._refuse_step(optimizer)
+        if not self.is_last and self._trains(optimizer):
+            raise self._stepped(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse one in the last body, unless the gradients were whole there. Afterwards, as a
         framework's own hook may end the pass before the step.
         """
+        if not (self.is_last and self._trains(optimizer)):
+            return
         is_plain = not self._is_weighted and self.plan.samples == self.plan.assumed_samples
-        if self.is_last and not (is_plain and self.sync.is_whole_in_last):
-            self._refuse_step(optimizer)
+        if not (is_plain and self.sync.is_whole_in_last):
+            raise self._stepped(optimizer)
 
-    def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if the optimizer steps in a body, and has parameters of this pass."""
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer that steps in a body has parameters of this pass."""
         trained = {id(parameter) for parameter in self.sync.parameters}
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if self.slot is not None and any(id(param) in trained for param in params):
-            raise ValueError(
-                f"step {self.plan.number}: {type(optimizer).__name__}.step() in the loop over "
-                "microbatches(), where the gradients are those of a part of the step: call step() "
-                "and zero_grad() once, after the loop"
-            )
+        return self.slot is not None and any(id(param) in trained for param in params)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> ValueError:
+        return ValueError(
+            f"step {self.plan.number}: {type(optimizer).__name__}.step() in the loop over "
+            "microbatches(), where the gradients are those of a part of the step: call step() "
+            "and zero_grad() once, after the loop"
+        )
 
     def _check_kept(self) -> None:
         """Refuse to go on where the gradients of the microbatches before were reset.

@@ -20,7 +20,7 @@ from anyrank.tensors.spec import StoredTensor
 BASE_FIRST = "load the base first, then make the adapter"
 KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values need no base
 # Others (PiSSA, OLoRA, LoftQ, ...) take the adapter's first values out of the base weights.
-KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "orthogonal")
+KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "mica", "orthogonal")
 INIT = "init_lora_weights"
 SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings, of which no file tells
 
@@ -124,6 +124,7 @@ def _is_plain_lora(entry: Registration) -> bool:
 
 def _what_base_lost(choice: object) -> object:
     """The `init_lora_weights` that changed the base under an adapter; None where none did."""
+    choice = choice.lower() if isinstance(choice, str) else choice  # as PEFT takes it
     return None if choice in KEEP_THE_BASE else choice
 
 

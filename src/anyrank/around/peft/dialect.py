@@ -34,8 +34,9 @@ class Adapters(Dialect):
         if settings := other_settings(filled, self.case.source.adapter):
             title = "the model's adapter computes otherwise than that of adapter_config.json"
             way_out = (
-                "make the adapter with PeftConfig.from_pretrained(folder); or, if another is "
-                "meant, load the file of weights in the folder by its own path"
+                "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "
+                "meant, or the base is what the first values left of it, load the file of weights "
+                "in the folder by its own path"
             )
             lines.append(listed(title, settings) + f"\n  to go on: {way_out}")
         return lines

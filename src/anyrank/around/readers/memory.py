@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.files.listing import EXTRA_STATE, NO_TENSOR, FileInfo, Listing
+from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
 from anyrank.tensors.box import Box
 from anyrank.tensors.names import NESTED
 from anyrank.tensors.sharded_tensor import is_released
@@ -31,6 +31,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
     skipped: list[str] = []
+    unreadable: dict[str, str] = {}
     extras: dict[str, tuple[Any] | None] = {}
     first: dict[Any, StoredTensor] = {}  # by memory
     direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
@@ -50,8 +51,10 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         if not isinstance(value, torch.Tensor):
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
                 extras[key] = extra_of(value)
-            else:
-                skipped.append(f"{key}: {NO_TENSOR}")
+                continue
+            if hasattr(value, "__array__"):  # a weight, which would be missed
+                unreadable[key] = "an array and no tensor (torch.as_tensor makes one)"
+            skipped.append(f"{key}: {unreadable.get(key, 'not a tensor')}")
             continue
         wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
         if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
@@ -71,7 +74,14 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         stored[key] = first[memory] = StoredTensor(key, shape, value.dtype, (chunk,))
         nbytes = value.numel() * value.element_size()
         files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
-    return Listing("memory", tuple(files), stored, skipped=tuple(skipped), extras=extras)
+    return Listing(
+        "memory",
+        tuple(files),
+        stored,
+        skipped=tuple(skipped),
+        extras=extras,
+        unreadable=unreadable,
+    )
 
 
 def extra_of(value: Any) -> tuple[Any] | None:

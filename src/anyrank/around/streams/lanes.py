@@ -21,7 +21,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from anyrank.around.streams.digests import digest_of, sizes_in
 from anyrank.errors import CheckpointError
@@ -32,8 +32,8 @@ READY, OUT, DONE = range(3)  # has an output for the next step; needs shards; ha
 STATE_BYTES = 1024  # of a transform's state, as JSON
 
 
-class _Cut:
-    """The end of a microbatch, among the outputs of a transform."""
+class Cut:
+    """The type of `anyrank.CUT`: the end of a microbatch, among the outputs of a transform."""
 
     def __repr__(self) -> str:
         return "CUT"
@@ -42,7 +42,8 @@ class _Cut:
         return "CUT"
 
 
-CUT = _Cut()
+CUT: Final = Cut()
+"""Among the samples that a stream's transform gives: the microbatch ends here."""
 
 
 class Transform(Protocol):

@@ -109,10 +109,19 @@ def _aimed_elsewhere(
     elif changed and whole.keys() >= chosen.tensors.keys():
         moved = []  # other entries chose by whole keys
     else:
-        # {"optimizer": ""} is for leaving it out.
-        idle = [old for old in unused(rename, chosen_keys) if "." in old or not is_other_part(old)]
+        idle = [old for old in unused(rename, chosen_keys) if not _is_left_out(old)]
+        if changed:  # a dict may be one for several files: what takes a table out is for this one
+            idle = [old for old in idle if not rename[old]]
         moved = [key for key in left if _is_in(key, [old.rstrip(".") for old in idle])]
-    return [key for key in moved if _leaves_table(key, apply(key), source)]
+    depth = _depth_of_tables(source)
+    return [key for key in moved if _leaves_table(key, apply(key), source, depth)]
+
+
+def _is_left_out(old: str) -> bool:
+    """Whether an entry of `rename=` is for leaving out an optimizer or its like: {"optimizer": ""},
+    and not what is inside of it: {"callbacks.EMA": ""}.
+    """
+    return is_other_part(old.rstrip(".").rpartition(".")[2])
 
 
 def _before(key: str, names: Collection[str]) -> str | None:
@@ -146,14 +155,22 @@ def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
     """
     if rename is None:
         return None
-    leaves = partial(_leaves_table, listing=listing)
+    leaves = partial(_leaves_table, listing=listing, depth=_depth_of_tables(listing))
     return _tables_named(listing, partial(_renamed, rename), leaves)
 
 
-def _leaves_table(key: str, name: str, listing: Listing) -> bool:
-    """Whether a name, which a whole key became, is out of the key's table."""
-    table = f"{_table_of(key, listing)}."
-    return name not in ("", key) and f"{name}.".count(table) < f"{key}.".count(table)
+def _depth_of_tables(listing: Listing) -> int:
+    """Which part of a whole key tells the tables: the second, where one name is above all."""
+    return int(len({key.partition(".")[0] for key in whole_keys(listing)}) == 1)
+
+
+def _leaves_table(key: str, name: str, listing: Listing, depth: int) -> bool:
+    """Whether a name, which a whole key became, is out of the key's table. A regex for names within
+    tables leaves none.
+    """
+    parts = _table_of(key, listing).split(".")
+    table = parts[min(depth, len(parts) - 1)]
+    return name not in ("", key) and name.split(".").count(table) < key.split(".").count(table)
 
 
 def _tables_named(
@@ -165,7 +182,7 @@ def _tables_named(
     others = {key for key in whole if known_tables and _is_other_part(key, listing)}
     # What is kept in an optimizer or a callback is asked last, as a regex for the weights' names
     # may fit theirs, and by its whole place, as {"optimizer": ""} is for leaving it out.
-    deeper = [key for key in others if rename(key) != key.partition(".")[2]]
+    deeper = [key for key in others if not _is_part_cut(key, rename(key))]
     named: set[str] = set()
     for keys in (whole.keys() - others, deeper):
         named = named or {_table_of(key, listing) for key in keys if is_named(key, rename(key))}
@@ -173,6 +190,12 @@ def _tables_named(
         return listing if named else None
     chosen = {key: t for key, t in whole.items() if _table_of(key, listing) in named}
     return take_tables(listing, chosen, [key for key in whole if key not in chosen])
+
+
+def _is_part_cut(key: str, name: str) -> bool:
+    """Whether a name is a key of an optimizer or its like without the name of that part."""
+    part = key if is_other_part(key) else key.partition(".")[2]  # below one name above all
+    return name == part.partition(".")[2]
 
 
 def take_tables(
