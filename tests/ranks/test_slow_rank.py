@@ -156,6 +156,23 @@ def job_drops_a_run(path: str) -> tuple[bool, bool]:
     return was_measured, Pace.running is not None
 
 
+def job_beside_a_pace(is_own: bool) -> tuple[bool, bool]:
+    """A plain job that is watched, where a pace is left: whether that goes on, and whether the
+    job's optimizer is timed.
+    """
+    models = [DistributedDataParallel(nn.Linear(4, 1)) for _ in range(2)]
+    own, other = (torch.optim.SGD(model.parameters(), lr=0.01) for model in models)
+    left = Pace(models[0], [own])
+    with contextlib.closing(anyrank.watch("1h")):
+        model, optimizer = (models[0], own) if is_own else (models[1], other)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        running = Pace.running
+    left.close()
+    return running is left, running is not None and running.times(optimizer)
+
+
 def check(every: list[list[tuple[int, str]]], where: str) -> None:
     assert every[1:] == [[], []]
     if where == "even":
@@ -217,3 +234,8 @@ def test_a_model_that_is_timed_is_copied_and_saved_without_it() -> None:
 
 def test_a_run_that_is_dropped_is_measured_no_more(tmp_path: Path) -> None:
     assert run_ranks(2, job_drops_a_run, str(tmp_path / "run")) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_watch_takes_over_where_the_pace_is_of_another_optimizer(is_own: bool) -> None:
+    assert run_ranks(2, job_beside_a_pace, is_own) == [(is_own, True)] * 2
