@@ -236,6 +236,15 @@ def test_a_run_that_is_dropped_is_measured_no_more(tmp_path: Path) -> None:
     assert run_ranks(2, job_drops_a_run, str(tmp_path / "run")) == [(True, False)] * 2
 
 
+def job_watches_for_a_moment() -> None:
+    anyrank.watch("1h").close()
+
+
+def test_ranks_that_have_watched_another_job_before_watch_the_same_one() -> None:
+    run_ranks(2, job_watches_for_a_moment)  # and the third rank of the next job did not
+    check(run_ranks(3, job_of_a_watch, "forward", "ddp"), "forward")
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_watch_takes_over_where_the_pace_is_of_another_optimizer(is_own: bool) -> None:
     assert run_ranks(2, job_beside_a_pace, is_own) == [(is_own, True)] * 2

@@ -153,15 +153,15 @@ class Watching:
         report: absolute path of the file, or None.
     """
 
-    _calls = 0  # of watches in this process; ranks count alike
-
     def __init__(self, after_sec: float, exit: bool, report: str | None) -> None:
         self._after_sec, self._ends_job, self._report = after_sec, exit, report
         self._has_group = _has_group()
         self._rank = dist.get_rank() if self._has_group else 0
         self._size = dist.get_world_size() if self._has_group else 1
-        Watching._calls += 1
-        self._store = Store(_own_connection(self._has_group), f"anyrank-watch/{Watching._calls}")
+        connection = _own_connection(self._has_group)
+        # Ranks count their watches in the job's store: a process may have been in other jobs.
+        number = Store(connection, "anyrank-watch").count(f"watches of rank {self._rank}")
+        self._store = Store(connection, f"anyrank-watch/{number}")
         self._stopped, self._woken = threading.Event(), threading.Event()
         self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
         self._digests = CallDigests(self._store, self._rank, self._size)
