@@ -292,6 +292,7 @@ def full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.exact_fsdp
 def test_ranks_that_take_turns_under_fsdp2_read_the_lanes_of_one_rank() -> None:
     alone = job_sharded(0)
     for ranks, num_workers in ((2, 0), (3, 2)):
