@@ -156,23 +156,6 @@ def job_drops_a_run(path: str) -> tuple[bool, bool]:
     return was_measured, Pace.running is not None
 
 
-def job_beside_a_pace(is_own: bool) -> tuple[bool, bool]:
-    """A plain job that is watched, where a pace is left: whether that goes on, and whether the
-    job's optimizer is timed.
-    """
-    models = [DistributedDataParallel(nn.Linear(4, 1)) for _ in range(2)]
-    own, other = (torch.optim.SGD(model.parameters(), lr=0.01) for model in models)
-    left = Pace(models[0], [own])
-    with contextlib.closing(anyrank.watch("1h")):
-        model, optimizer = (models[0], own) if is_own else (models[1], other)
-        for _ in range(3):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        running = Pace.running
-    left.close()
-    return running is left, running is not None and running.times(optimizer)
-
-
 def check(every: list[list[tuple[int, str]]], where: str) -> None:
     assert every[1:] == [[], []]
     if where == "even":
@@ -243,8 +226,3 @@ def job_watches_for_a_moment() -> None:
 def test_ranks_that_have_watched_another_job_before_watch_the_same_one() -> None:
     run_ranks(2, job_watches_for_a_moment)  # and the third rank of the next job did not
     check(run_ranks(3, job_of_a_watch, "forward", "ddp"), "forward")
-
-
-@pytest.mark.parametrize("is_own", [True, False])
-def test_a_watch_takes_over_where_the_pace_is_of_another_optimizer(is_own: bool) -> None:
-    assert run_ranks(2, job_beside_a_pace, is_own) == [(is_own, True)] * 2

@@ -32,7 +32,7 @@ BUDGETS = {
     "around/inspection": 1450,
     "around/layouts": 415,
     "around/own_methods": 70,
-    "around/pace": 275,
+    "around/pace": 270,
     "around/peers": 400,
     "around/peft": 520,
     "around/readers": 1810,
@@ -60,7 +60,7 @@ BUDGETS = {
     "steps": 2345,
     "tensors": 1370,
     "testing": 1373,
-    "watching": 3470,
+    "watching": 3465,
     "world": 1680,
     "": 700,
 }

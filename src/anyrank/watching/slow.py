@@ -63,12 +63,8 @@ class SlowRanks:
         self._hook.remove()
         model = find_model([*self._modules.values()], [optimizer])
         self._hook = self._modules = None
-        running = Pace.running
-        if model is None or (running is not None and running.times(optimizer)):
-            return
-        if running is not None:  # of a run that is over, and was never closed
-            running.close()
-        self._pace = Pace(model, [optimizer], self._on_first)
+        if model is not None and Pace.running is None:
+            self._pace = Pace(model, [optimizer], self._on_first)
 
     def close(self) -> None:
         """Remove all hooks: in the thread that trains, as another would do so while they run."""

@@ -72,16 +72,11 @@ class Pace:
         self._handles: list[Any] = [model.register_forward_pre_hook(_begin_forward)]
         for parameter in ends.values():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))
-        self._optimizers = [*optimizers]
-        for optimizer in self._optimizers:
+        for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         self._end_fetches = around_fetches(self.loading)
         Pace.running = self
-
-    def times(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is one of those whose steps are timed."""
-        return any(optimizer is known for known in self._optimizers)
 
     def begin_forward(self) -> None:
         """The model is called; again, where nothing has had a gradient since."""
