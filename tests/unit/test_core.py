@@ -57,7 +57,7 @@ BUDGETS = {
     "resume": 2350,
     "saving": 1140,
     "state": 2313,
-    "steps": 2345,
+    "steps": 2409,
     "tensors": 1370,
     "testing": 1373,
     "watching": 3465,
@@ -65,7 +65,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_900
+CORE_LINES = 18_965
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

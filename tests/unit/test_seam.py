@@ -110,7 +110,7 @@ SEAM = {
     "steps.loader": "ElasticLoader",
     "steps.norm": "sum_dtype",
     "steps.position": "COUNTS KEPT_RECEIPTS Position",
-    "steps.step_listeners": "around_fetches on_step",
+    "steps.step_listeners": "around_fetches on_step watching_optimizers",
     "steps.step_record": "FROZEN GRADIENT NO_GRADIENT StepRecord",
     "tensors.box": "Box BoxIndex row_major",
     "tensors.flat": "assembled",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import anyrank
 from anyrank import CheckpointError, RecomputeError
@@ -187,3 +193,94 @@ def step_beside_frozen() -> bool:
 
 def test_an_optimizer_steps_where_only_frozen_parameters_have_no_wrapper() -> None:
     assert run_ranks(2, step_beside_frozen) == [True, True]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: anyrank.ElasticLoader,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """An epoch; returns a random number of each microbatch."""
+    drawn: list[float] = []
+    for step in loader:
+        for batch in step.microbatches(model):
+            meanwhile()
+            drawn.append(random.random())
+            step.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return drawn
+
+
+@pytest.fixture
+def slow_hook() -> Iterator[None]:
+    """What lets other threads run within an optimizer's step."""
+    handle = register_optimizer_step_pre_hook(lambda *_: time.sleep(0))
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("slow_hook")
+@pytest.mark.parametrize("exact", [False, True])
+def test_another_threads_optimizer_steps_while_passes_begin_and_end(exact: bool) -> None:
+    other = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    model, own, loader = steps_of_two(exact=exact)
+    train(model, own, loader)
+    errors: list[Exception] = []
+    has_ended, has_stepped = threading.Event(), threading.Event()
+
+    def step_on() -> None:
+        try:
+            while not has_ended.is_set():
+                optimizer.step()
+                has_stepped.set()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=step_on)
+    thread.start()
+    has_stepped.wait(60)
+    for _ in range(15):
+        train(model, own, loader)
+    has_ended.set()
+    thread.join(60)
+    assert not errors
+
+
+@pytest.mark.parametrize("error", [None, KeyError("of the body")])
+def test_a_pass_that_was_left_ends_though_its_iterator_is_kept(error: KeyError | None) -> None:
+    expected = train(*steps_of_two())
+    model, optimizer, loader = steps_of_two()
+    random.seed(1)
+    kept: list[object] = []
+
+    def leave() -> None:
+        for step in loader:
+            batches = step.microbatches(model)
+            kept.append(batches)  # as a progress bar, or a traceback, keeps it
+            for batch in batches:
+                step.backward(model(batch).sum())
+                if error is not None:
+                    raise error
+                break
+            break
+
+    if error is None:
+        leave()
+    else:
+        with pytest.raises(KeyError):
+            leave()
+    assert random.random() == random.Random(1).random()
+    optimizer.step()  # of a loop of one's own, without the loader
+    assert train(model, optimizer, loader, lambda: (kept.clear(), gc.collect())) == expected
+
+
+def test_a_kept_loop_over_the_loader_ends_its_pass_when_another_begins() -> None:
+    expected = train(*steps_of_two())
+    model, optimizer, loader = steps_of_two()
+    steps = iter(loader)
+    kept = [steps, (step := next(steps)).microbatches(model)]
+    step.backward(model(next(kept[1])).sum())
+    assert train(model, optimizer, loader, lambda: (kept.clear(), gc.collect())) == expected

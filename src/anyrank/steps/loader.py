@@ -347,7 +347,7 @@ class ElasticLoader:
         """
         position, exact = self.position, self.position.exact
         position.data_rank()
-        position.current = None
+        position.abandon_step()
         position.num_iterations += 1
         epoch, number = position.epoch, position.num_iterations
         with ExitStack() as stack:

@@ -286,6 +286,8 @@ class Position:
 
     def abandon_step(self) -> None:
         """Forget the current step, whose optimizer has not stepped: it will be repeated."""
+        if self.current is not None:
+            self.current.leave()
         self.current = None
 
     # -- counting ---------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ class Position:
         self.accounts = [EpochAccount(self.epoch, earlier=receipt, planned=receipt)]
         self._leave_finished_epoch()
         self._load_exact(state_dict.get("exact"))
-        self.current = None
+        self.abandon_step()
         self.num_iterations += 1
         self.end_pass()
 

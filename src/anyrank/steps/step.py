@@ -36,18 +36,20 @@ first step of an epoch, have more.
 
 A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
 a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
-before. The other ranks wait for this one: in an agreement, until this process ends and so closes
-its connections, and an exception that leaves `Checkpoints` also tells them why; in an exchange of
-DDP or FSDP2, until their own process group's timeout.
+before: at once, or where the loop's iterator is kept, when the loader's is left or begins again
+(`StepRun.leave`). The other ranks wait for this one: in an agreement, until this process ends and
+so closes its connections, and an exception that leaves `Checkpoints` also tells them why; in an
+exchange of DDP or FSDP2, until their own process group's timeout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Never
+from weakref import ref
 
 import torch
 from torch import nn
@@ -183,6 +185,13 @@ class Step:
                 before they are whole; a forward without the wrapper, detected in the first step of
                 a model.
         """
+        batches = self._run_pass(model, own_backward)
+        if self._run.is_complete or not self._run.passes:
+            self._run.batches = ref(batches)
+        return batches
+
+    def _run_pass(self, model: nn.Module, own_backward: bool) -> Generator[Any]:
+        """A pass over the batches; arguments and errors are those of `microbatches`."""
         check_model(model)
         run, position = self._run, self._position
         if run.passes and not run.is_complete:

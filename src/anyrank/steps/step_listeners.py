@@ -1,12 +1,35 @@
-"""What a process does when a run counts a step, and around what a loader fetches ahead of one."""
+"""What a process does when a run counts a step, when an optimizer makes one, and around what a
+loader fetches ahead of one.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+from weakref import ref
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 _listeners: list[Callable[[], object]] = []
 _around_fetches: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+class _OptimizerWatcher(Protocol):
+    """What is told of the steps of the process's optimizers, in whichever thread they are."""
+
+    def see_step(self, optimizer: Optimizer, has_stepped: bool) -> None:
+        """Called before and after each; what it raises comes out of the optimizer's `step`."""
+        ...
+
+
+# Held weakly: one holds a model, which may hold the loop that has the watcher.
+_watchers: list[ref[_OptimizerWatcher]] = []
 
 
 def on_step(call: Callable[[], object]) -> None:
@@ -38,3 +61,32 @@ def fetching_ahead() -> Generator[None]:
         for enter in _around_fetches:
             entered.enter_context(enter())
         yield
+
+
+@contextmanager
+def watching_optimizers(watcher: _OptimizerWatcher) -> Generator[None]:
+    """Tell it of the optimizers' steps in here."""
+    _hook_optimizers()
+    entry = ref(watcher)
+    _watchers.append(entry)
+    try:
+        yield
+    finally:
+        _watchers.remove(entry)
+
+
+@functools.cache
+def _hook_optimizers() -> None:
+    """Hear of all optimizers' steps from now on, once in a process.
+
+    Hooks that come and go with each pass change a dict that an optimizer may be going through in
+    another thread, which raises there.
+    """
+
+    def tell(has_stepped: bool, optimizer: Optimizer, *_: Any) -> None:
+        for entry in [*_watchers]:  # a copy, as another thread may begin and end passes
+            if (watcher := entry()) is not None:
+                watcher.see_step(optimizer, has_stepped)
+
+    register_optimizer_step_pre_hook(functools.partial(tell, False))
+    register_optimizer_step_post_hook(functools.partial(tell, True))

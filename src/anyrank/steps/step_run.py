@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -11,14 +11,11 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from anyrank.checks import as_float, check_type
 from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.steps.gradient_sync import GradientSync
+from anyrank.steps.step_listeners import watching_optimizers
 from anyrank.steps.step_record import StepRecord, check_backwards, judge
 from anyrank.tensors.hashing import derive
 from anyrank.world.ranks import Ranks
@@ -78,8 +75,7 @@ class Pass:
 
         with self.sync.active(), ExitStack() as hooks:
             if not self.own_backward:
-                hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-                hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+                hooks.enter_context(watching_optimizers(self))
             for parameter in self.sync.parameters if self.is_new and not self.own_backward else ():
                 hooks.callback(parameter.register_post_accumulate_grad_hook(note).remove)
             yield
@@ -133,33 +129,29 @@ class Pass:
         self.in_own_backward = True
         return units
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse an optimizer's step while microbatches of this rank are to come."""
-        if not self.is_last and self._trains(optimizer):
-            raise self._stepped(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse one in the last body, unless the gradients were whole there. Afterwards, as a
+    def see_step(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
+        """Refuse an optimizer's step while microbatches of this rank are to come, and one in the
+        last body, unless the gradients were whole there. The latter when it has stepped, as a
         framework's own hook may end the pass before the step.
         """
-        if not (self.is_last and self._trains(optimizer)):
+        if has_stepped is not self.is_last or not self._trains(optimizer):
             return
         is_plain = not self._is_weighted and self.plan.samples == self.plan.assumed_samples
-        if not (is_plain and self.sync.is_whole_in_last):
-            raise self._stepped(optimizer)
+        if not (self.is_last and is_plain and self.sync.is_whole_in_last):
+            raise ValueError(
+                f"step {self.plan.number}: {type(optimizer).__name__}.step() in the loop over "
+                "microbatches(), where the gradients are those of a part of the step: call step() "
+                "and zero_grad() once, after the loop; if that was left and a variable keeps its "
+                "iterator, drop it"
+            )
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer that steps in a body has parameters of this pass."""
-        trained = {id(parameter) for parameter in self.sync.parameters}
+        if self.slot is None:
+            return False
+        trained = {*map(id, self.sync.parameters)}
         params = (param for group in optimizer.param_groups for param in group["params"])
-        return self.slot is not None and any(id(param) in trained for param in params)
-
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> ValueError:
-        return ValueError(
-            f"step {self.plan.number}: {type(optimizer).__name__}.step() in the loop over "
-            "microbatches(), where the gradients are those of a part of the step: call step() "
-            "and zero_grad() once, after the loop"
-        )
+        return any(id(param) in trained for param in params)
 
     def _check_kept(self) -> None:
         """Refuse to go on where the gradients of the microbatches before were reset.
@@ -242,13 +234,25 @@ class StepRun:
         plan: the step.
         seen: ids of the samples that this rank has run, without copies and repeats.
         passes: over its microbatches; all but the last ran to their ends.
+        batches: returns the iterator of the last pass, or None where nobody has it any more: held
+            weakly, so that leaving the loop ends the pass.
     """
 
     plan: StepPlan
     seen: list[Any] = field(default_factory=list[Any])
     passes: list[Pass] = field(default_factory=list[Pass])
+    batches: Callable[[], Generator[Any] | None] = lambda: None
 
     @property
     def is_complete(self) -> bool:
         """Whether the last pass ran to its end."""
         return bool(self.passes) and self.passes[-1].is_complete
+
+    def leave(self) -> None:
+        """End a pass whose loop was left, and whose iterator is kept, as by a traceback.
+
+        Later it would put the random streams back in the middle of another step.
+        """
+        batches = self.batches()
+        if batches is not None and self.passes and self.passes[-1].slot is not None:
+            batches.close()

@@ -19,7 +19,6 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anyrank.around.exact.checks import (
     COMPILED,
@@ -35,6 +34,7 @@ from anyrank.around.exact.sync import ExactSync
 from anyrank.data.schedule import StepPlan
 from anyrank.errors import CheckpointError
 from anyrank.steps.gradient_sync import GradientSync, local
+from anyrank.steps.step_listeners import watching_optimizers
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
@@ -69,6 +69,7 @@ class ExactRun:
         self._samples: dict[int, torch.Tensor] = {}  # of gradients of some sharded ones, by id
         self._has_begun, self._logs = False, True  # since a resume; whether this is the first rank
         self._noted: set[str] = set()
+        self._notes: list[str] = []  # of the loader, in its pass
 
     @contextmanager
     def watching(self, notes: list[str]) -> Generator[None, None, None]:
@@ -78,21 +79,21 @@ class ExactRun:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
                 the ranks, or it has parameters of a model and others.
         """
-
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if optimizer not in self._judged:
-                for note in judge_optimizer(optimizer):
-                    self._tell(note, notes)
-                self._judged.add(optimizer)
-            self._check_strangers(optimizer)
-            self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
-
-        self.takes_turns = None
-        handle = register_optimizer_step_pre_hook(before_step)
-        try:
+        self.takes_turns, self._notes = None, notes
+        with watching_optimizers(self):
             yield
-        finally:
-            handle.remove()
+
+    def see_step(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
+        """Judge an optimizer and its gradients before a step; raises as `watching`."""
+        if has_stepped:
+            return
+        notes = self._notes
+        if optimizer not in self._judged:
+            for note in judge_optimizer(optimizer):
+                self._tell(note, notes)
+            self._judged.add(optimizer)
+        self._check_strangers(optimizer)
+        self.compare((p for group in optimizer.param_groups for p in group["params"]), notes)
 
     def open_sync(
         self,
