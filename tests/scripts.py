@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import anyrank
 from anyrank.testing import run_ranks
 
@@ -110,6 +112,9 @@ def fork(log: str, main: Callable[..., None], arguments: Iterable[str], **env: s
     code = 1
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it dies with the rank
+        # Torch gives up its pool of threads at the first use after a fork. Later a second thread,
+        # that of a backward, may use it meanwhile, and finds none.
+        torch.set_num_threads(torch.get_num_threads())
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(out, stream)
