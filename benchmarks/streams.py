@@ -30,7 +30,7 @@ import bench
 
 BATCH, SAVE = 12, 3
 PHASES = ((4, 8), (3, 13), (2, 10**6))  # ranks, and the steps after which they are killed
-COST, SHARDS, LENGTH, MICROBATCH = 50e-6, 48, 500, 8  # of the epoch whose time is taken
+COST, SHARDS, LENGTH = 50e-6, 48, 500  # of the epoch whose time is taken
 SIZES = [random.Random(seed).choice([1, 20, 60, 150, 400]) for seed in range(12)]
 
 Step = list[int]  # ids of rows
@@ -235,7 +235,7 @@ def slow_rows(shard: int) -> Iterator[int]:
         yield shard * LENGTH + number
 
 
-def read_plain(num_workers: int) -> int:
+def read_plain(num_workers: int, microbatch: int) -> int:
     """The rows of an epoch of a DataLoader, whose workers share the shards."""
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -245,10 +245,10 @@ def read_plain(num_workers: int) -> int:
             own = range(SHARDS) if worker is None else range(worker.id, SHARDS, worker.num_workers)
             return itertools.chain.from_iterable(map(slow_rows, own))
 
-    return sum(len(batch) for batch in DataLoader(Rows(), MICROBATCH, num_workers=num_workers))
+    return sum(len(batch) for batch in DataLoader(Rows(), microbatch, num_workers=num_workers))
 
 
-def read_by_anyrank(num_workers: int) -> int:
+def read_by_anyrank(num_workers: int, microbatch: int) -> int:
     """The same of an `ElasticLoader`."""
     import torch
 
@@ -258,8 +258,8 @@ def read_by_anyrank(num_workers: int) -> int:
     loader = anyrank.ElasticLoader.from_shards(
         range(SHARDS),
         slow_rows,
-        global_batch=12 * MICROBATCH,
-        microbatch=MICROBATCH,
+        global_batch=12 * microbatch,
+        microbatch=microbatch,
         num_workers=num_workers,
     )
     with torch.no_grad():
@@ -269,20 +269,26 @@ def read_by_anyrank(num_workers: int) -> int:
     return found
 
 
-def time_of_epoch(num_workers: int) -> bench.Run:
+def time_of_epoch(num_workers: int, microbatch: int) -> bench.Run:
     """How many of a DataLoader's rows a second are read, and what a row takes more."""
     ways = {"DataLoader": read_plain, "anyrank": read_by_anyrank}
 
     def job(way: str, _: int) -> bench.Run:
         begin = time.perf_counter()
-        if ways[way](num_workers) != SHARDS * LENGTH:
+        if ways[way](num_workers, microbatch) != SHARDS * LENGTH:
             raise RuntimeError(f"{way} has not read all rows")
         return {"us": (time.perf_counter() - begin) / SHARDS / LENGTH * 1e6}
 
-    runs = bench.Case(f"{num_workers} workers", ways, job).run(9, warm=1)
+    title = f"{num_workers} workers, {microbatch} rows"
+    runs = bench.Case(title, ways, job).run(9, warm=1)
     found: bench.Run = {way: round(bench.median(runs[way], "us"), 1) for way in ways}
     speed = bench.ratios(runs["DataLoader"], runs["anyrank"], "us")
-    return {"workers": num_workers, "us_a_row": found, "speed": speed}
+    return {
+        "workers": num_workers,
+        "microbatch": microbatch,
+        "us_a_row": found,
+        "speed": speed,
+    }
 
 
 def main() -> None:
@@ -307,7 +313,7 @@ def main() -> None:
                 row["not_run"] = f"{type(error).__name__}: {str(error)[:200]}"
             bench.tell(name, row)
             rows.append(row)
-    times = [time_of_epoch(num_workers) for num_workers in (0, 2)]
+    times = [time_of_epoch(workers, rows) for workers in (0, 2) for rows in (8, 32)]
     bench.keep("streams", bench.describe_machine() | {"rows": rows, "times": times})
 
 

@@ -376,9 +376,14 @@ def test_a_private_use_is_found(line: str) -> None:
 
 # -- nothing runs what a file holds ---------------------------------------------------------------
 
-# Modules that may unpickle: the reader that knows what it allows, what our own ranks sent, and what
-# torch's recorder of this process has written, which has no class.
-UNPICKLE = {"anyrank.around.readers.pickles", "anyrank.world.ranks", "anyrank.watching.recorder"}
+# Modules that may unpickle: the reader that knows what it allows, what our own ranks and workers
+# sent, and what torch's recorder of this process has written, which has no class.
+UNPICKLE = {
+    "anyrank.around.readers.pickles",
+    "anyrank.around.workers.passing",
+    "anyrank.watching.recorder",
+    "anyrank.world.ranks",
+}
 
 
 def find_unpickling(sources: dict[str, str]) -> list[str]:

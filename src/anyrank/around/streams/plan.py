@@ -16,6 +16,7 @@ class LanePlan(StepPlan):
     Attributes:
         deal: before the step.
         lanes: that have a microbatch, in order.
+        has_copies: whether a rank may have fewer of them than others, in this step or a later one.
         reports: of the step, by lane.
         looks: reports of lanes that looked for a row of the next step.
         own_looks: rows that this rank read in these.
@@ -25,6 +26,7 @@ class LanePlan(StepPlan):
 
     deal: Deal
     lanes: tuple[int, ...]
+    has_copies: bool
     reports: dict[int, Report] = field(default_factory=dict[int, Report])
     looks: list[Report] = field(default_factory=list[Report])
     own_looks: list[Rows] = field(default_factory=list[Rows])

@@ -187,7 +187,8 @@ class StreamPosition(Position):
 
     def _make_plan(self, number: int, deal: Deal) -> LanePlan:
         size, live = self.schedule.microbatch, tuple(deal.live)
-        plan = LanePlan(self.epoch, number, 0, 0, size, deal, live)
+        has_copies = len(live) % self.data_rank()[1] > 0 or OUT in deal.status
+        plan = LanePlan(self.epoch, number, 0, 0, size, deal, live, has_copies)
         self.lanes.begin_step(number, self._own_lanes(deal), deal)
         return plan
 
@@ -234,8 +235,7 @@ class StreamPosition(Position):
         fetched = None if slot.is_copy else self._next(lane)
         if fetched is not None and not fetched.request.is_empty:
             plan.sizes[slot.k] = fetched.request.report.num_outputs
-            # A copy is needed where this rank has fewer lanes than others, now or later.
-            if not self._needs_spare(plan):
+            if not plan.has_copies:
                 self.spare = None
             elif self.spare is None or lane == max(self.lanes.lanes):
                 self.spare = copy.deepcopy(fetched.batch)
@@ -245,19 +245,15 @@ class StreamPosition(Position):
             self.spare = self._read_again(plan, ready).batch
         batch = copy.deepcopy(self.spare)
         plan.sizes.setdefault(slot.k, 0)
-        answer = LaneAnswer(_NO_REQUEST, None) if fetched is None else fetched.request
+        answer = LaneAnswer(None) if fetched is None else fetched.request
         return FetchedBatch(answer, batch)
-
-    def _needs_spare(self, plan: LanePlan) -> bool:
-        _, size = self.data_rank()
-        return len(plan.lanes) % size > 0 or OUT in plan.deal.status
 
     def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
         assert isinstance(plan, LanePlan)
         is_empty = not slot.is_copy and not plan.sizes[slot.k]
         if slot.is_copy or is_empty:
             ready = next(k for k, n in enumerate(plan.lanes) if plan.deal.status[n] == READY)
-            answer = LaneAnswer(_NO_REQUEST, None, is_empty=is_empty)
+            answer = LaneAnswer(None, is_empty)
             return FetchedBatch(answer, self._read_again(plan, ready).batch)
         return self._read_again(plan, slot.k)
 
@@ -460,6 +456,3 @@ class StreamPosition(Position):
         if not self.flows and not self.accounts[-1].planned.count:  # shards may have been appended
             self._begin_queue(len(self.stream))
         self._open_lanes()
-
-
-_NO_REQUEST = LaneRequest(0, 0, -1, 0, False, False, (), None, 0, frozenset())

@@ -57,16 +57,28 @@ class LaneAnswer:
     """What a request has led to; no tuple, which a DataLoader with pin_memory would take apart.
 
     Attributes:
-        request: that it answers.
         report: of the lane; None where more shards are needed, and for no lane.
-        ids: of the rows that were read for the first time.
         is_empty: no sample came, and the batch is a copy of another's.
     """
 
-    request: LaneRequest
     report: Report | None
-    ids: list[Rows] = field(default_factory=list[Rows])
     is_empty: bool = False
+
+    @property
+    def ids(self) -> list[Rows]:
+        """The rows that were read for the first time."""
+        return [] if self.report is None else self.report.rows
+
+    def __reduce__(self) -> Any:
+        # As plain values: classes take four times as long, in each answer of a worker.
+        report = self.report and (*self.report[:-1], tuple(self.report.state))
+        return _read_answer, (report, self.is_empty)
+
+
+def _read_answer(values: tuple[Any, ...] | None, is_empty: bool) -> LaneAnswer:
+    if values is None:
+        return LaneAnswer(None, is_empty)
+    return LaneAnswer(Report._make([*values[:-1], LaneState._make(values[-1])]), is_empty)
 
 
 class StreamReader(Dataset[FetchedBatch]):
@@ -93,14 +105,14 @@ class StreamReader(Dataset[FetchedBatch]):
             self._tokens = request.tokens
             self._lanes = {t: known for t, known in self._lanes.items() if t in self._tokens}
         if request.lane < 0:
-            return FetchedBatch(LaneAnswer(request, None), None)
+            return FetchedBatch(LaneAnswer(None), None)
         if request.opening is not None:
             self._lanes[request.token] = self._open(request), request.number
         lane, number = self._lanes.get(request.token, (None, -1))
         if lane is not None and request.opening is None:
             lane.shards += request.shards
         if lane is None or number != request.number:
-            return FetchedBatch(LaneAnswer(request, None), None)
+            return FetchedBatch(LaneAnswer(None), None)
         # Where it raises, the lane has read what it cannot give any more, and is closed.
         del self._lanes[request.token]
         fetched = self._take(lane, request)
@@ -126,11 +138,10 @@ class StreamReader(Dataset[FetchedBatch]):
         except StopIteration as error:  # a DataLoader takes it for the end of the data
             raise RuntimeError(f"StopIteration, {error.__notes__}") from error
         if read is None:
-            return FetchedBatch(LaneAnswer(request, None), None)
+            return FetchedBatch(LaneAnswer(None), None)
         samples, report = read
-        answer = LaneAnswer(request, report, report.rows, not samples)
         batch = self._collate(samples, request, lane) if samples else None
-        return FetchedBatch(answer, batch)
+        return FetchedBatch(LaneAnswer(report, not samples), batch)
 
     def _collate(self, samples: list[Any], request: LaneRequest, lane: Lane) -> Any:
         if self.collate_fn is not default_collate:  # which draws nothing
@@ -200,6 +211,7 @@ class LaneRequests:
         self.number = self.next_lane = 0
         self._tokens: list[frozenset[int]] = []
         self._num_tokens = 0
+        self._sent: deque[LaneRequest] = deque()  # whose answers come next, in this order
         self._deal, self._due = Deal(1, 1), -1
 
     def begin_step(
@@ -235,7 +247,9 @@ class LaneRequests:
         """The requests, each to the worker whose turn it is. Without end."""
         turn = 0
         while True:
-            yield self._next(turn % max(1, self.num_workers))
+            request = self._next(turn % max(1, self.num_workers))
+            self._sent.append(request)
+            yield request
             turn += 1
 
     def _next(self, worker: int) -> LaneRequest:
@@ -287,7 +301,7 @@ class LaneRequests:
     def sort(self, answered: FetchedBatch) -> None:
         """Put an answer to its lane; one that needs more shards is asked for again."""
         answer: LaneAnswer = answered.request
-        request = answer.request
+        request = self._sent.popleft()
         known = self.lanes.get(request.lane)
         if known is None or known.token != request.token:
             return

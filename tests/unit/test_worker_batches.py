@@ -1,0 +1,109 @@
+"""What comes from a loader's workers is what they made, small or large."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anyrank
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows that a function of the number makes."""
+
+    def __init__(self, make: Any, number: int) -> None:
+        self.make, self.number = make, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, number: int) -> Any:
+        return self.make(number)
+
+
+def from_worker(make: Any, number: int = 1) -> list[Any]:
+    """The batches of a loader with a worker, each of one row, as the worker has collated them."""
+    loader = anyrank.ElasticLoader(
+        Rows(make, number),
+        global_batch=1,
+        microbatch=1,
+        num_workers=1,
+        collate_fn=lambda rows: rows[0],
+    )
+    batches: list[Any] = []
+    for step in loader:
+        batches += step.microbatches(torch.nn.Identity())
+        loader.commit()
+    return batches
+
+
+def several_kinds(_: int = 0) -> dict[str, torch.Tensor]:
+    return {
+        "float": torch.arange(12.0).reshape(3, 4),
+        "bfloat16": torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16),
+        "float8": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j, 3 - 1j]),
+        "one value": torch.tensor(7),
+        "no value": torch.zeros(3, 0),
+        "transposed": torch.arange(6).reshape(2, 3).T,
+        "a part": torch.arange(10)[2:5],
+        "expanded": torch.ones(1).expand(5),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+        "as long as goes by value": torch.arange(128 * 128, dtype=torch.int64),
+        "longer": torch.arange(128 * 128 + 1, dtype=torch.int64),
+    }
+
+
+def bytes_of(tensor: torch.Tensor) -> list[int]:
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("name", several_kinds())
+def test_a_tensor_is_as_the_worker_made_it(name: str) -> None:
+    made = several_kinds()[name]
+    (got,) = from_worker(lambda _: several_kinds()[name])
+    assert (got.dtype, got.shape, got.stride()) == (made.dtype, made.shape, made.stride())
+    assert bytes_of(got) == bytes_of(made)
+    # As torch aligns its own memory, on which the bits of a matrix product may depend.
+    assert not got.numel() or not got.is_contiguous() or got.data_ptr() % 64 == 0
+
+
+def test_other_values_come_as_they_are() -> None:
+    made = {
+        "list": [torch.ones(2), (torch.zeros(1), "text", None)],
+        "array": np.arange(3),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    (got,) = from_worker(lambda _: made)
+    assert torch.equal(got["list"][0], torch.ones(2))
+    assert got["list"][1][1:] == ("text", None)
+    assert isinstance(got["array"], np.ndarray)
+    assert got["array"].tolist() == [0, 1, 2]
+    assert isinstance(got["parameter"], torch.nn.Parameter)
+    assert got["parameter"].requires_grad
+
+
+def test_one_tensor_under_two_names_stays_one() -> None:
+    def make(_: int) -> dict[str, torch.Tensor]:
+        row = torch.arange(4)
+        return {"input_ids": row, "labels": row}
+
+    (got,) = from_worker(make)
+    assert got["labels"] is got["input_ids"]
+
+
+def test_batches_that_are_kept_take_no_descriptors() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 60, limits[1]))
+    try:
+        kept = from_worker(lambda number: {"row": torch.full((5,), number)}, 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert sorted(int(batch["row"][0]) for batch in kept) == [*range(200)]
