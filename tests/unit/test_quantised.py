@@ -280,6 +280,7 @@ SCALES = [
     *("weight_scale", "weight_scale_2", "scale_weight", "scale", "qscale", "dequant_scale"),
     *("weight_amax", "weight_quantizer._scale", "weight_quantizer._amax", "SCB", "weight.SCB"),
     *("weight.absmax", "weight.quant_state.nf4", "comfy_quant", "weight_zero_point", "input_scale"),
+    *("weight_s", "w_s", "weight.s", "zp", "w_zp", "zeros"),
 ]
 
 
@@ -357,6 +358,34 @@ def test_8_bit_weights_without_any_scale_are_numbers() -> None:
     assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
     anyrank.load(model, {key: 3 * t.to(torch.int8) for key, t in file.items()}, cast="any")
     assert torch.equal(model.get_parameter("0.weight"), torch.full((4, 4), 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+@pytest.mark.parametrize("name", ["0.g", "0.weight.lambda", "0.offset", "scales.0.weight"])
+def test_an_8_bit_weight_is_refused_beside_what_may_be_its_scale(
+    name: str, dtype: torch.dtype
+) -> None:
+    source = {"0.weight": torch.ones(4, 4).to(dtype), "1.weight": torch.ones(4, 4)}
+    source[name] = torch.full((4,), 2.0, dtype=torch.int32 if name == "0.offset" else None)
+    model = two_layers()
+    options: dict[str, Any] = {"cast": "any", "unexpected": "ignore"}
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({name}\).*rename"):
+        anyrank.load(model, source, **options)
+    anyrank.load(model, source, rename={name: ""}, **options)  # as the error says
+    assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
+    small = nn.Linear(4, 4, bias=False)
+    small.weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False)
+    anyrank.load(nn.Sequential(small, nn.Linear(4, 4, bias=False)), source, **options)
+    assert torch.equal(small.weight, source["0.weight"])
+
+
+def test_a_plain_cast_is_read_beside_parameters_that_the_model_has_not() -> None:
+    file = small_weights("unused", ("0.", "1."))
+    file |= {"0.bias": torch.ones(4), "0.num_batches_tracked": torch.tensor(3)}
+    file |= {"1.gamma": torch.ones(4).to(torch.float8_e4m3fn), "norm.weight": torch.ones(4)}
+    model = two_layers()
+    anyrank.load(model, file, unexpected="ignore")
+    assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
 
 
 def test_a_mask_beside_a_scale_is_no_obstacle_to_a_cast(tmp_path: Path) -> None:

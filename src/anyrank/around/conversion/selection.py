@@ -113,7 +113,7 @@ def outputs_of(
     scaled = {*scales_of(listing.tensors.values()).values()}
     scaled = {name for name in scaled if name.endswith("weight")}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
-    problems = without_scales(listing, [*floating, *integers], lambda key: True)
+    problems = without_scales(listing, [*floating, *integers], None)
     if problems:
         raise LoadError(
             f"{problems[0]}; or convert without dtype= ({count(len(problems), 'tensor')})"

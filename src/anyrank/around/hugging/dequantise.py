@@ -3,7 +3,7 @@ from the ranges of two others, so that whatever reads files reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,12 +11,15 @@ import torch
 from anyrank.around.hugging.quantised import (
     ITEM,
     METHODS,
+    OWN_SCALES,
     SCALE_INV,
     Pair,
     Quantised,
     is_8_bit,
+    is_cast_along,
     is_small,
     is_wide,
+    owners_of,
     pairs_of,
     scales_of,
 )
@@ -91,34 +94,64 @@ def _info(listing: Listing, quantised: Quantised) -> FileInfo:
 
 
 def without_scales(
-    listing: Listing, wanted: Iterable[StoredTensor], unused: Callable[[str], bool]
+    listing: Listing, wanted: Iterable[StoredTensor], unused: Callable[[str], bool] | None
 ) -> list[str]:
     """Why 8-bit tensors may not be taken for weights, in words: they, or others of the source, have
     scales that nobody uses.
 
+    A file of 8-bit floats alone is a plain cast of weights, as image models are passed around: its
+    numbers are the weights.
+
     Args:
         listing: the source, its known pairs dequantised.
         wanted: tensors that become weights of a larger dtype.
-        unused: whether nobody asks for a key of the source.
+        unused: whether nobody asks for a key of the source; None where this is not known.
     """
     small = [stored for stored in wanted if is_8_bit(stored.dtype)]
     if not small:
         return []
-    scales = {key: name for key, name in scales_of(listing.tensors.values()).items() if unused(key)}
-    by_name = {name: key for key, name in scales.items()}
+    scales = scales_of(listing.tensors.values())
+    if unused is not None:
+        # Tools have more names for scales than are known here.
+        scales |= _beside(listing.tensors.values(), small)
+        scales = {key: name for key, name in scales.items() if unused(key)}
+    by_name = {name: key for key, name in reversed(scales.items())}
     known = next((info.computed.parts for info in listing.files if info.computed is not None), ())
     others = [*scales, *(part.name for part in known[-1:])]
+    if not others:
+        return []
+    advice = (
+        f", or leave scales out by rename=, as {{{others[0]!r}: ''}}, for the numbers as they are"
+    )
     return [
         f"{stored.name}: is {stored.dtype} in the source, "
         + (
-            f"with a scale beside it ({by_name[stored.name]})"
+            f"with what looks like a scale beside it ({by_name[stored.name]})"
             if stored.name in by_name
             else f"without the scale that other tensors have ({others[0]})"
         )
         + ": without the scale it is another weight: dequantise it with the library that made it"
+        + (advice if unused is not None and scales else "")
         for stored in small
-        if others
     ]
+
+
+def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> dict[str, str]:
+    """Keys that may be scales or zero points of 8-bit tensors, whatever their names -> the key of
+    the tensor: they are in its module or below its name, and have fewer elements.
+    """
+    owners = owners_of(stored.name for stored in small)
+    numels = {stored.name: stored.numel for stored in small}
+    smaller = {
+        stored.name: owner
+        for stored in tensors
+        if (owner := owners.get(stored.name.rpartition(".")[0])) is not None
+        and stored.numel < numels[owner]
+        and not is_cast_along(stored.dtype)
+        and stored.dtype != torch.int64  # a counter
+        and "bias" not in stored.name.rpartition(".")[2]
+    }
+    return {key: owner for key, owner in smaller.items() if OWN_SCALES.search(key) is None}
 
 
 def unknown_method(listing: Listing) -> str | None:

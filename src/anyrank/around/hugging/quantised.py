@@ -21,7 +21,9 @@ METHODS = ("mxfp4", "fp8")
 BLOCK = (128, 128)  # DeepSeek's, where no configuration says otherwise
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
 # What the name of an 8-bit weight's scale has in it, in whichever tool.
-SCALE_WORDS = re.compile(r"scale|amax|absmax|scb|quant|zero_point", re.IGNORECASE)
+SCALE_WORDS = re.compile(
+    r"scale|amax|absmax|scb|quant|zero_point|(?:^|[._])(?:s|sc|sf|zp|zeros?)$", re.IGNORECASE
+)
 # Scales that are parameters of a model (CLIP, ConvNeXt), and no part of another tensor.
 OWN_SCALES = re.compile(r"(?:^|[._])(?:logit|layer|residual)_?scale", re.IGNORECASE)
 SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
@@ -272,20 +274,36 @@ def is_8_bit(dtype: torch.dtype) -> bool:
 def scales_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
     """Keys that look like the scale of an 8-bit tensor -> the key of that tensor.
 
-    They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`.
+    They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; or
+    all of a file's below one name: `scales.X`.
     """
     tensors = list(tensors)
-    by_module = {t.name.rpartition(".")[0]: t.name for t in tensors if is_8_bit(t.dtype)}
+    owners = owners_of(t.name for t in tensors if is_8_bit(t.dtype))
     scales: dict[str, str] = {}
-    for stored in tensors if by_module else ():
-        # Of a file that was cast to FP8 as a whole, parameters with such names are small too.
-        if is_small(stored.dtype) and stored.dtype != torch.float8_e8m0fnu:
-            continue
-        if SCALE_WORDS.search(stored.name) is None or OWN_SCALES.search(stored.name):  # most
+    for stored in tensors if owners else ():
+        if (
+            is_cast_along(stored.dtype)
+            or SCALE_WORDS.search(stored.name) is None
+            or OWN_SCALES.search(stored.name)
+        ):  # most
             continue
         parts = stored.name.split(".")
         for depth in range(1, min(len(parts), SCALE_DEPTH) + 1):
             owner, rest = ".".join(parts[:-depth]), ".".join(parts[-depth:])
-            if by_module.get(owner, stored.name) != stored.name and SCALE_WORDS.search(rest):
-                scales.setdefault(stored.name, by_module[owner])
+            if owners.get(owner, stored.name) != stored.name and SCALE_WORDS.search(rest):
+                scales.setdefault(stored.name, owners[owner])
+        owner = owners.get(".".join(parts[1:]))
+        if owner is not None and SCALE_WORDS.search(parts[0]):
+            scales.setdefault(stored.name, owner)
     return scales
+
+
+def owners_of(names: Iterable[str]) -> dict[str, str]:
+    """8-bit tensors by their modules, and by their own names."""
+    names = list(names)
+    return {name.rpartition(".")[0]: name for name in names} | {name: name for name in names}
+
+
+def is_cast_along(dtype: torch.dtype) -> bool:
+    """Whether a tensor is a parameter of a file that was cast to FP8 as a whole, not a scale."""
+    return is_small(dtype) and dtype != torch.float8_e8m0fnu
