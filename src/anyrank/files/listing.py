@@ -128,7 +128,7 @@ class Listing:
         beside: tensors of other tables, by their whole keys; not in what `tensors` are asked for.
         unread_beside: as `unreadable`, of other tables by whole keys.
         quantisation: `quantization_config` of the config.json beside the weights.
-        adapter: the adapter_config.json beside them.
+        adapters: index of a file -> the adapter_config.json beside it, where there is one.
     """
 
     format: str
@@ -145,7 +145,7 @@ class Listing:
     beside: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     unread_beside: dict[str, str] = field(default_factory=dict[str, str])
     quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
-    adapter: dict[str, Any] = field(default_factory=dict[str, Any])
+    adapters: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     @property
     def nbytes(self) -> int:

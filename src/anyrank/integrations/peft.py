@@ -13,7 +13,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -40,15 +40,7 @@ FREE = (
     "layers_to_transform",
     "layers_pattern",
     "runtime_config",
-)
-
-INIT = "init_lora_weights"
-# Its values that may differ; others (PiSSA, OLoRA, LoftQ, ...) take the first values of the adapter
-# out of the base. A load of the folder has the same ones, in `around/peft/adapters.py`.
-KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
-OR_THE_REST = (
-    f"; or, if the base is what the first values left of it, load {WEIGHTS} by anyrank.load with "
-    "missing='keep'"
+    "init_lora_weights",  # the load of the folder compares what they took out of the base
 )
 
 warn_if_untested("peft")
@@ -106,7 +98,7 @@ def load(
 
     Args:
         model: a PeftModel, or a wrapper of one, with an adapter of the same configuration.
-        folder: as `save` and PEFT's `save_pretrained` write it.
+        folder: as `save` and PEFT's `save_pretrained` write it, in any of its formats.
         adapter: its name in the model; it has to be the active one, as it is by default.
 
     Returns:
@@ -115,7 +107,8 @@ def load(
     Raises:
         ValueError: no PeftModel, no such active adapter; a configuration that computes otherwise
             (r, lora_alpha, ...), before anything changes.
-        LoadError: tensors that are missing, unexpected or of another shape.
+        LoadError: tensors that are missing, unexpected or of another shape; first values that
+            changed the base otherwise (PiSSA, OLoRA, ...), before anything changes.
 
     Example::
 
@@ -136,7 +129,7 @@ def load(
         compare_arguments(
             ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys)
         )
-    return anyrank.load(model, os.path.join(path, WEIGHTS), missing="keep")
+    return anyrank.load(model, path, missing="keep")
 
 
 def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
@@ -277,15 +270,12 @@ class _Adapter:
                 f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
             )
         config = self.config.to_dict()
-        free: set[str] = {*FREE}
-        if _what_base_lost(config.get(INIT)) == _what_base_lost(saved.get(INIT)):
-            free.add(INIT)
-        for name in sorted((config.keys() | saved.keys()) - free):
+        for name in sorted((config.keys() | saved.keys()) - {*FREE}):
             if _plain(config.get(name)) != _plain(saved.get(name)):
                 raise ValueError(
                     f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
                     f"{config.get(name)!r}: make the adapter with "
-                    f"PeftConfig.from_pretrained(folder){OR_THE_REST if name == INIT else ''}"
+                    "PeftConfig.from_pretrained(folder)"
                 )
         missing, others = sorted(self.tensors.keys() - keys), sorted(keys - self.tensors.keys())
         if missing:
@@ -361,12 +351,11 @@ def _read(folder: str) -> tuple[dict[str, Any], set[str]]:
     """
     try:
         config = PeftConfig.from_pretrained(folder).to_dict()
-        with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as stored:
-            return config, set(stored.keys())
-    except (OSError, ValueError, SafetensorError) as error:
+        return config, {tensor.name for tensor in anyrank.inspect(folder).tensors}
+    except (OSError, ValueError, anyrank.LoadError) as error:
         raise anyrank.LoadError(
-            f"{folder}: is no folder of an adapter, which holds adapter_config.json and {WEIGHTS}: "
-            f"{error}"
+            f"{folder}: is no folder of an adapter, which holds adapter_config.json, and {WEIGHTS} "
+            f"or adapter_model.bin: {error}"
         ) from error
 
 
@@ -389,12 +378,6 @@ def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) ->
         raise anyrank.CheckpointError(f"{folder}: cannot write the adapter: {error}") from error
     finally:
         config.inference_mode = was
-
-
-def _what_base_lost(choice: object) -> object:
-    """The `init_lora_weights` that changed the base under an adapter; None where none did."""
-    choice = choice.lower() if isinstance(choice, str) else choice  # as PEFT takes it
-    return None if choice in KEEP_THE_BASE else choice
 
 
 def _plain(value: Any) -> Any:

@@ -128,23 +128,26 @@ def _what_base_lost(choice: object) -> object:
     return None if choice in KEEP_THE_BASE else choice
 
 
-def other_settings(filled: Iterable[ModelTensor], saved: Mapping[str, Any]) -> list[str]:
+def other_settings(
+    filled: Iterable[tuple[ModelTensor, StoredTensor]], saved: Mapping[int, Mapping[str, Any]]
+) -> list[str]:
     """The settings that scale what an adapter adds, or that changed the base which it adds to,
     where the model has others than were saved.
 
     Args:
-        filled: tensors that get values, of which an adapter's count.
-        saved: the configuration beside these values.
+        filled: tensors that get values, of which an adapter's count, and these values.
+        saved: index of their file -> the configuration beside it.
     """
-    configs = [_adapter_of(tensor.registrations[0])[1] for tensor in filled if tensor.adapter]
     others: set[str] = set()
-    for config in configs:
+    for target, stored in filled if saved else ():
+        was = saved.get(stored.chunks[0].file, {}) if target.adapter and stored.chunks else {}
+        config = _adapter_of(target.registrations[0])[1] if was else None
         for name in SCALES:
-            then, now = saved.get(name), getattr(config, name, None)
-            if name in saved and hasattr(config, name) and (then or None) != (now or None):
+            then, now = was.get(name), getattr(config, name, None)
+            if name in was and hasattr(config, name) and (then or None) != (now or None):
                 others.add(f"{name} is {now!r}, and was {then!r}")
-        then, now = saved.get(INIT), getattr(config, INIT, None)
-        if INIT in saved and _what_base_lost(then) != _what_base_lost(now):
+        then, now = was.get(INIT), getattr(config, INIT, None)
+        if INIT in was and _what_base_lost(then) != _what_base_lost(now):
             others.add(f"{INIT} is {now!r}, and was {then!r}")
     return sorted(others)
 

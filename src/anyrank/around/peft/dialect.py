@@ -30,8 +30,8 @@ class Adapters(Dialect):
                 "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
             )
             lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
-        filled = (match.tensors[index] for index, _ in match.wanted)
-        if settings := other_settings(filled, self.case.source.adapter):
+        filled = ((match.tensors[index], stored) for index, stored in match.wanted)
+        if settings := other_settings(filled, match.listing.adapters):
             title = "the model's adapter computes otherwise than that of adapter_config.json"
             way_out = (
                 "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "

@@ -33,10 +33,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = [name for name in storage.names(folder) if not name.startswith(".")]
     listing = _chosen(storage, folder, names)
+    adapter = _config(storage, folder, names, "adapter_config.json")
     return replace(
         listing,
         quantisation=_quantisation(storage, folder, names),
-        adapter=_config(storage, folder, names, "adapter_config.json"),
+        adapters=dict.fromkeys(range(len(listing.files)), adapter) if adapter else {},
     )
 
 

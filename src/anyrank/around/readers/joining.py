@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Checksum, FileInfo, Listing
@@ -39,12 +40,14 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     tensors: dict[str, StoredTensor] = {}
     checksums: list[Checksum] = []
     sums: dict[int, str] = {}
+    adapters: dict[int, dict[str, Any]] = {}
     beside: dict[str, StoredTensor] = {}
     for listing in parts:
         base = len(files)
         files += (info.with_file_offset(base) for info in listing.files)
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         sums |= {base + number: where for number, where in listing.sums.items()}
+        adapters |= {base + number: config for number, config in listing.adapters.items()}
         for key, stored in listing.tensors.items():
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
@@ -69,5 +72,5 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         beside=beside,
         unread_beside={k: v for listing in parts for k, v in listing.unread_beside.items()},
         quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
-        adapter=next((part.adapter for part in parts if part.adapter), {}),
+        adapters=adapters,
     )
