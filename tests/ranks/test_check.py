@@ -179,7 +179,7 @@ def frozen_and_broadcast() -> Arguments:
 BUGS: list[tuple[str, Callable[[], Arguments], str]] = [
     ("replicas", replica_of_one_rank, "2.weight, rank 0 unlike rank 1"),
     ("replicas", frozen_part_of_one_rank, "0.bias, rank 0 unlike rank 1"),
-    ("replicas", replicas_built_with_own_seeds, "0.weight, 1.weight, 0.bias, 1.bias, rank 0"),
+    ("replicas", replicas_built_with_own_seeds, "0.weight, 0.bias, 1.weight, 1.bias, rank 0"),
     ("ties", tie_of_a_copy, "embed.weight, head.weight, ranks 0, 1"),
     ("ties", tie_in_two_units, "embed.weight, head.weight, ranks 0, 1"),
     ("optimizer", optimizer_without_a_layer, "2.weight, 2.bias, ranks 0, 1"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +11,9 @@ from torch import nn
 
 import anyrank
 from anyrank.watching.data_facts import LoaderFacts
-from anyrank.watching.facts import LINES, Facts, Known, differences
+from anyrank.watching.facts import Facts, Known
 from anyrank.watching.rules import run_rules
 from anyrank.watching.slow import find_model
-from anyrank.world.ranks import one_process
 
 LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0)
 
@@ -59,62 +56,6 @@ def test_the_batch_that_fits_is_told(batch: int, fix: str) -> None:
     assert said(*every, batch=8) == []
     (finding,) = run_rules(known(*every, batch=batch))
     assert fix in finding.fix
-
-
-def compared(tables: list[dict[str, dict[str, str]]]) -> Any:
-    """What each rank learns of the differences; all of them run side by side."""
-    every = [facts(digests={k: str(v) for k, v in table.items()}) for table in tables]
-    barrier, box = threading.Barrier(len(tables)), dict[int, Any]()
-
-    def gather(value: Any) -> list[Any]:
-        box[int(threading.current_thread().name)] = value
-        barrier.wait(60)
-        answer = [box[each] for each in range(len(tables))]
-        barrier.wait(60)
-        return answer
-
-    ranks: Any = SimpleNamespace(
-        ranks=tuple(range(len(tables))),
-        gather=gather,
-        run_on_one=lambda what, work, rank: gather(work())[rank],
-    )
-    learnt: list[Any] = [None] * len(tables)
-
-    def learn(number: int) -> None:
-        learnt[number] = differences(tables[number], every, ranks)
-
-    numbers = range(len(tables))
-    threads = [threading.Thread(target=learn, args=(n,), name=str(n)) for n in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert learnt[1:] == learnt[:-1]
-    return learnt[0]
-
-
-def test_one_line_of_a_long_table_is_found() -> None:
-    table = {f"model.layers.{number}.weight": "same" for number in range(20_000)}
-    other = {**table, "model.layers.777.weight": "other"}
-    line = {"model.layers.777.weight": {0: "same", 1: "other", 2: "same"}}
-    assert compared([{"kinds": table}, {"kinds": other}, {"kinds": table}]) == {"kinds": line}
-
-
-def test_a_table_that_the_first_rank_lacks_is_compared_among_those_that_have_it() -> None:
-    found = compared([{}, {"values b": {"w": "1"}}, {"values b": {"w": "2", "v": "3"}}])
-    assert found == {"values b": {"w": {1: "1", 2: "2"}, "v": {1: None, 2: "3"}}}
-
-
-def test_tables_that_differ_everywhere_are_cut() -> None:
-    tables = [
-        {f"values {n}": {f"layers.{i}.w": str(rank) for i in range(5000)} for n in range(9)}
-        for rank in range(2)
-    ]
-    assert len(compared(tables)["values 0"]) == LINES
-
-
-def test_no_difference_takes_no_exchange() -> None:
-    assert differences({"kinds": {"w": "a"}}, [facts(digests={"kinds": "1"})], one_process()) == {}
 
 
 def test_several_optimizers_are_taken_together() -> None:

@@ -40,9 +40,9 @@ BUDGETS = {
     "around/script": 915,
     "around/sharing": 1390,
     "around/streams": 2810,
-    "around/sync": 2815,
+    "around/sync": 2830,
     "around/tables": 435,
-    "around/verify": 330,
+    "around/verify": 325,
     "around/weighted": 140,
     "around/workers": 137,
     "cli": 1290,
@@ -52,20 +52,20 @@ BUDGETS = {
     "formats": 1020,
     "integrations": 3505,
     "memory": 3290,
-    "model": 2130,
+    "model": 2160,
     "random_state": 503,
     "resume": 2350,
     "saving": 1140,
-    "state": 2313,
+    "state": 2265,
     "steps": 2409,
-    "tensors": 1370,
+    "tensors": 1390,
     "testing": 1373,
-    "watching": 3465,
-    "world": 1680,
+    "watching": 3415,
+    "world": 1765,
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_965
+CORE_LINES = 19_060
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

@@ -67,7 +67,7 @@ SEAM = {
         ENDINGS FILES FORMATS META_PART OF_META ZIP_MAGIC format_of list_file
         saying_what_it_is
     """,
-    "model.alike": "check_alike",
+    "model.alike": "check_alike differing_replicas",
     "model.dialects": "Case Dialect LIVE ModelMatch Renamer dialects_of match_of_rules",
     "model.dtensors": "as_sharded placement_of",
     "model.fits": "PACKED SourceMemory check_overlaps parametrised shared_on_meta unwritable",
@@ -122,7 +122,8 @@ SEAM = {
     """,
     "tensors.plan": "GAP_BYTES Read plan_reads",
     "tensors.sharded_tensor": """
-        Coordinates Description ShardedTensor coordinates_of is_released replicas version_of
+        Coordinates Members ShardedTensor coordinates_of holders inventory_of is_released replicas
+        shared version_of
     """,
     "tensors.spec": "Chunk StoredTensor dtype_name",
     "tensors.torch_classes": "fsdp2_class is_dtensor is_fsdp2",
@@ -133,9 +134,11 @@ SEAM = {
         FLOATS count first_few group_by_part in_units join_first listed printable rows
         short_dtype
     """,
+    "world.alike": "Values differing digest_of unlike",
     "world.arguments": "compare_arguments",
     "world.connections": "Connections GLOO_SEC",
     "world.device": "boot_id name_device",
+    "world.failures": "describe_values ranks_by_value",
     "world.group": "Group check_group default_store lacks_group name_ranks",
     "world.pinned": "page_locked",
     "world.ranks": "Interrupted Ranks open_ranks",

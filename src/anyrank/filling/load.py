@@ -135,7 +135,7 @@ def load(
 
             verified = verify_source(plan.match, plan.reading.readers, ranks)
             result = fill_from_files(model, plan, ranks, meter, progress)
-            nonfinite = verify_loaded(plan.match, ranks)
+            nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
         else:
             result = fill_from_files(model, plan, ranks, meter, progress)
         report = _report(plan, result, ", ".join(verified), nonfinite)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,9 @@ from anyrank.model.match import match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, inventory_of
+from anyrank.world.alike import digest_of, unlike
+from anyrank.world.failures import describe_values
 from anyrank.world.ranks import Ranks
 
 
@@ -31,6 +32,7 @@ class AgreedPlan:
 
     Attributes:
         match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
+        coordinates: of every rank, by global rank.
         reading: who reads, and why.
         buffer_bytes: staging memory; the smallest of all ranks', since exchanges need one size.
         seed: the first rank's torch seed, for tensors that a rule fills.
@@ -39,6 +41,7 @@ class AgreedPlan:
     """
 
     match: ModelMatch
+    coordinates: Mapping[int, Coordinates]
     reading: Reading
     buffer_bytes: int
     seed: int
@@ -51,7 +54,8 @@ class _MatchSummary:
     """What a rank lets the others know of its match.
 
     Attributes:
-        digest: of all that must be equal on all ranks.
+        digest: of the inventory of its tensors; empty in a process alone, as `fills`.
+        fills: digest of what fills them.
         coordinates: where this rank is in the mesh of each tensor.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
         frozen: hash of each frozen part, None where it is unknown.
@@ -59,6 +63,7 @@ class _MatchSummary:
     """
 
     digest: str
+    fills: str
     coordinates: Coordinates
     has_meta_buffers: bool
     has_real_tensors: bool
@@ -110,8 +115,13 @@ def plan_load(
 
     match, summaries = ranks.run_and_gather("planning the load", match_here)
     # Ranks with other models would fill other tensors, or wait for one another: none goes on.
-    if len({summary.digest for summary in summaries}) > 1:
-        _explain_difference(match, ranks)
+    digests = [summary.digest for summary in summaries]
+    check_alike("the ranks' models differ", match.tensors, digests, ranks, LoadError)
+    if len({summary.fills for summary in summaries}) > 1:
+        raise LoadError(
+            "the ranks' renaming functions give different names, or their dicts of tensors have "
+            "different keys or dtypes"
+        )
     if ranks.index == 0:
         warn_of_idle(match)
     _compare_frozen([summary.frozen for summary in summaries], ranks)
@@ -136,6 +146,7 @@ def plan_load(
         )
     return AgreedPlan(
         match=match,
+        coordinates=coordinates,
         reading=reading,
         buffer_bytes=buffer_bytes,
         seed=sources[0].seed,
@@ -161,7 +172,8 @@ def _summary(
     # All ranks get the same for a part that is filled; of others each keeps its own.
     kept = {part for t in left for registration in t.registrations for part in registration.path}
     return _MatchSummary(
-        digest=_digest(match) if ranks.size > 1 else "",
+        digest=digest_of(inventory_of(tensors)) if ranks.size > 1 else "",
+        fills=_digest(match) if ranks.size > 1 else "",
         coordinates=coordinates_of(tensors),
         has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
         has_real_tensors=any(not tensors[index].is_meta for index in match.stored),
@@ -180,33 +192,15 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
     Raises:
         LoadError: a part whose hash, taken when it was frozen, differs between ranks.
     """
-    for name, digest in parts[0].items():
-        for rank, others in zip(ranks.ranks, parts, strict=True):
-            if others.get(name) != digest and None not in (digest, others.get(name)):
-                raise LoadError(
-                    f"the frozen part {name or '(the model itself)'} differs between ranks: "
-                    f"rank {ranks.ranks[0]} has {digest}, rank {rank} has {others.get(name)}: "
-                    "freeze the same weights on every rank"
-                )
+    for name, values in unlike(dict(zip(ranks.ranks, parts, strict=True))).items():
+        known = {rank: value for rank, value in values.items() if value is not None}
+        if len({*known.values()}) > 1:
+            title = f"the frozen part {name or '(the model itself)'} differs between ranks"
+            text = describe_values(title, known, ranks.name_ranks)
+            raise LoadError(f"{text}: freeze the same weights on every rank")
 
 
 def _digest(match: ModelMatch) -> str:
-    rows = [
-        (
-            tensor.describe(),
-            str(match.stored[index].dtype) if index in match.stored else "",
-            index in match.compared,
-            index in match.initialise,
-        )
-        for index, tensor in enumerate(match.tensors)
-    ]
-    return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
-
-
-def _explain_difference(match: ModelMatch, ranks: Ranks) -> None:
-    """Raise the first difference between the ranks' models. All ranks."""
-    check_alike(ranks.gather([tensor.describe() for tensor in match.tensors]), ranks)
-    raise LoadError(
-        "the ranks' renaming functions give different names, or their dicts of tensors have "
-        "different keys or dtypes"
-    )
+    """Of what fills the tensors, by their positions."""
+    dtypes = sorted((index, str(stored.dtype)) for index, stored in match.stored.items())
+    return digest_of([dtypes, sorted(match.compared), sorted(match.initialise)])

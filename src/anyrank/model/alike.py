@@ -1,33 +1,73 @@
-"""Whether ranks have the same model, and the first difference in words."""
+"""Whether ranks have the same tensors, and the same values in what several of them hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
 
-from anyrank.errors import LoadError
-from anyrank.tensors.sharded_tensor import Description
+from anyrank.errors import AnyrankError
+from anyrank.tensors.sharded_tensor import Members, ShardedTensor, inventory_of
+from anyrank.world.alike import Values, differing, digest_of
+from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 
-def check_alike(models: Sequence[Sequence[Description]], ranks: Ranks) -> None:
-    """Compare the ranks' models, as `ShardedTensor.describe` describes their tensors.
+def check_alike(
+    title: str,
+    tensors: Sequence[ShardedTensor],
+    digests: Sequence[str],
+    ranks: Ranks,
+    error: type[AnyrankError],
+) -> None:
+    """Refuse ranks that have other tensors, or have them in another order. All ranks.
+
+    Args:
+        title: of the error: "the ranks' models differ".
+        tensors: of this rank.
+        digests: of each rank, that of its `inventory_of`.
+        ranks: that compare.
+        error: its class.
 
     Raises:
-        LoadError: the first difference.
+        AnyrankError: of class `error`: the first difference.
     """
-    first = ranks.ranks[0]
-    for rank, model in zip(ranks.ranks[1:], models[1:], strict=True):
-        for ours, others in zip_longest(models[0], model):
-            if ours != others:
-                raise LoadError(
-                    f"the ranks' models differ: rank {first} has {_in_words(ours)}, rank {rank} "
-                    f"has {_in_words(others)}"
-                )
+    if len({*digests}) == 1:
+        return
+    lines = {"tensors": {f"{n}": row for n, row in enumerate(inventory_of(tensors))}}
+    by_kind = differing(lines, [{"tensors": digest} for digest in digests], ranks, limit=1)
+    values = next(iter(by_kind["tensors"].values()))
+    texts = {rank: row or "no further tensor" for rank, row in values.items()}
+    (first, *_), (other, *_), *_ = ranks_by_value(texts).values()
+    raise error(
+        f"{title}: rank {first} has {texts[first]}, rank {other} has {texts[other]}: build them "
+        "alike on all ranks"
+    )
 
 
-def _in_words(described: Description | None) -> str:
-    if described is None:
-        return "no further tensor"
-    name, shape, dtype, layout = described
-    return f"{name} {list(shape)} {dtype}" + ("" if layout == "None" else f" {layout}")
+def differing_replicas(
+    shared: Iterable[tuple[ShardedTensor, Members]],
+    ranks: Ranks,
+    digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]],
+) -> dict[str, Values]:
+    """Compare what several ranks hold alike. All ranks.
+
+    Args:
+        shared: tensors with the ranks that hold the same part; those of other ranks are left out.
+        ranks: that compare.
+        digest_all: a text for what this rank holds of each, the same on all ranks.
+
+    Returns:
+        Name of each tensor that differs -> the digest of each rank that holds it.
+    """
+
+    def digest_own() -> tuple[dict[Members, dict[str, str]], dict[Members, str]]:
+        own_pairs = [(tensor, members) for tensor, members in shared if ranks.rank in members]
+        lines: dict[Members, dict[str, str]] = {}
+        digests = digest_all(tensor for tensor, _ in own_pairs)
+        for (tensor, members), text in zip(own_pairs, digests, strict=True):
+            lines.setdefault(members, {})[tensor.name] = text
+        return lines, {members: digest_of(texts.items()) for members, texts in lines.items()}
+
+    lines, digests = ranks.run_and_gather("comparing the replicas", digest_own)
+    # One digest is for all that the same ranks hold: names go around only where one differs.
+    wrong = differing(lines, digests, ranks)
+    return {name: values for by_name in wrong.values() for name, values in by_name.items()}

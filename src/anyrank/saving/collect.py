@@ -4,8 +4,6 @@ No file of a step is written.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +15,7 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.manifest import Manifest
+from anyrank.model.alike import check_alike
 from anyrank.random_state.saved_streams import (
     RankCoords,
     SavedStreams,
@@ -31,9 +30,15 @@ from anyrank.state.part_types import PartState, differences
 from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
-from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
+from anyrank.tensors.sharded_tensor import (
+    Coordinates,
+    ShardedTensor,
+    coordinates_of,
+    inventory_of,
+)
 from anyrank.tensors.writes import plan_writes
 from anyrank.versions import __version__
+from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
@@ -61,7 +66,8 @@ class RankSummary:
     """What a rank sends to the others about its state.
 
     Attributes:
-        shared: part -> digest of what must be equal on all ranks.
+        tensors: digest of the inventory of those that the ranks hold together.
+        shared: part -> digest of its record, if that must be equal on all ranks.
         records: part -> digest of what may differ between ranks, and is then saved for each.
         mesh_coordinates: of the rank on the meshes of its tensors.
         rank: the rank's position, also among the data-parallel ones.
@@ -72,6 +78,7 @@ class RankSummary:
         saves: number of saves of the state in this process.
     """
 
+    tensors: str
     shared: dict[str, str]
     records: dict[str, str]
     mesh_coordinates: Coordinates
@@ -246,27 +253,21 @@ def _summarize(
         CheckpointError: two tensors of one name.
     """
     _refuse_duplicates(parts)
-    shared = {
-        part: _digest(
-            [
-                [tensor.describe() for tensor in saved.tensors],
-                saved.record if saved.agreement == "equal" else None,
-            ]
-        )
-        for part, saved in parts.items()
-    }
+    shared = {part: digest_of([_shared_record(saved)]) for part, saved in parts.items()}
     records = {
-        part: _digest(
-            [saved.record, [content_hash(tensor.local()) for tensor in saved.own_tensors]]
+        part: digest_of(
+            [saved.record, *(content_hash(tensor.local()) for tensor in saved.own_tensors)]
         )
         for part, saved in parts.items()
         if saved.agreement == "per rank"
     }
     digests = digests_of(streams)
+    tensors = _shared_tensors(parts)
     return RankSummary(
+        tensors=digest_of(inventory_of(tensors)),
         shared=shared,
         records=records,
-        mesh_coordinates=coordinates_of(_shared_tensors(parts)),
+        mesh_coordinates=coordinates_of(tensors),
         rank=rank,
         streams=digests,
         unused=undrawn(state.parts.streams_before, digests),
@@ -280,6 +281,11 @@ def _summarize(
 def _shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
     """The tensors that the ranks hold together: the same list on all of them."""
     return [tensor for saved in parts.values() for tensor in saved.tensors]
+
+
+def _shared_record(saved: PartState) -> Any:
+    """What must be equal on all ranks of a part's record."""
+    return saved.record if saved.agreement == "equal" else None
 
 
 def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
@@ -322,21 +328,18 @@ def _compare(parts: Mapping[str, PartState], answers: Sequence[RankSummary], ran
                 f"the ranks' states are of different runs: rank {ranks.ranks[0]} of {first.run}, "
                 f"rank {rank} of {other.run}: save and resume a state on all ranks together"
             )
+    digests = [answer.tensors for answer in answers]
+    check_alike("the ranks' states differ", _shared_tensors(parts), digests, ranks, CheckpointError)
     differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
     if not differing:
         return
-    # Only now: the descriptions of a large model are more than ranks exchange in each save.
     part = differing[0]
-    saved = parts[part]
-    described = [[str(line) for line in tensor.describe()] for tensor in saved.tensors]
-    descriptions = ranks.gather(
-        {"tensors": described, "record": saved.record if saved.agreement == "equal" else None}
-    )
-    for rank, other in zip(ranks.ranks[1:], descriptions[1:], strict=True):
-        if other != descriptions[0]:
+    records = ranks.gather(_shared_record(parts[part]))  # only now, as most are equal
+    for rank, record in zip(ranks.ranks[1:], records[1:], strict=True):
+        if record != records[0]:
             raise CheckpointError(
                 f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
-                f"{differences(descriptions[0], other)}: make it alike on all ranks"
+                f"{differences(records[0], record)}: make it alike on all ranks"
             )
     raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
 
@@ -355,7 +358,3 @@ def _build_records(
         if saved.unsaved:
             records[part] = {**records[part], "unsaved": saved.unsaved}
     return records
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

@@ -8,37 +8,32 @@ more between its saves, of the whole.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from anyrank.errors import CheckpointError
+from anyrank.model.alike import check_alike, differing_replicas
 from anyrank.state.digests import digests_of
 from anyrank.state.part_types import SHOWN, PartState
 from anyrank.state.train_state import TrainState
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, replicas
+from anyrank.tensors.sharded_tensor import (
+    Coordinates,
+    Members,
+    ShardedTensor,
+    coordinates_of,
+    inventory_of,
+    shared,
+)
 from anyrank.wording import first_few
+from anyrank.world.alike import Values, digest_of
+from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
 
 TURNS = 9  # saves that compare all of every tensor
-
-Members = tuple[int, ...]  # global ranks that hold the same part of a tensor
-
-
-@dataclass(frozen=True)
-class _Replica:
-    """What is compared of a tensor that other ranks hold as well, as it is on this rank."""
-
-    name: str
-    members: Members
-    values: torch.Tensor
 
 
 def compare_replicas(
@@ -60,11 +55,12 @@ def compare_replicas(
     Raises:
         CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
     """
-    differing = _differing(_replicas(parts, coordinates, turn, ranks.rank), ranks)
+    tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+    differing = _compare(shared(tensors, coordinates), turn, ranks)
     if not differing:
         return []
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    wrong = {name: groups for name, groups in differing.items() if name not in may_differ}
+    wrong = {name: values for name, values in differing.items() if name not in may_differ}
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
         raise CheckpointError(
@@ -88,95 +84,47 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
         CheckpointError: a tensor differs that must not; names it, the ranks and the step.
     """
 
-    def list_own() -> tuple[dict[str, PartState], tuple[int, Coordinates]]:
+    def list_own() -> tuple[dict[str, PartState], tuple[str, Coordinates]]:
         parts = state.parts.save_tensors(ranks.index)
         tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
-        # Ranks compare by positions in this list, so all of them must have the same one.
-        names = "\n".join(sharded.name for sharded in tensors)
-        return parts, (zlib.crc32(names.encode()), coordinates_of(tensors))
+        return parts, (digest_of(inventory_of(tensors)), coordinates_of(tensors))
 
     parts, answers = ranks.run_and_gather("looking at the replicas", list_own)
-    if len({names for names, _ in answers}) > 1:
-        raise CheckpointError(
-            f"step {state.step}: the ranks hold tensors of different names: build the model and "
-            "the optimizer alike on all ranks; save() says which differ"
-        )
+    tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+    title = f"step {state.step}: the ranks' states differ"
+    check_alike(title, tensors, [digest for digest, _ in answers], ranks, CheckpointError)
     coordinates = {r: coords for r, (_, coords) in zip(ranks.ranks, answers, strict=True)}
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    own_replicas = _replicas(parts, coordinates, None, ranks.rank)
-    differing = _differing([r for r in own_replicas if r.name not in may_differ], ranks)
+    replicas = [*shared(tensors, coordinates)]
+    differing = _compare([r for r in replicas if r[0].name not in may_differ], None, ranks)
     if differing:  # the same on all ranks, so all of them gather once more
-        others = _differing([r for r in own_replicas if r.name in may_differ], ranks)
+        others = _compare([r for r in replicas if r[0].name in may_differ], None, ranks)
         raise CheckpointError(_in_words(f"step {state.step}:", differing, parts, sorted(others)))
 
 
-def _differing(own_replicas: Sequence[_Replica], ranks: Ranks) -> dict[str, list[list[int]]]:
-    """Name of each tensor that differs -> the ranks that are alike. All ranks."""
+def _compare(
+    tensors: Iterable[tuple[ShardedTensor, Members]], turn: int | None, ranks: Ranks
+) -> dict[str, Values]:
+    """Those that differ, by name; of `turn` a ninth is compared, without it all. All ranks."""
 
-    def digest_own() -> tuple[list[str], dict[Members, str]]:
-        digests = digests_of((replica.name, replica.values) for replica in own_replicas)
-        return digests, _by_members(own_replicas, digests)
+    def digest_all(own_tensors: Iterable[ShardedTensor]) -> list[str]:
+        return digests_of((t.name, _ninth(t.local(), turn)) for t in own_tensors)
 
-    digests, answers = ranks.run_and_gather("comparing the replicas", digest_own)
-    by_rank = dict(zip(ranks.ranks, answers, strict=True))
-    # One digest is for all that the same ranks hold: names go around only where one differs.
-    if all(
-        len({by_rank[rank].get(members) for rank in members}) == 1
-        for answer in answers
-        for members in answer
-    ):
-        return {}
-    own_digests = {
-        (replica.name, replica.members): digest
-        for replica, digest in zip(own_replicas, digests, strict=True)
-    }
-    ranks_by_digest: dict[tuple[str, Members], dict[str, list[int]]] = {}
-    for rank, other in zip(ranks.ranks, ranks.gather(own_digests), strict=True):
-        for key, digest in other.items():
-            ranks_by_digest.setdefault(key, {}).setdefault(digest, []).append(rank)
-    return {
-        name: [*groups.values()] for (name, _), groups in ranks_by_digest.items() if len(groups) > 1
-    }
+    return differing_replicas(tensors, ranks, digest_all)
 
 
-def _replicas(
-    parts: Mapping[str, PartState],
-    coordinates: Mapping[int, Coordinates],
-    turn: int | None,
-    rank: int,
-) -> list[_Replica]:
-    """What is compared of the tensors that this rank holds with others."""
-    own_replicas: list[_Replica] = []
-    tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
-    for index, sharded in enumerate(tensors):
-        for members in replicas(index, sharded, coordinates).values():
-            if len(members) > 1 and rank in members:
-                values = sharded.local() if turn is None else _ninth(sharded.local(), turn)
-                own_replicas.append(_Replica(sharded.name, members, values))
-    return own_replicas
-
-
-def _ninth(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Every element of a small tensor, of others the ninth whose turn it is."""
-    number = turn % TURNS
-    if tensor.numel() < TURNS:
+def _ninth(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
+    """Every element of a small tensor, of others the ninth whose turn it is; without a turn all."""
+    if turn is None or tensor.numel() < TURNS:
         return tensor
+    number = turn % TURNS
     low, high = (tensor.numel() * n // TURNS for n in (number, number + 1))
     return tensor.reshape(-1)[low:high]
 
 
-def _by_members(own_replicas: Sequence[_Replica], digests: Sequence[str]) -> dict[Members, str]:
-    """One digest of everything that the same ranks hold."""
-    hashes: dict[Members, Any] = {}
-    for replica, digest in zip(own_replicas, digests, strict=True):
-        hashed = hashes.setdefault(replica.members, hashlib.blake2b(digest_size=16))
-        hashed.update(digest.encode())
-    return {members: hashed.hexdigest() for members, hashed in hashes.items()}
-
-
 def _in_words(
     head: str,
-    wrong: Mapping[str, list[list[int]]],
+    wrong: Mapping[str, Values],
     parts: Mapping[str, PartState],
     others: Sequence[str],
 ) -> str:
@@ -184,13 +132,13 @@ def _in_words(
 
     Args:
         head: what was not done for it, or at which step.
-        wrong: name of each tensor that must not differ -> the ranks that are alike.
+        wrong: name of each tensor that must not differ -> its digest on each rank.
         parts: of the state.
         others: names of tensors that differ too, and may.
     """
     texts = [
-        f"{name}: " + " unlike ".join(f"ranks {alike}" for alike in groups)
-        for name, groups in wrong.items()
+        f"{name}: " + " unlike ".join(f"ranks {alike}" for alike in ranks_by_value(values).values())
+        for name, values in wrong.items()
     ]
     optimizers = [
         part
@@ -199,7 +147,7 @@ def _in_words(
         and wrong.keys() & {tensor.name for tensor in saved.tensors}
     ]
     of_optimizers = {tensor.name for part in optimizers for tensor in parts[part].tensors}
-    each_its_own = all(len(alike) == 1 for groups in wrong.values() for alike in groups)
+    each_its_own = all(len({*values.values()}) == len(values) for values in wrong.values())
     if each_its_own and wrong.keys() <= of_optimizers:
         reason = (
             f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from anyrank.world.alike import differing
 from anyrank.world.failures import describe_values
 from anyrank.world.ranks import Ranks
 
@@ -138,19 +139,18 @@ def _check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks
     Raises:
         ValueError: on all ranks; names the first parameter that differs, and the way out.
     """
-    if len({record.values for record in records}) == 1:
+    if len({record.values for record in records}) == 1:  # also where no records were gathered
         return
-    answers = ranks.gather(dict(values), "comparing the weights")
-    for name in dict.fromkeys(name for answer in answers for name in answer):
-        by_rank = {r: t.get(name, "absent") for r, t in zip(ranks.ranks, answers, strict=True)}
-        if len(set(by_rank.values())) > 1:
-            title = f"{name} differs between ranks, as shape and hash"
-            differing = describe_values(title, by_rank, ranks.name_ranks)
-            raise ValueError(
-                f"{differing}: begin with the same weights on all ranks, by torch.manual_seed(0) "
-                "before the model is made, by anyrank.load(), or by DistributedDataParallel, "
-                "which takes the first rank's"
-            )
+    digests = [{"weights": record.values} for record in records]
+    wrong = differing({"weights": values}, digests, ranks, limit=1).get("weights", {})
+    for name, by_rank in wrong.items():
+        title = f"{name} differs between ranks, as shape and hash"
+        text = describe_values(title, by_rank, ranks.name_ranks)
+        raise ValueError(
+            f"{text}: begin with the same weights on all ranks, by torch.manual_seed(0) "
+            "before the model is made, by anyrank.load(), or by DistributedDataParallel, "
+            "which takes the first rank's"
+        )
 
 
 def _check_not_exchanged(norms: Sequence[float], losses: Sequence[Sequence[float]]) -> bool:

@@ -17,7 +17,7 @@ from anyrank.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.steps.gradient_sync import GradientSync
 from anyrank.steps.step_listeners import watching_optimizers
 from anyrank.steps.step_record import StepRecord, check_backwards, judge
-from anyrank.tensors.hashing import derive
+from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Ranks
 
 
@@ -219,7 +219,7 @@ class Pass:
             )
         losses = [float(loss) for _, loss in self.losses] if self.is_new else []
         values = sync.values() if self.is_new and self.ranks.size > 1 else {}
-        digest = f"{derive(repr(values)):x}"
+        digest = digest_of(values.items())
         record = StepRecord([*self.weights.values()], self._without, losses, refusal, digest)
         # Gradients that an evaluation finds are those of the training, exchanged already.
         has_exchanged = has_losses or self.own_backward

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from anyrank.tensors.layout import Layout, Piece, local_pieces, local_shape
 
-Description: TypeAlias = "tuple[str, tuple[int, ...], str, str]"  # name, shape, dtype, layout
+Members: TypeAlias = "tuple[int, ...]"  # global ranks that hold the same part of a tensor
 
 
 @dataclass
@@ -77,9 +77,19 @@ class ShardedTensor:
         """Whether the tensor knows its layout itself; else it is the local part."""
         return self.layout is not None and hasattr(self.tensor, "placements")
 
-    def describe(self) -> Description:
-        """What must be equal on all ranks: name, global shape, dtype and layout."""
-        return self.name, self.shape, str(self.dtype), str(self.layout)
+
+def inventory_of(tensors: Sequence[ShardedTensor]) -> list[str]:
+    """What must be equal on all ranks of each tensor: name, global shape, dtype and layout."""
+    rows: list[str] = []
+    texts: dict[Any, str] = {}  # many tensors are alike but for their names; layouts by identity
+    for tensor in tensors:
+        key = tensor.shape, tensor.tensor.dtype, id(tensor.layout)
+        text = texts.get(key)
+        if text is None:
+            words = [list(tensor.shape), tensor.dtype, *filter(None, [tensor.layout])]
+            text = texts[key] = " ".join(map(str, words))
+        rows.append(f"{tensor.name} {text}")
+    return rows
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -119,7 +129,7 @@ def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
 
 def replicas(
     index: int, tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
-) -> Mapping[tuple[Piece, ...], tuple[int, ...]]:
+) -> Mapping[tuple[Piece, ...], Members]:
     """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
 
     Args:
@@ -130,13 +140,31 @@ def replicas(
     if tensor.layout is None:
         return {tensor.pieces: tuple(coordinates)} if tensor.pieces else {}
     places = tuple((rank, known.coordinate(index)) for rank, known in coordinates.items())
-    return _replicas(tensor.shape, tensor.layout, places)
+    return holders(tensor.shape, tensor.layout, places)
+
+
+T = TypeVar("T", bound=ShardedTensor)
+
+
+def shared(
+    tensors: Sequence[T], coordinates: Mapping[int, Coordinates]
+) -> Iterator[tuple[T, Members]]:
+    """Each tensor that several ranks hold alike, with the ranks that hold the same part of it.
+
+    One that is cut and replicated comes once for each part. The tensors are as any rank lists them.
+    """
+    for index, tensor in enumerate(tensors):
+        for members in replicas(index, tensor, coordinates).values():
+            if len(members) > 1:
+                yield tensor, members
 
 
 @lru_cache(maxsize=64)  # most tensors of a model, and their optimizer state, are alike
-def _replicas(
-    shape: tuple[int, ...], layout: Layout, places: tuple[tuple[int, tuple[int, ...] | None], ...]
-) -> Mapping[tuple[Piece, ...], tuple[int, ...]]:
+def holders(
+    shape: tuple[int, ...],
+    layout: Layout | None,
+    places: tuple[tuple[int, tuple[int, ...] | None], ...],
+) -> Mapping[tuple[Piece, ...], Members]:
     """See `replicas`; `places` has every rank and its coordinate."""
     by_coordinate: dict[tuple[int, ...] | None, list[int]] = {}
     for rank, coordinate in places:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model
 from anyrank.errors import RankError
-from anyrank.watching.facts import Facts, Known, Table, differences, facts_of
+from anyrank.watching.facts import LINES, Facts, Known, facts_of
 from anyrank.watching.findings import Findings
 from anyrank.watching.rules import run_rules
+from anyrank.world.alike import differing
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import open_ranks
 
@@ -86,10 +87,10 @@ def check_now(
         arguments = {"global_batch": global_batch, "accumulation": accumulation}
         compare_arguments(ranks, "check", arguments, RankError, check_arguments)
 
-        def find_facts() -> tuple[dict[str, Table], Facts]:
+        def find_facts() -> tuple[dict[str, dict[str, str]], Facts]:
             return facts_of(model, optimizers, loader, ranks, written, is_seeded)
 
         tables, facts = ranks.run_and_gather("looking at the model", find_facts)
-        differing = differences(tables, facts, ranks)
-        known = Known(ranks.ranks, facts, differing, global_batch, accumulation)
+        wrong = differing(tables, [known.digests for known in facts], ranks, LINES)
+        known = Known(ranks.ranks, facts, wrong, global_batch, accumulation)
         return Findings(run_rules(known), ranks.size)

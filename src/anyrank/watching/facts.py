@@ -1,13 +1,8 @@
-"""What the ranks know together: each rank's facts, gathered once, and where its tables differ.
-
-A table has a line for each tensor and may be long, so only its digest is gathered. Where digests
-differ, one rank sends its table to all, and each answers with the lines that it has otherwise.
-"""
+"""What the ranks know together: each rank's facts, gathered once, and where its tables differ."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +16,11 @@ from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.watching import data_facts, model_rules
 from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.findings import Finding
+from anyrank.world.alike import Values, digest_of
 from anyrank.world.ranks import Ranks
 
-FINDINGS = 32  # of a rank itself; what is gathered is small
-TABLES = 4  # that are compared line by line
-LINES = 32  # of each, from each rank
-
-Table = dict[str, str]
-Values = dict[int, "str | None"]  # by rank; None where the rank's table lacks the line
+FINDINGS = 32  # of a rank itself
+LINES = 32  # of a table, from each rank; what is gathered is small
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ def facts_of(
     ranks: Ranks,
     written: Collection[int] | None = None,
     is_seeded: bool = False,
-) -> tuple[dict[str, Table], Facts]:
+) -> tuple[dict[str, dict[str, str]], Facts]:
     """This rank's tables and facts.
 
     Args:
@@ -116,7 +108,7 @@ def facts_of(
     return (
         tables,
         Facts(
-            {name: _digest(table.items()) for name, table in tables.items()},
+            {name: digest_of(table.items()) for name, table in tables.items()},
             parts.tensor_parallel(),
             _seed(parts.on_accelerator()),
             is_seeded or isinstance(loader, ElasticLoader),
@@ -136,50 +128,12 @@ def _seed(on_accelerator: bool) -> int:
 
 def _share(tensor: ShardedTensor) -> str | None:
     """The same for two ranks that hold the same part of a tensor; None outside of its mesh."""
-    if tensor.layout is None:
+    layout, coordinate = tensor.layout, tensor.coordinate
+    if layout is None:
         return "whole"
-    if tensor.coordinate is None:
+    if coordinate is None:
         return None
-    return _digest([(str(tensor.layout), str(tensor.pieces))])
-
-
-def _digest(lines: Iterable[tuple[str, str]]) -> str:
-    return hashlib.blake2b(repr(list(lines)).encode(), digest_size=8).hexdigest()
-
-
-def differences(
-    tables: Mapping[str, Table], facts: Sequence[Facts], ranks: Ranks
-) -> dict[str, dict[str, Values]]:
-    """Lines of the tables that differ between ranks that have the table. All ranks.
-
-    Args:
-        tables: of this rank.
-        facts: of every rank, in order.
-        ranks: that check together.
-
-    Returns:
-        Table -> line -> values, of the first LINES lines that a rank has otherwise than the first.
-    """
-    having: dict[str, list[int]] = {}
-    digests: dict[str, set[str]] = {}
-    for rank, known in zip(ranks.ranks, facts, strict=True):
-        for name, digest in known.digests.items():
-            having.setdefault(name, []).append(rank)
-            digests.setdefault(name, set()).add(digest)
-    wrong = sorted(name for name in having if len(digests[name]) > 1)[:TABLES]
-    return {name: _differing(tables.get(name), name, having[name], ranks) for name in wrong}
-
-
-def _differing(
-    table: Table | None, name: str, having: Sequence[int], ranks: Ranks
-) -> dict[str, Values]:
-    """Line -> values, of the lines of one table that differ between the ranks that have it."""
-    first = ranks.run_on_one(f"comparing {name}", lambda: table or {}, having[0])
-    table = first if table is None else table
-    lines = [line for line in {**first, **table} if table.get(line) != first.get(line)][:LINES]
-    answers = ranks.gather({line: table.get(line) for line in lines})
-    by_rank = dict(zip(ranks.ranks, answers, strict=True))
-    return {
-        line: {rank: by_rank[rank].get(line, first.get(line)) for rank in having}
-        for line in dict.fromkeys(line for answer in answers for line in answer)
-    }
+    if layout.placements:  # along the other axes of the mesh ranks hold the same
+        axes = zip(coordinate, layout.placements, strict=True)
+        coordinate = [number for number, rule in axes if rule.kind == "shard"]
+    return f"{layout} at {[*coordinate]}"

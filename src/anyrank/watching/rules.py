@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
-from anyrank.watching.facts import Facts, Known, Values
+from anyrank.watching.facts import Facts, Known
 from anyrank.watching.findings import Finding
 from anyrank.watching.model_rules import some
 from anyrank.wording import count
+from anyrank.world.alike import Values
+from anyrank.world.failures import ranks_by_value
 from anyrank.world.group import name_ranks
-
-V = TypeVar("V", bound=Hashable)
 
 RULES = "replicas", "ties", "optimizer", "trainable", "streams", "sampler", "batch", "frozen"
 
@@ -97,7 +96,7 @@ def _streams(known: Known) -> Iterator[Finding]:
         )
     if known.data_parallel < 2 or any(facts.is_seeded for facts in known.facts):
         return
-    streams = _group({rank: facts.seed for rank, facts in _ranks(known)})
+    streams = ranks_by_value({rank: facts.seed for rank, facts in _ranks(known)})
     groups = [ranks for ranks in streams.values() if len(ranks) > 1]
     if known.data_parallel < len(known.ranks):  # ranks of a tensor-parallel group may be alike
         groups = [ranks for ranks in groups if len(ranks) == len(known.ranks)]
@@ -186,17 +185,9 @@ def _ranks(known: Known) -> Iterator[tuple[int, Facts]]:
     yield from zip(known.ranks, known.facts, strict=True)
 
 
-def _group(values: Mapping[int, V]) -> dict[V, list[int]]:
-    """Value -> the ranks that have it."""
-    groups: dict[V, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    return groups
-
-
 def _show(values: Mapping[int, Hashable], between: str = ", ") -> str:
     """Values as text: "8 on ranks 0, 1, 4 on rank 2"."""
-    groups = _group(values).items()
+    groups = ranks_by_value(values).items()
     return between.join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
 
 
@@ -213,5 +204,5 @@ def _differing(known: Known, tables: str) -> dict[str, Values]:
 
 def _where(lines: Mapping[str, Values]) -> str:
     """The first lines, and the ranks that are alike on the first."""
-    groups = _group(next(iter(lines.values())))
+    groups = ranks_by_value(next(iter(lines.values())))
     return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in groups.values())

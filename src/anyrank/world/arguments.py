@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anyrank.errors import AnyrankError, WrongType, WrongValue
+from anyrank.world.alike import unlike
 from anyrank.world.failures import argument_text, describe_values
 from anyrank.world.ranks import Ranks
 
@@ -52,10 +53,9 @@ def compare_arguments(
         return {name: argument_text(value) for name, value in arguments.items()}, value
 
     answers = ranks.together(f"{call}()", check_own)
-    for name in answers[0][0]:
-        values = {r: texts[name] for r, (texts, _) in zip(ranks.ranks, answers, strict=True)}
-        if len(set(values.values())) > 1:
-            title = f"{call}(): {name}= differs between ranks"
-            text = describe_values(title, values, ranks.name_ranks)
-            raise error(f"{text}: give all ranks the same")
+    texts = {rank: own_texts for rank, (own_texts, _) in zip(ranks.ranks, answers, strict=True)}
+    for name, values in unlike(texts).items():
+        title = f"{call}(): {name}= differs between ranks"
+        text = describe_values(title, values, ranks.name_ranks)
+        raise error(f"{text}: give all ranks the same")
     return [value for _, value in answers]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -13,6 +14,8 @@ from anyrank.errors import AnyrankError, RankError
 COLLECTIVE = re.compile("gloo|NCCL|[Cc]onnection (closed|reset) by peer")  # has no class of its own
 NO_ANSWER = "no answer"  # the cause that is reported for a dead rank
 SHOWN_CHARACTERS = 100  # of an argument in a message
+
+V = TypeVar("V", bound=Hashable)
 
 
 class Interrupted(Exception):
@@ -40,14 +43,21 @@ def argument_text(value: object) -> str:
     return str(name) if callable(value) and name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """Value -> the ranks that have it."""
+    groups: dict[V, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
 def describe_values(
-    title: str, values: Mapping[int, str], name_ranks: Callable[[Sequence[int]], str]
+    title: str, values: Mapping[int, str | None], name_ranks: Callable[[Sequence[int]], str]
 ) -> str:
     """A title and each value with its ranks: "title: 1 on rank 0, 2 on ranks 1, 2"."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    parts = (f"{v[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for v, ranks in by_value.items())
+    texts = {rank: "absent" if value is None else value for rank, value in values.items()}
+    groups = ranks_by_value(texts).items()
+    parts = (f"{text[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for text, ranks in groups)
     return f"{title}: {', '.join(parts)}"
 
 

@@ -35,10 +35,12 @@ from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, e
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, Description, coordinates_of
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, inventory_of, shared
 from anyrank.tensors.writes import plan_writes
 from anyrank.wording import count
+from anyrank.world.alike import digest_of, unlike
 from anyrank.world.arguments import compare_arguments
+from anyrank.world.failures import describe_values
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -48,13 +50,13 @@ class _Summary:
     """What a rank lets the others know of its model.
 
     Attributes:
-        described: its tensors.
+        digest: of the inventory of its tensors.
         tied: name -> the name of the tensor that it is.
         coordinates: where this rank is in the mesh of each tensor.
         buffers: name -> hash of those that nothing keeps equal, and of extra state.
     """
 
-    described: list[Description]
+    digest: str
     tied: dict[str, str]
     coordinates: Coordinates
     buffers: dict[str, str]
@@ -88,18 +90,14 @@ def convert_live(
         tied, summaries = ranks.run_and_gather(
             "describing the model", lambda: _summary(tensors, extras)
         )
-        _check_alike(summaries, ranks)
-        alike = [
-            tensor for tensor in tensors if tensor.kind == "parameter" or tensor.layout is not None
-        ]
-        replicas = compare_replicas(alike, ranks)
+        _check_alike(tensors, summaries, ranks)
+        coordinates = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
         buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
-        unordered = [*buffers, *extras]
-        differ = [
-            name
-            for name in unordered
-            if len({summary.buffers.get(name) for summary in summaries}) > 1
-        ]
+        known = shared(tensors, coordinates)
+        replicas = [pair for pair in known if pair[0].name not in summaries[0].buffers]
+        compare_replicas(replicas, ranks)
+        by_rank = zip(ranks.ranks, (summary.buffers for summary in summaries), strict=True)
+        differ = [*unlike(dict(by_rank))]
 
         def convert(listing: Listing) -> ConvertReport:
             names = [*(tensor.name for tensor in tensors), *extras]
@@ -114,14 +112,13 @@ def convert_live(
             local = {tensor.name: tensor.local() for tensor in tensors}
             report = convert(list_memory(local | extras))
         else:
-            coordinates = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
             with _saved(tensors, buffers, coordinates, target, ranks) as folder:
                 report = ranks.run_on_one("converting", lambda: convert(_listed(folder, extras)))
     return replace(
         report,
         source=type(model).__name__,
         skipped=[*report.skipped, *_skipped(model, differ, extras)],
-        verified=f"{count(replicas, 'tensor')} among the ranks" if replicas else "",
+        verified=f"{count(len(replicas), 'tensor')} among the ranks" if replicas else "",
         seconds=time.perf_counter() - start,
     )
 
@@ -291,18 +288,19 @@ def _summary(
         if tensor.kind == "buffer" and tensor.layout is None
     }
     buffers |= {name: content_hash(extra) for name, extra in extras.items()}
-    described = [tensor.describe() for tensor in tensors]
-    return tied, _Summary(described, tied, coordinates_of(tensors), buffers)
+    digest = digest_of(inventory_of(tensors))
+    return tied, _Summary(digest, tied, coordinates_of(tensors), buffers)
 
 
-def _check_alike(summaries: Sequence[_Summary], ranks: Ranks) -> None:
+def _check_alike(
+    tensors: Sequence[ModelTensor], summaries: Sequence[_Summary], ranks: Ranks
+) -> None:
     """Raises LoadError on all ranks: their models differ."""
-    check_alike([summary.described for summary in summaries], ranks)
-    first, ours = ranks.ranks[0], summaries[0].tied
-    for rank, summary in zip(ranks.ranks, summaries, strict=True):
-        if summary.tied != ours:
-            name = min(name for name, _ in ours.items() ^ summary.tied.items())
-            raise LoadError(
-                f"the ranks' models differ: {name} is tied to {ours.get(name, 'none')} on rank "
-                f"{first} and to {summary.tied.get(name, 'none')} on rank {rank}: build them alike"
-            )
+    digests = [summary.digest for summary in summaries]
+    check_alike("the ranks' models differ", tensors, digests, ranks, LoadError)
+    tied = dict(zip(ranks.ranks, (summary.tied for summary in summaries), strict=True))
+    for name, values in unlike(tied).items():
+        text = describe_values(
+            f"the ranks' models differ in what {name} is tied to", values, ranks.name_ranks
+        )
+        raise LoadError(f"{text}: build them alike")

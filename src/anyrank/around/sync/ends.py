@@ -6,7 +6,6 @@ coordinates only, which are a few numbers each.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from anyrank.model.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import is_trained_copy
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_released
+from anyrank.world.alike import digest_of
 from anyrank.world.device import name_device
 from anyrank.world.ranks import Ranks
 
@@ -100,7 +100,7 @@ class EndDescription:
             if known is None:
                 known = layouts[id(row.layout)] = repr(row.layout)
             text.append(f"{row._replace(layout=None)}{known}")
-        return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
+        return digest_of(text)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ way the one before is unpacked and the one after it packed: two buffers to send,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,6 +29,7 @@ from anyrank.around.sync.device_group import (
 )
 from anyrank.around.sync.route import Route
 from anyrank.errors import RankError
+from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Interrupted, Ranks
 
 LANE_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected
@@ -181,10 +181,7 @@ def _sorted(messages: Sequence[Message], rank: int) -> tuple[Slots, Slots, list[
 
 def _digests(slots: Slots) -> dict[int, str]:
     """Of the lengths of each pair's slots."""
-    return {
-        peer: hashlib.blake2b(repr([m.nbytes for m in ms]).encode(), digest_size=8).hexdigest()
-        for peer, ms in slots.items()
-    }
+    return {peer: digest_of(m.nbytes for m in messages) for peer, messages in slots.items()}
 
 
 class LaneRun:

@@ -143,14 +143,23 @@ class LiveSide(Side):
         if self.verify:
             from anyrank.around.verify.weights import compare_replicas  # most syncs verify nothing
 
-            sent = [t for t in self.agreed.src.tensors if t.kind == "parameter"]
-            replicas = compare_replicas(
-                sent,
-                self.ranks,
-                lambda parts: [digest.hex() for digest in self.digest_all(map(parts_of, parts))],
+            tensors, plan = self.agreed.src.tensors, self.plan
+            own_replicas = (
+                (tensors[plan.locals[number]], members)
+                for number, members in plan.shared
+                if self.ranks.rank in members
             )
-            moved = sum(not flow.is_compared for flow in self.plan.flows)
-            self.verified = f"{moved} tensors at both ends, {replicas} among the ranks of src"
+            compare_replicas(
+                own_replicas,
+                self.ranks,
+                lambda parts: [
+                    d.hex() for d in self.digest_all(parts_of(p.local()) for p in parts)
+                ],
+            )
+            moved = sum(not flow.is_compared for flow in plan.flows)
+            self.verified = (
+                f"{moved} tensors at both ends, {len(plan.shared)} among the ranks of src"
+            )
 
     def move(self) -> None:
         """Send and receive.

@@ -33,7 +33,7 @@ from anyrank.model.match import warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.names import renamer
-from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.tensors.sharded_tensor import Coordinates, Members
 from anyrank.world.ranks import Ranks
 
 ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
@@ -50,6 +50,7 @@ class SyncPlan:
             are added to; `index` is the number of the source tensor.
         added: number of a source tensor -> what adapters add to it, and the numbers of the factors.
         locals: source tensor -> its position among this rank's tensors of `src`.
+        shared: the source tensors that several ranks hold alike, and the ranks; but for buffers.
         facts: of all `dst` together: the report, as far as the plan knows it.
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
@@ -63,6 +64,7 @@ class SyncPlan:
     factors: tuple[Flow, ...]
     added: dict[int, tuple[tuple[Added, int, int], ...]]
     locals: dict[int, int]
+    shared: tuple[tuple[int, Members], ...]
     facts: SyncReport
     rebuild: bool
     receivers: int
@@ -173,6 +175,13 @@ class Planner:
                 for number, source in enumerate(sources)
                 if source.row.keys in numbers
             },
+            shared=tuple(
+                (number, members)
+                for number, source in enumerate(sources)
+                if source.row.kind != "buffer"  # which nothing keeps equal
+                for members in source.holders().values()
+                if len(members) > 1
+            ),
             facts=facts,
             rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
             receivers=sum(map(len, to_ranks)),
@@ -315,14 +324,9 @@ class Planner:
         """The factors of adapters, to all ranks that have a part of what they are added to."""
         to_ranks: dict[int, set[int]] = {}
         for number, adapters in added.items():
-            weight = sources[number]
-            holders = [
-                rank
-                for rank, coordinate in weight.coordinates.items()
-                if local_pieces(weight.shape, weight.layout, coordinate)
-            ]
+            groups = sources[number].holders().values()
             for factor in {factor for _, *factors in adapters for factor in factors}:
-                to_ranks.setdefault(factor, set()).update(holders)
+                to_ranks.setdefault(factor, set()).update(*groups)
         for factor, ranks in sorted(to_ranks.items()):
             pieces = local_pieces(sources[factor].shape, None, None)
             yield self._whole(sources[factor], factor, dict.fromkeys(sorted(ranks), pieces))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +19,12 @@ from anyrank.model.dialects import LIVE, ModelMatch
 from anyrank.model.match import match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
-from anyrank.tensors.layout import Layout
+from anyrank.tensors.layout import Layout, Piece
 from anyrank.tensors.names import candidates, is_of_base_layer, match_keys, renamer
-from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.tensors.sharded_tensor import Coordinates, Members, holders
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import listed
+from anyrank.world.alike import digest_of
 
 
 @dataclass
@@ -48,6 +48,10 @@ class SourceTensor:
     def layout(self) -> Layout | None:
         """How it lies on its ranks."""
         return self.row.layout
+
+    def holders(self) -> Mapping[tuple[Piece, ...], Members]:
+        """The ranks that hold the same pieces, by pieces."""
+        return holders(self.shape, self.layout, tuple(self.coordinates.items()))
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,7 @@ class EndMatch:
     @property
     def digest(self) -> str:
         """Equal where ranks have matched alike."""
-        text = repr((self.inflows, self.facts))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_of([self.inflows, self.facts])
 
 
 def sources_of(

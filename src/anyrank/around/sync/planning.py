@@ -8,7 +8,6 @@ plan anew: one rank of each layout describes it to the others.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -28,6 +27,7 @@ from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renam
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
 from anyrank.model.options import GivenLayout, LoadOptions
+from anyrank.world.alike import digest_of
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -173,7 +173,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
         _warn_of_unused(call, dst, src)
-    key = hashlib.blake2b(repr((where, ends)).encode(), digest_size=16).hexdigest()
+    key = digest_of([where, ends])
     new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
     return Agreement(new_plan, dst, src, True, first.seed)
 

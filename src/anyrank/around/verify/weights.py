@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,12 +13,14 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import BLOCK_BYTES, content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
+from anyrank.model.alike import differing_replicas
 from anyrank.model.dialects import ModelMatch
-from anyrank.model.tensors import ModelTensor, in_state_dict
+from anyrank.model.tensors import ModelTensor
 from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Piece
+from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, replicas, shared
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import join_first
+from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 SHOWN = 5  # pairs in a message
@@ -45,15 +48,29 @@ def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> 
     return ["replicas", *(checked or [NO_CHECKSUMS])]
 
 
-def verify_loaded(match: ModelMatch, ranks: Ranks) -> dict[str, int]:
+def verify_loaded(
+    match: ModelMatch, coordinates: Mapping[int, Coordinates], ranks: Ranks
+) -> dict[str, int]:
     """Compare the replicas of what was loaded; its NaN and infinities by tensor. All ranks.
+
+    Args:
+        match: what was loaded.
+        coordinates: of every rank, by global rank.
+        ranks: of the call.
 
     Raises:
         LoadError: replicas differ.
     """
-    loaded = in_state_dict(match.tensors)
-    compare_replicas(loaded, ranks)
-    return count_nonfinite(loaded, ranks)
+    known = shared(match.tensors, coordinates)
+    compare_replicas((pair for pair in known if pair[0].kind != "derived"), ranks)
+    # Each element on one rank: replicas are equal.
+    own_tensors = [
+        tensor
+        for index, tensor in enumerate(match.tensors)
+        for members in replicas(index, tensor, coordinates).values()
+        if tensor.kind != "derived" and members[0] == ranks.rank
+    ]
+    return count_nonfinite(own_tensors, ranks)
 
 
 def _check_files(listing: Listing, number: int, count: int) -> list[str]:
@@ -127,67 +144,45 @@ def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(first, second)
 
 
-def _content_hashes(tensors: Iterable[torch.Tensor]) -> Iterable[str]:
-    """`content_hash` of each."""
-    return map(content_hash, tensors)
+def _content_hashes(tensors: Iterable[ShardedTensor]) -> Iterable[str]:
+    """`content_hash` of what this rank holds of each."""
+    return (content_hash(tensor.local()) for tensor in tensors)
 
 
 def compare_replicas(
-    targets: list[ModelTensor],
+    shared: Iterable[tuple[ShardedTensor, Members]],
     ranks: Ranks,
-    hash_all: Callable[[Iterable[torch.Tensor]], Iterable[str]] = _content_hashes,
-) -> int:
-    """Compare by hash what several ranks hold alike; the number of tensors compared. All ranks.
-
-    Args:
-        targets: some of them on each rank.
-        ranks: of the call.
-        hash_all: a text for each tensor's values, the same on all ranks.
+    digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]] = _content_hashes,
+) -> None:
+    """Compare what several ranks hold alike; for the arguments see `differing_replicas`. All ranks.
 
     Raises:
         LoadError: replicas differ; names the tensors and the ranks.
     """
-
-    def hashes() -> dict[tuple[str, tuple[Piece, ...]], str]:
-        shares = [target for target in targets if target.pieces]
-        texts = hash_all(target.local() for target in shares)
-        return {(t.name, t.pieces): text for t, text in zip(shares, texts, strict=True)}
-
-    answers = ranks.together("hashing the replicas", hashes)
-    seen: dict[tuple[str, tuple[Piece, ...]], dict[str, list[int]]] = {}
-    for rank, answer in zip(ranks.ranks, answers, strict=True):
-        for key, value in answer.items():
-            seen.setdefault(key, {}).setdefault(value, []).append(rank)
-    different = {key[0]: groups for key, groups in seen.items() if len(groups) > 1}
+    different = differing_replicas(shared, ranks, digest_all)
     if different:
+        groups = [(name, ranks_by_value(values)) for name, values in [*different.items()][:10]]
         shown = [
-            f"{name}: " + " differs from ".join(f"ranks {members}" for members in groups.values())
-            for name, groups in list(different.items())[:10]
+            f"{name}: " + " differs from ".join(f"ranks {members}" for members in known.values())
+            for name, known in groups
         ]
         raise LoadError(
             f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
         )
-    return sum(1 for groups in seen.values() if sum(map(len, groups.values())) > 1)
 
 
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
-    """NaN and infinite values by tensor over all ranks, of replicas counted once. All ranks."""
+    """NaN and infinite values by tensor, of what the ranks count together. All ranks."""
 
-    def count() -> dict[tuple[str, tuple[int, ...]], int]:
-        counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    def count() -> dict[str, int]:
+        counts: dict[str, int] = {}
         for target in targets:
             local = target.local()
             if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
                 rows = local.reshape(-1).split(BLOCK_BYTES)
                 bad = sum(int((~row.isfinite()).sum()) for row in rows)
-                if bad:  # ranks whose first elements are the same ones are replicas
-                    counts[target.name, target.pieces[0].box.offsets] = bad
+                if bad:
+                    counts[target.name] = bad
         return counts
 
-    by_share: dict[tuple[str, tuple[int, ...]], int] = {}
-    for counts in ranks.together("looking for NaN", count):
-        by_share |= counts
-    total: dict[str, int] = {}
-    for (name, _), bad in by_share.items():
-        total[name] = total.get(name, 0) + bad
-    return total
+    return dict(sum(map(Counter, ranks.together("looking for NaN", count)), Counter()))
