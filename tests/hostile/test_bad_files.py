@@ -391,8 +391,8 @@ def test_a_pickle_that_torch_did_not_save_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        ((3, WEIGHTS), r"holds a tuple.*weights_only=True\)\[1\]"),
-        ([WEIGHTS], r"holds a list.*weights_only=True\)\[0\]"),
+        ((3, WEIGHTS), r"2 of them fit with rename=\{'1': ''\}"),
+        ([WEIGHTS], r"2 of them fit with rename=\{'0': ''\}"),
         ((3, 4), "holds a tuple.*save the dict of weights"),
         (None, "holds a NoneType.*give the file that has the weights"),
         ("weights", "holds a str.*give the file that has the weights"),

@@ -35,7 +35,7 @@ BUDGETS = {
     "around/pace": 270,
     "around/peers": 400,
     "around/peft": 520,
-    "around/readers": 1813,
+    "around/readers": 1825,
     "around/remote": 190,
     "around/script": 915,
     "around/sharing": 1390,

@@ -149,3 +149,38 @@ def test_the_exit_status_says_it(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "params_ema.weight" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("inside", "prefix"),
+    [
+        (lambda models: {"models": models, "step": 3}, "models."),
+        (lambda models: {"run": {"nets": tuple(models)}}, "run.nets."),
+        (lambda models: {"model": models}, "model."),
+        (lambda models: models, ""),
+    ],
+)
+def test_one_of_a_list_of_models_is_taken_by_its_number(
+    tmp_path: Path, inside: Callable[[list[Any]], Any], prefix: str
+) -> None:
+    nets = [nn.Linear(2, 1) for _ in range(2)]
+    optimizer = torch.optim.AdamW(nets[0].parameters())
+    nets[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved: list[Any] = [net.state_dict() for net in nets]
+    path, model = tmp_path / "w.pt", nn.Linear(2, 1)
+    torch.save(inside([*saved, optimizer.state_dict()] if not prefix else saved), path)
+    with pytest.raises(anyrank.LoadError, match=r"2 of them fit with rename=\{'.*1': ''\}"):
+        anyrank.load(model, path)
+    for number in (0, 1):
+        anyrank.load(model, path, rename={f"{prefix}{number}": ""})
+        assert torch.equal(model.weight, nets[number].weight)
+
+
+def test_lists_beside_a_table_of_weights_are_none(tmp_path: Path) -> None:
+    net, model = nn.Linear(2, 1), nn.Linear(2, 1)
+    history = [{"loss": torch.ones(())}]
+    torch.save({"net": {"inner": net.state_dict()}, "history": history}, tmp_path / "w.pt")
+    report = anyrank.load(model, tmp_path / "w.pt", rename={"net.inner": ""})
+    assert report.unexpected == []
+    assert torch.equal(model.weight, net.weight)

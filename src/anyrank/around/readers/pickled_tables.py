@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -49,6 +50,8 @@ def find_table(tree: Any, path: str) -> FoundTable:
         return FoundTable({"": tree}, [])
     if isinstance(tree, dict | list | tuple):
         _check_nesting(tree, path)
+    if isinstance(tree, list | tuple):
+        tree = _numbered(tree)
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds {_what_is(tree)}")
     entries = cast("dict[Any, Any]", tree)
@@ -69,6 +72,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
         known = {*direct, *extras_of(entries)}
         notes = [_why_not(k, v) for k, v in entries.items() if k not in known]
         return FoundTable(entries, notes, tables=_prefixes(tables))
+    tables = tables or _tables_of(_numbered(entries))
     if tables:
         others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
         return FoundTable({**tables}, others, tables=_prefixes(tables))
@@ -110,19 +114,27 @@ def _check_nesting(tree: Any, path: str) -> None:
         waiting += [(part, depth + 1) for part in inner if isinstance(part, dict | list | tuple)]
 
 
+def _numbered(value: Any) -> Any:
+    """A list with tables of tensors, anywhere in a value, as a table of them by their numbers.
+
+    So `rename=` takes one of several models, as it takes one of a dict: {"models.1": ""}.
+    """
+    if type(value) in (dict, OrderedDict):
+        table = cast("dict[Any, Any]", value)
+        return {key: _numbered(inner) for key, inner in table.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    items = [_numbered(item) for item in cast("list[Any]", value)]
+    inner = [item for item in items if isinstance(item, dict) and "param_groups" not in item]
+    are_tables = any(map(refs_of, inner))
+    return {str(number): item for number, item in enumerate(items)} if are_tables else value
+
+
 def _what_is(tree: Any) -> str:
     """What a file holds that is no dict, and the way out, in words."""
     what = f"a {type(tree).__name__}, not a dict of weights"
     if isinstance(tree, list | tuple):
-        items: Any = tree
-        inner = (n for n, item in enumerate(items) if isinstance(item, dict) and refs_of(item))
-        number = next(inner, None)
-        if number is None:
-            return f"{what}: save the dict of weights with torch.save, and give that"
-        return (
-            f"{what}: save torch.load(path, weights_only=True)[{number}] with torch.save, and give "
-            "that"
-        )
+        return f"{what}: save the dict of weights with torch.save, and give that"
     if tree is None or isinstance(tree, str | int | float | bytes):
         return f"{what}, and no tensors: give the file that has the weights"
     return f"{what}: {SAVE_STATE.format('')}"
