@@ -88,6 +88,7 @@ ROOMS = {
             unit/test_memory_transforms unit/test_tiled_loss
         """,
     ),
+    "misfits": Room("misfits", "unit/test_promise_1_plan_first"),
     "own_methods": Room("own_methods", "unit/test_optimizer_methods"),
     "pace": Room("pace", "unit/test_run_log"),
     "peers": Room(

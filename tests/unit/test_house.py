@@ -59,7 +59,8 @@ MAY_IMPORT |= {
     "averaging": CORE | {"random_state", "data", "steps"},
     "background": MODEL | {"random_state", "data", "steps", "state", "saving"},
     "base": MODEL,
-    "conversion": MODEL | {"readers", "tables", "saving", "verify", "layouts", "hugging"},
+    "conversion": MODEL
+    | {"readers", "tables", "saving", "verify", "layouts", "hugging", "misfits"},
     "elsewhere": CORE | {"formats", "saving", "resume"},
     "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
     "first_values": MODEL | {"filling"},
@@ -68,6 +69,7 @@ MAY_IMPORT |= {
     | {"readers", "sharing", "verify"},
     "frozen": MODEL | {"readers", "state"},
     "fsdp2": CORE,
+    "misfits": MODEL,
     "inspection": (CORE - {"world"}) | {"formats", "verify", "hugging", "tables"},
     "own_methods": MODEL | {"random_state", "data", "steps", "state"},
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
@@ -86,7 +88,7 @@ MAY_IMPORT |= {
 }
 ROOMS = {*MAY_IMPORT}
 MAY_IMPORT |= {
-    "memory": BASE | {"tensors", "world", "random_state"},
+    "memory": BASE | {"tensors", "world", "random_state", "misfits"},
     "watching": MODEL | {"random_state", "steps", "state", "pace"},
     "integrations": {"anyrank", "versions", "world"},
     "cli": ROOMS | {"anyrank", "memory", "watching"},
@@ -115,6 +117,7 @@ DOORS = {
     "anyrank.formats.weight_files": ("readers",),
     "anyrank.formats.tables": ("tables",),
     "anyrank.model.wrappers": ("frozen",),
+    "anyrank.model.match": ("misfits",),
     "anyrank.model.fits": ("layouts",),
     "anyrank.model.options": ("layouts",),
     "anyrank.filling.plan": ("hugging",),
@@ -123,7 +126,8 @@ DOORS = {
     "anyrank.around.sync.ends": ("layouts", "peft"),
     "anyrank.around.sync.live_flows": ("layouts",),
     "anyrank.around.sync.planning": ("layouts",),
-    "anyrank.state.modules": ("frozen",),
+    "anyrank.around.tables.choice": ("misfits",),
+    "anyrank.state.modules": ("frozen", "misfits"),
     "anyrank.resume.resume": ("elsewhere", "foreign"),
     "anyrank.resume.restore": ("first_values", "script"),
     "anyrank.around.inspection.tool_folders": ("foreign",),
@@ -131,7 +135,7 @@ DOORS = {
     "anyrank.resume.listeners": ("pace", "peers"),
     "anyrank.saving.run_folder": ("foreign",),
     "anyrank.resume.log_listener": ("inspection",),
-    "anyrank.state.optimizer": ("own_methods",),
+    "anyrank.state.optimizer": ("misfits", "own_methods"),
     "anyrank.state.script_settings": ("script",),
     "anyrank.state.train_state": ("base",),
 }

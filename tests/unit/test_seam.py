@@ -62,6 +62,8 @@ SEAM = {
         RUN Source check_source checkpoint_among format_of_folder is_of_tool is_run_of_tool
         list_source looks_like
     """,
+    "formats.part_names": "NESTED is_other_part",
+    "formats.tables": "renamer",
     "formats.torch_zip": "ALIGN STORAGES TorchZip tensor_opcodes value_opcodes wrap",
     "formats.weight_files": """
         ENDINGS FILES FORMATS META_PART OF_META ZIP_MAGIC format_of list_file
@@ -74,7 +76,7 @@ SEAM = {
     "model.frozen_parts": "FROZEN FrozenInfo FrozenSource frozen_info frozen_parts",
     "model.match": "match_model warn_of_idle",
     "model.memory_meter": "Meter PeakMemory rss_anon",
-    "model.options": "GivenLayout LayoutEntry LoadOptions",
+    "model.options": "GivenLayout LayoutEntry LoadOptions WAYS_OUT",
     "model.own_code": "NOT_RUN OwnCode added_to_state_dict changed_in_state_dict extra_states",
     "model.replace": "Replacement",
     "model.share": "ModelShare allocate room_for",
@@ -117,8 +119,8 @@ SEAM = {
     "tensors.hashing": "SPREAD derive mix64 mix64_ signed",
     "tensors.layout": "IntervalShard Layout Piece Placement local_pieces local_shape",
     "tensors.names": """
-        NESTED Near PEFT_PREFIX PEFT_SEGMENTS Rename WRAPPERS candidates is_of_adapter
-        is_of_base_layer is_other_part is_own_factor is_trained_copy match_keys near renamer
+        PEFT_PREFIX PEFT_SEGMENTS Rename Renaming WRAPPERS candidates is_of_adapter
+        is_of_base_layer is_own_factor is_trained_copy match_keys
     """,
     "tensors.plan": "GAP_BYTES Read plan_reads",
     "tensors.sharded_tensor": """

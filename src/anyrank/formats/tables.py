@@ -1,4 +1,5 @@
-"""Which tensors of a source are the weights: all of them, or those of one of its tables."""
+"""Which tensors of a source are the weights: all of them, or those of one of its tables; and
+`rename=`, which says so, and what their keys mean."""
 
 from __future__ import annotations
 
@@ -7,6 +8,21 @@ from dataclasses import replace
 
 from anyrank.files.listing import Listing
 from anyrank.tensors.names import Rename
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    """One function for the three forms of `rename=`: a dict of keys or prefixes, pairs of regex and
+    replacement applied in order, or a callable.
+
+    Raises:
+        ValueError: a regex that does not compile, or an entry that is not a pair.
+        TypeError: another type.
+    """
+    if rename is None:
+        return lambda key: key
+    from anyrank.around.tables.renaming import function_of  # a door: see test_house
+
+    return function_of(rename)
 
 
 def weights_for(

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from anyrank.files.listing import Listing
+from anyrank.formats.tables import renamer
 from anyrank.model.frozen_parts import FrozenSource
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.tensors import ModelTensor, NamedModule, in_state_dict
-from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files

@@ -11,34 +11,20 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
-from anyrank.formats.tables import idle_renames, weights_for
+from anyrank.formats.tables import idle_renames, renamer, weights_for
 from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_by_name
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.frozen_parts import FrozenSource
-from anyrank.model.options import WAYS_OUT, LoadOptions
+from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import OwnCode
 from anyrank.model.tensors import ModelTensor, find_modules, tensors_of
-from anyrank.tensors.names import (
-    Near,
-    Shapes,
-    candidates,
-    is_of_adapter,
-    is_trained_copy,
-    match_keys,
-    renamer,
-    wrong_prefix,
-)
+from anyrank.tensors.names import candidates, is_trained_copy, match_keys
 from anyrank.tensors.spec import StoredTensor
-from anyrank.wording import first_few, listed
+from anyrank.wording import first_few
 
 log = logging.getLogger("anyrank.load")
 
 SHOWN = 10
-RESIZED = 4  # tensors: an embedding and a head, with their biases
-ADAPTERS = (
-    "\n  some are of an adapter that the model has not: make it first, with PEFT's "
-    "get_peft_model(model, PeftConfig.from_pretrained(folder))"
-)
 AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
 
 
@@ -129,7 +115,7 @@ def match_model(
         ignored=ignored,
         own_code=own_code,
     )
-    problems = _problems(listing, tensors, match.wanted, absent, unexpected, options)
+    problems = _problems(match, absent, options)
     problems += _unread(listing, tensors, absent, case.rename)
     problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
@@ -137,7 +123,9 @@ def match_model(
     for dialect in dialects:
         problems += dialect.problems(match)
     if problems:
-        raise LoadError("\n".join([_title(listing), *problems, *_skipped(listing)]))
+        from anyrank.around.misfits.of_model import join_problems  # a door
+
+        raise LoadError(join_problems(listing, problems))
     return match
 
 
@@ -157,19 +145,6 @@ def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[st
     }
 
 
-def _title(listing: Listing) -> str:
-    where = listing.files[0].path if listing.files else "the source"
-    where = "the dict" if listing.format == "memory" else where
-    if listing.format == LIVE:
-        return "src does not fit dst:"
-    return f"{where} ({listing.format}) does not fit the model:"
-
-
-def _skipped(listing: Listing) -> list[str]:
-    skipped = list(listing.skipped)
-    return [listed("not looked at in the source", skipped)] if skipped else []
-
-
 def _unread(
     listing: Listing, targets: list[ModelTensor], absent: list[int], rename: Callable[[str], str]
 ) -> list[str]:
@@ -184,70 +159,24 @@ def _unread(
     ]
 
 
-def _problems(
-    listing: Listing,
-    targets: list[ModelTensor],
-    wanted: list[tuple[int, StoredTensor]],
-    absent: list[int],
-    unexpected: list[str],
-    options: LoadOptions,
-) -> list[str]:
-    """Everything that is wrong with names, shapes and dtypes, in one list."""
-    on_meta = [targets[i].name for i in absent if targets[i].is_meta]
-    unfilled = [targets[i].name for i in absent]
-    shapes = {targets[i].name: targets[i].shape for i in absent}
+def _problems(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
+    """Everything that is wrong with names, shapes and dtypes, with the ways out."""
+    tensors = match.tensors
     # A fresh tensor may be missing, as it keeps its value; one on meta has none.
-    unfilled = [name for name in unfilled if not options.is_fresh(name) or name in on_meta]
-    lines: list[str] = []
-    renaming = _renaming(
-        {key: listing.tensors[key].shape for key in unexpected},
-        {name: shapes[name] for name in unfilled},
-    )
-    if options.missing == "error" and unfilled:
-        lines.append(
-            listed("missing in the source", unfilled, Near(unexpected).hint)
-            + (renaming if options.unexpected == "ignore" else "")
-            + f"\n  to go on: {options.ways_out['missing']}"
-        )
-    elif options.missing == "keep" and on_meta:
-        lines.append(
-            listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
-            + "\n  to go on: missing='init'"
-        )
-    if options.unexpected == "error" and unexpected:
-        lines.append(
-            listed("unexpected in the source", unexpected, Near(unfilled or _names(targets)).hint)
-            + renaming
-            + (ADAPTERS if any(is_of_adapter(k) or ".lora_" in k for k in unexpected) else "")
-            + f"\n  to go on: {options.ways_out['unexpected']}"
-        )
-    fits = (unwritable(targets[i]) or find_misfit(targets[i], t, options.cast) for i, t in wanted)
-    misfits = [line for line in fits if line]
-    lines += misfits[:SHOWN]
-    if len(misfits) > SHOWN:
-        lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
-    resized = [t.name for i, t in wanted if t.shape != targets[i].shape]
-    # More are another model's; a resume has ways of its own.
-    if resized and len(resized) <= RESIZED and options.ways_out is WAYS_OUT:
-        left_out = dict.fromkeys(resized, "")
-        lines.append(
-            "  to go on: a model of the source's sizes; or, for a vocabulary or a head of another "
-            f"size, rename={left_out!r} with missing='init'"
-        )
-    return lines
-
-
-def _names(targets: list[ModelTensor]) -> list[str]:
-    return [entry.name for target in targets for entry in target.registrations]
-
-
-def _renaming(unexpected: Shapes, unfilled: Shapes) -> str:
-    """The rename= that places most of the keys, where a prefix is all that is wrong; where several
-    do, as of a teacher and a student, all of them.
-    """
-    changes = wrong_prefix(unexpected, unfilled)
-    renames = [
-        f"rename={ {old.removesuffix('.'): new.removesuffix('.')} if old else [('^', new)]!r}"
-        for old, new, _ in changes
+    unfilled = [
+        tensors[i] for i in absent if tensors[i].is_meta or not options.is_fresh(tensors[i].name)
     ]
-    return f"\n  {changes[0][2]} of them fit with {', or with '.join(renames)}" if changes else ""
+    lacks_any = {
+        "error": bool(unfilled),
+        "keep": any(tensor.is_meta for tensor in unfilled),
+        "init": False,
+    }[options.missing]
+    fits = (
+        unwritable(tensors[i]) or find_misfit(tensors[i], t, options.cast) for i, t in match.wanted
+    )
+    misfits = [line for line in fits if line]
+    if not (lacks_any or misfits or (match.unexpected and options.unexpected == "error")):
+        return []
+    from anyrank.around.misfits.of_model import describe  # a door: see test_house
+
+    return describe(match, unfilled, misfits, options)

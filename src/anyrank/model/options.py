@@ -11,8 +11,9 @@ from torch import nn
 from anyrank.checks import check_bool, check_choice, check_function, check_int, check_model
 from anyrank.errors import LoadError
 from anyrank.formats.sources import Source, check_source
+from anyrank.formats.tables import renamer
 from anyrank.settings import BUFFER_BYTES
-from anyrank.tensors.names import Rename, renamer
+from anyrank.tensors.names import Rename
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 

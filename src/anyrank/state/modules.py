@@ -31,7 +31,7 @@ from anyrank.state.part_types import (
     misfits,
     other_names,
 )
-from anyrank.tensors.names import WRAPPERS, near
+from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.walk import walk
 
 
@@ -225,16 +225,28 @@ def _fit_tensors(
     extra = [key.removeprefix(f"{part}.") for key in stored if key not in used]
     dropped = [name for name in extra if source.is_dropped(name)]
     extra = [name for name in extra if name not in dropped]
+    if missing or extra:
+        matched.problems += _other_tensors(part, missing, extra, source)
+    return fresh, dropped
+
+
+def _other_tensors(
+    part: str, missing: list[str], extra: list[str], source: PartSource
+) -> list[str]:
+    """The problems of tensors that the model or the checkpoint has alone."""
+    from anyrank.around.misfits.near_names import near  # a door: see test_house
+
+    problems: list[str] = []
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
-        matched.problems.append(in_line(f"{part}: not in the checkpoint", shown))
+        problems.append(in_line(f"{part}: not in the checkpoint", shown))
         if any(source.is_fresh(name) for name in missing):
-            matched.problems.append("fresh= keeps the values that are there: give them some first")
+            problems.append("fresh= keeps the values that are there: give them some first")
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
         text = in_line(f"{part}: in the checkpoint, and not in the model", shown)
-        matched.problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
-    return fresh, dropped
+        problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
+    return problems
 
 
 def _fit_extra(

@@ -17,14 +17,16 @@ from torch import nn
 from anyrank.around.conversion.selection import Selection
 from anyrank.around.hugging.conversions import FILE_NAMED, conversion_code, pretrained
 from anyrank.around.hugging.symbolic import SymbolicTensor
+from anyrank.around.misfits.near_names import near
 from anyrank.around.tables.choice import inner_prefix
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
+from anyrank.formats.part_names import is_other_part
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.model.wrappers import plain_class, plain_copy
-from anyrank.tensors.names import candidates, is_other_part, near
+from anyrank.tensors.names import candidates
 from anyrank.tensors.spec import StoredTensor, dtype_name
 
 BUFFER_BYTES = 4 << 20

@@ -30,11 +30,11 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_step import StoredBox
+from anyrank.formats.tables import renamer
 from anyrank.model.alike import check_alike
 from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
-from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, inventory_of, shared
 from anyrank.tensors.writes import plan_writes
 from anyrank.wording import count

@@ -9,9 +9,10 @@ import torch
 
 from anyrank.around.layouts.given import check_layout
 from anyrank.checks import check_bool, check_choice, check_int
+from anyrank.formats.tables import renamer
 from anyrank.formats.weight_files import format_of
 from anyrank.model.options import GivenLayout
-from anyrank.tensors.names import Rename, renamer
+from anyrank.tensors.names import Rename
 from anyrank.wording import FLOATS
 
 FORMATS = ("safetensors", "dcp", "torch")

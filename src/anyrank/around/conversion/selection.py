@@ -13,8 +13,9 @@ from anyrank.around.tables.choice import tables_named, take_tables, unused
 from anyrank.around.tables.parts import parts_of
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
+from anyrank.formats.tables import renamer
 from anyrank.model.fits import PACKED
-from anyrank.tensors.names import WRAPPERS, Rename, renamer
+from anyrank.tensors.names import WRAPPERS, Rename
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 

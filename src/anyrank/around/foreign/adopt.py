@@ -26,6 +26,7 @@ from anyrank.files.storage import storage_for
 from anyrank.filling.headers import header_reader, look_at_source
 from anyrank.filling.plan_load import AgreedPlan, plan_load
 from anyrank.filling.read import fill_from_files
+from anyrank.formats.tables import renamer
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.resume.options import ResumeArguments
@@ -36,7 +37,6 @@ from anyrank.state.resume_report import Outcome, SavedOn
 from anyrank.state.stateful import match_stateful
 from anyrank.state.train_state import TrainState, names_of
 from anyrank.steps.loader import ElasticLoader
-from anyrank.tensors.names import renamer
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks

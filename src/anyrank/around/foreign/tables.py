@@ -25,7 +25,7 @@ from anyrank.around.readers.pickled_tables import extras_of
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
-from anyrank.tensors.names import NESTED
+from anyrank.formats.part_names import NESTED
 from anyrank.tensors.spec import StoredTensor
 
 EMAS = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "ema_model")

@@ -10,8 +10,8 @@ import torch
 
 from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
+from anyrank.formats.part_names import NESTED
 from anyrank.tensors.box import Box
-from anyrank.tensors.names import NESTED
 from anyrank.tensors.sharded_tensor import is_released
 from anyrank.tensors.spec import Chunk, StoredTensor
 

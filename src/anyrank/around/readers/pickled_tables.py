@@ -11,7 +11,7 @@ from anyrank.around.readers.memory import extra_of
 from anyrank.around.readers.pickles import SAVE_STATE, Bytesless, DTensorRef, Inert, TensorRef
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import EXTRA_STATE
-from anyrank.tensors.names import NESTED, is_other_part
+from anyrank.formats.part_names import NESTED, is_other_part
 from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"

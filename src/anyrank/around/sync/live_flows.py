@@ -28,11 +28,11 @@ from anyrank.around.sync.match import (
 from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.route import Route
 from anyrank.errors import LoadError, WrongValue
+from anyrank.formats.tables import renamer
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.match import warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
-from anyrank.tensors.names import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, Members
 from anyrank.world.ranks import Ranks
 

@@ -13,12 +13,12 @@ from anyrank.around.sync.live import execute_sync
 from anyrank.around.sync.planning import SyncCall, agree_plan
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.filling.report import FillReport, LoadReport
+from anyrank.formats.tables import renamer
 from anyrank.model.dialects import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import NOT_RUN, OwnCode
 from anyrank.model.tensors import find_modules
-from anyrank.tensors.names import renamer
 from anyrank.world.ranks import Ranks
 
 

@@ -15,12 +15,13 @@ from anyrank.around.sync.ends import End, TensorInfo
 from anyrank.around.sync.report import SyncReport
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
+from anyrank.formats.tables import renamer
 from anyrank.model.dialects import LIVE, ModelMatch
 from anyrank.model.match import match_model
 from anyrank.model.options import LoadOptions
 from anyrank.model.tensors import in_state_dict
 from anyrank.tensors.layout import Layout, Piece
-from anyrank.tensors.names import candidates, is_of_base_layer, match_keys, renamer
+from anyrank.tensors.names import candidates, is_of_base_layer, match_keys
 from anyrank.tensors.sharded_tensor import Coordinates, Members, holders
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import listed

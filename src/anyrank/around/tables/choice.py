@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
-from anyrank.tensors.names import NESTED, Near, Rename, candidates, is_other_part, renamer
+from anyrank.formats.part_names import NESTED, is_other_part
+from anyrank.formats.tables import renamer
+from anyrank.tensors.names import Rename, candidates
 from anyrank.tensors.spec import StoredTensor
 
 Renamer = Callable[[str], str]
@@ -79,6 +81,8 @@ def idle_entries(
     # mistyped as a dict's name is.
     is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
     tables = [] if is_for_source else _alternatives(source, chosen)
+    from anyrank.around.misfits.near_names import Near  # a door
+
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
         raise LoadError(

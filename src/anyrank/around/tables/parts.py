@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from anyrank.around.tables.choice import is_optimizer, whole_keys, whole_unread
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
-from anyrank.tensors.names import NESTED, is_other_part
+from anyrank.formats.part_names import NESTED, is_other_part
 from anyrank.tensors.spec import StoredTensor
 
 # Formats that say themselves which table the weights are.

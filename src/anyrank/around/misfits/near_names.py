@@ -1,0 +1,77 @@
+"""Which of many names another one may be meant for, and which other prefix places many at once."""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+NEIGHBOURS = 10  # on each side, forwards and backwards, that are compared letter by letter
+
+
+class Near:
+    """Hints at the most similar of many names; built once for all that is asked."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.forwards = sorted(names)
+        self.backwards = sorted(name[::-1] for name in self.forwards)
+
+    def hint(self, name: str) -> str:
+        """A hint at the most similar name, or nothing."""
+        likely = _neighbours(self.forwards, name)
+        likely += [other[::-1] for other in _neighbours(self.backwards, name[::-1])]
+        close = difflib.get_close_matches(name, likely, n=1, cutoff=0.75)
+        return f" (near: {close[0]})" if close else ""
+
+
+def near(name: str, others: Sequence[str]) -> str:
+    """A hint at the most similar of a few names, or nothing."""
+    return Near(others).hint(name)
+
+
+def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
+    """Those of some names that begin most like another one."""
+    position = bisect_left(ordered, name)
+    return list(ordered[max(0, position - NEIGHBOURS) : position + NEIGHBOURS])
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
+    """Changes of prefix that place most of the unused keys: the keys' prefix, the names' in its
+    place, and how many keys it places. Several are alternatives; none where no change places at
+    least half of the keys and most of the names below its prefix, each with its own shape.
+    """
+    prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
+    for name in names:
+        for before, end in _cuts(name):
+            prefixes[end] = None if end in prefixes else before
+    placed: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for key in keys:
+        pairs = ((before, end) for before, end in _cuts(key) if end in prefixes)
+        old, end = next(pairs, ("", ""))  # the longest end
+        new = prefixes.get(end)
+        if new is not None and old != new:
+            placed.setdefault((old, new), []).append((key, new + end))
+    counts: dict[tuple[str, str], int] = {}
+    for (old, new), pairs in placed.items():
+        if len(pairs) < max(2, len(keys) // 2):
+            continue
+        below = sum(name.startswith(new) for name in names)
+        if 2 * len(pairs) > below and all(keys[key] == names[name] for key, name in pairs):
+            counts[old, new] = len(pairs)
+    most = max(counts.values(), default=0)
+    best = [pair for pair, count in counts.items() if count == most]
+    return [(old, new, most) for old, new in best if new == best[0][1]]
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """(before, end) at every dot, the longest end first; before keeps its last dot."""
+    start = 0
+    while True:
+        yield name[:start], name[start:]
+        dot = name.find(".", start)
+        if dot < 0:
+            return
+        start = dot + 1

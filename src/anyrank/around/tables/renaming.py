@@ -1,0 +1,69 @@
+"""`rename=`: from the keys of a source to the names of a model, as the caller says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from anyrank.errors import LoadError, WrongType
+from anyrank.tensors.names import Renaming
+
+
+def function_of(rename: Renaming) -> Callable[[str], str]:
+    """As `renamer` of the core, where there is something to rename."""
+    if callable(rename):
+        function = cast("Callable[[str], object]", rename)
+
+        def by_function(key: str) -> str:
+            try:
+                name = function(key)
+            except Exception as error:
+                raise LoadError(
+                    f"rename= failed for {key}: {type(error).__name__}: {error}"
+                ) from error
+            if not isinstance(name, str):
+                raise WrongType(f"rename= gave {name!r} for {key}: it must return a name, a str")
+            return name
+
+        return by_function
+    if isinstance(rename, Mapping):
+        mapping = dict(rename)
+        wrong = [(old, new) for old, new in mapping.items() if not _are_texts(old, new)]
+        if wrong:
+            old, new = wrong[0]
+            raise TypeError(f"rename= takes keys and names as text, not {old!r}: {new!r}")
+        return lambda key: _by_mapping(key, mapping)
+    try:
+        pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+        wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is not text to put in place")
+        for pattern, replacement in pairs:
+            pattern.sub(replacement, "")  # raises for a group that the pattern has not
+    except (re.error, TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"rename= takes a dict, pairs of (regex, replacement) or a callable: {error}"
+        ) from error
+
+    def by_pairs(key: str) -> str:
+        for pattern, replacement in pairs:
+            key = pattern.sub(replacement, key)
+        return key
+
+    return by_pairs
+
+
+def _are_texts(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _by_mapping(key: str, mapping: dict[str, str]) -> str:
+    if key in mapping:
+        return mapping[key]
+    prefixes = [old for old in mapping if key.startswith(old if old.endswith(".") else f"{old}.")]
+    if not prefixes:
+        return key
+    old = max(prefixes, key=len)
+    return (mapping[old] + key[len(old) :]).lstrip(".")

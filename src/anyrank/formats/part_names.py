@@ -1,0 +1,21 @@
+"""Names of a checkpoint's parts: which of them are weights, and which are not."""
+
+from __future__ import annotations
+
+import re
+
+# Names under which training scripts keep the weights in a checkpoint of several parts.
+NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
+# Names under which they and training tools keep what is not weights; several are numbered.
+OTHERS = frozenset(
+    {
+        *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"),
+        *("lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng_state"),
+        *("rng", "rng_states", "scaler", "callbacks", "loops", "hyper_parameters"),
+    }
+)
+
+
+def is_other_part(key: str) -> bool:
+    """Whether a key of a checkpoint is of a part that is not weights, by the part's name."""
+    return re.sub(r"_\d+$", "", key.partition(".")[0]) in OTHERS
