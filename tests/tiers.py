@@ -89,6 +89,7 @@ ROOMS = {
         """,
     ),
     "misfits": Room("misfits", "unit/test_promise_1_plan_first"),
+    "own_code": Room("own_code", "unit/test_module_state"),
     "own_methods": Room("own_methods", "unit/test_optimizer_methods"),
     "pace": Room("pace", "unit/test_run_log"),
     "peers": Room(

@@ -32,6 +32,7 @@ BUDGETS = {
     "around/inspection": 1450,
     "around/layouts": 415,
     "around/misfits": 185,
+    "around/own_code": 215,
     "around/own_methods": 70,
     "around/pace": 270,
     "around/peers": 400,
@@ -174,6 +175,12 @@ anyrank.load(model, dict(weight=saved.weight), missing="init")""",
         {"first_values", "readers"},
     ),
     "renamed": ("anyrank.load(model, path + '.safetensors', rename=[('^', '')])", {"tables"}),
+    "code of its own": (
+        """
+model.register_load_state_dict_post_hook(lambda *args: None)
+anyrank.load(model, path + ".safetensors")""",
+        {"own_code"},
+    ),
     "verify": ("anyrank.load(model, path + '.safetensors', verify=True)", {"verify"}),
     "stripe": (TWO_RANKS % "strategy='stripe'", {"sharing"}),
     "a frozen part": (

@@ -31,7 +31,7 @@ SEAM = {
     """,
     "files.block_sums": "BlockDigester BlockSums check_file read_sums sums_name",
     "files.content_hash": "BLOCK_BYTES content_hash hash_of",
-    "files.json_codec": "reading_record to_json",
+    "files.json_codec": "from_json reading_record to_json",
     "files.listing": "Checksum Computed EXTRA_STATE Fetch FileInfo Listing TensorFill ties_of",
     "files.manifest": "FORMAT IMPLEMENTATION MANIFEST Manifest read_manifest step_name",
     "files.pages": "use_large_pages",
@@ -77,7 +77,10 @@ SEAM = {
     "model.match": "match_model warn_of_idle",
     "model.memory_meter": "Meter PeakMemory rss_anon",
     "model.options": "GivenLayout LayoutEntry LoadOptions WAYS_OUT",
-    "model.own_code": "NOT_RUN OwnCode added_to_state_dict changed_in_state_dict extra_states",
+    "model.own_code": """
+        NOT_RUN OwnCode OwnCodeRun loads_by_own_code own_code_of save_by_own_code
+        takes_extra_state
+    """,
     "model.replace": "Replacement",
     "model.share": "ModelShare allocate room_for",
     "model.tensors": """
@@ -96,7 +99,7 @@ SEAM = {
     "state.accelerate_wrappers": "innermost",
     "state.digests": "check_has_memory digests_of",
     "state.optimizer": "Names UNKNOWN match_optimizer",
-    "state.part_types": "PartMatch PartSource PartState in_line misfits",
+    "state.part_types": "PartMatch PartSource PartState hold_to_save in_line misfits",
     "state.plain_values": "as_json",
     "state.resume_report": "Outcome ResumeReport SavedOn",
     "state.script_settings": """

@@ -157,13 +157,8 @@ class OwnBytes(Side):
 
     def finish(self) -> None:
         """Read extra state. All ranks."""
-        own_code = self.match.own_code
-        if own_code.tensor_keys:
-            own_code.extras |= self.ranks.run_on_one(
-                "reading extra state",
-                lambda: own_code.read_extras(self.match.listing),
-                self.plan.reading.readers[0],
-            )
+        own_code, reader = self.match.own_code, self.plan.reading.readers[0]
+        own_code.read_extras(self.match.listing, self.ranks, reader)
 
     def moved(self) -> Moved:
         """Bytes so far."""

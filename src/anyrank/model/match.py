@@ -16,7 +16,7 @@ from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_b
 from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
 from anyrank.model.frozen_parts import FrozenSource
 from anyrank.model.options import LoadOptions
-from anyrank.model.own_code import OwnCode
+from anyrank.model.own_code import own_code_of
 from anyrank.model.tensors import ModelTensor, find_modules, tensors_of
 from anyrank.tensors.names import candidates, is_trained_copy, match_keys
 from anyrank.tensors.spec import StoredTensor
@@ -88,7 +88,7 @@ def match_model(
         or name in ("", AVERAGED)
         or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
     ]
-    own_code = OwnCode([] if is_raw else modules, listing, case.rename)
+    own_code = own_code_of([] if is_raw else modules, listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
     # A live source holds a tied tensor under each of its names; one of them is enough.
     if is_live:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,20 +12,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError, LoadError
-from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import TensorFill
-from anyrank.model.dtensors import as_sharded
 from anyrank.model.frozen_parts import frozen_parts
-from anyrank.model.own_code import added_to_state_dict
+from anyrank.model.own_code import save_by_own_code
 from anyrank.model.replace import Replacement
 from anyrank.model.share import default_device, room_for
-from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.model.tensors import ModelTensor, find_modules, find_tensors, in_state_dict
 from anyrank.state.part_types import (
     PartMatch,
     PartSource,
     PartState,
     check_has_bytes,
-    hold_to_save,
     in_line,
     layout_digest,
     misfits,
@@ -81,15 +78,8 @@ def save_module(
             in_line(f"{part}: on meta, so there is nothing to save", on_meta)
             + ": load, materialize or resume first"
         )
-    added = added_to_state_dict(module)
-    if added:
-        raise CheckpointError(
-            in_line(
-                f"{part}: in its state_dict() by its own code, and neither parameter nor buffer",
-                added,
-            )
-            + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
-        )
+    if save_by_own_code(find_modules(module)):
+        _check_own_code(part, module)
     named = [_in_part(part, target) for target in written]
     for target in named:
         check_has_bytes(target.name, target.tensor)
@@ -102,9 +92,28 @@ def save_module(
         t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
     }
     layout, owners = layout_digest(named), _with_extra(module, elsewhere)
-    extra = {name: _save_extra(part, name, owner, saved) for name, owner in owners}
+    extra: dict[str, Any] = {}
+    if owners:
+        from anyrank.around.own_code.extra_state import save_extra_states  # a door: see test_house
+
+        extra = save_extra_states(part, owners, saved)
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
     return saved
+
+
+def _check_own_code(part: str, module: nn.Module) -> None:
+    """Refuse what only the code of a module has in `state_dict()`; raises CheckpointError."""
+    from anyrank.around.own_code.state_dict import added_to_state_dict  # a door
+
+    added = added_to_state_dict(module)
+    if added:
+        raise CheckpointError(
+            in_line(
+                f"{part}: in its state_dict() by its own code, and neither parameter nor buffer",
+                added,
+            )
+            + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
+        )
 
 
 def _in_part(part: str, target: ModelTensor) -> ModelTensor:
@@ -125,17 +134,6 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
                 parts = parts[1:]
             owners.append((".".join(parts), submodule))
     return owners
-
-
-def _save_extra(part: str, name: str, module: nn.Module, saved: PartState) -> Any:
-    def put(where: str, tensor: torch.Tensor) -> Any:
-        sharded = hold_to_save(where, tensor.detach())
-        saved.tensors.append(sharded)
-        if sharded.layout is None:
-            saved.may_differ.add(where)  # nothing keeps it equal on the ranks
-        return {"~whole": where}
-
-    return to_json(module.get_extra_state(), f"{part}@extra.{name}", put)
 
 
 def match_module(
@@ -164,7 +162,11 @@ def match_module(
     fresh, dropped = _fit_tensors(part, wanted, device, source, matched)
     title = "kept, as the checkpoint has none"
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
-    restored = _fit_extra(part, dict(_with_extra(module, elsewhere)), record, source, matched)
+    owners, restored = _with_extra(module, elsewhere), list[tuple[nn.Module, Any]]()
+    if owners or record["extra"]:
+        from anyrank.around.own_code.extra_state import match_extra_states  # a door
+
+        restored = match_extra_states(part, dict(owners), record["extra"], source, matched)
 
     def commit() -> None:
         # Real tensors were filled where they are; those on meta get their memory now.
@@ -247,25 +249,3 @@ def _other_tensors(
         text = in_line(f"{part}: in the checkpoint, and not in the model", shown)
         problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
     return problems
-
-
-def _fit_extra(
-    part: str, modules: Mapping[str, nn.Module], record: Any, source: PartSource, matched: PartMatch
-) -> list[tuple[nn.Module, Any]]:
-    """Pair each module with its saved extra state. Adds fills and problems to `matched`."""
-
-    def take(entry: Any) -> torch.Tensor:
-        stored = source.listing.tensors[entry["~whole"]]
-        memory = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        sharded = as_sharded(stored.name, memory)
-        matched.fills.append(TensorFill(sharded, stored, sharded.tensor, source.listing))
-        return sharded.tensor
-
-    saved: dict[str, Any] = record["extra"]
-    for title, names in (
-        ("extra state that the checkpoint does not hold", modules.keys() - saved.keys()),
-        ("extra state of modules that are not in the model", saved.keys() - modules.keys()),
-    ):
-        if names:
-            matched.problems.append(in_line(f"{part}: {title}", sorted(names)))
-    return [(modules[name], from_json(saved[name], take)) for name in saved if name in modules]

@@ -20,6 +20,11 @@ from anyrank.around.conversion.report import ConvertReport
 from anyrank.around.conversion.selection import Selection
 from anyrank.around.conversion.stored import convert_listing
 from anyrank.around.layouts.given import join_parts, tensors_with_layout
+from anyrank.around.own_code.state_dict import (
+    added_to_state_dict,
+    changed_in_state_dict,
+    extra_states,
+)
 from anyrank.around.readers import dcp
 from anyrank.around.readers.joining import join
 from anyrank.around.readers.memory import list_memory
@@ -32,7 +37,6 @@ from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_step import StoredBox
 from anyrank.formats.tables import renamer
 from anyrank.model.alike import check_alike
-from anyrank.model.own_code import added_to_state_dict, changed_in_state_dict, extra_states
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, inventory_of, shared

@@ -17,7 +17,7 @@ from anyrank.formats.tables import renamer
 from anyrank.model.dialects import LIVE
 from anyrank.model.memory_meter import Meter
 from anyrank.model.options import LoadOptions
-from anyrank.model.own_code import NOT_RUN, OwnCode
+from anyrank.model.own_code import NOT_RUN, own_code_of
 from anyrank.model.tensors import find_modules
 from anyrank.world.ranks import Ranks
 
@@ -39,7 +39,7 @@ def load_live(
     layout = (options.layout, None)  # it is of the model; sharded tensors know theirs
     call = SyncCall(model, tensors, options, layout, atomic=False)
     done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
-    own_code = OwnCode(find_modules(model), Listing(LIVE, (), {}), renamer(options.rename))
+    own_code = own_code_of(find_modules(model), Listing(LIVE, (), {}), renamer(options.rename))
     skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]
     shared: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(FillReport)}
     return LoadReport(
