@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
-from anyrank.around.sync import lane, live
+from anyrank.around.sharing.passing import Passing
+from anyrank.around.sync import device_group, lane, live
 from anyrank.around.sync.digests import sums_of_all
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.connections import Connections
@@ -190,7 +191,7 @@ def job_subset() -> int:
     groups = len(known.pg_map)
     with lane_on() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", None)
-        patch.setattr(Connections, "send", None)
+        patch.setattr(Passing, "send", None)
         patch.setattr(Connections, "receive", None)
         src = {"w": torch.ones(64)} if rank == 0 else None
         dst = {"w": torch.zeros(64)} if rank else None
@@ -299,7 +300,7 @@ def job_stuck() -> Any:
 
         def collective(self: Connections, work: Any, what: str) -> Any:
             if what == lane.WHAT and dist.get_rank() == 1 and len(log.rounds) == 3:
-                return self.polled(lambda: False, what)
+                return device_group.polled(self, lambda: False, what)
             return usual(self, work, what)
 
         patch.setattr(Connections, "collective", collective)

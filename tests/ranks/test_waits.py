@@ -16,6 +16,7 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
+from anyrank.around.sharing.passing import Passing, exchange
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import connections
 from anyrank.world.group import default_store
@@ -36,15 +37,15 @@ def job_half_a_message() -> Any:
     try:
         with open_ranks(None, "test()") as ranks:
             if dist.get_rank() == 0:
-                with ranks.streaming("half a message"):
-                    wait = ranks.start_send(torch.ones(NUMEL, dtype=torch.uint8), 1)
+                with Passing(ranks, "half a message") as passing:
+                    wait = passing.send(torch.ones(NUMEL, dtype=torch.uint8), 1)
                     default_store().wait(["half a message"])
                     faults.point("test.within")
                     wait()
             elif dist.get_rank() == 1:
                 message = torch.zeros(NUMEL, dtype=torch.uint8)
                 threading.Thread(target=tell_when_it_begins, args=(message,), daemon=True).start()
-                ranks.exchange([], [(message, 0)], "half a message")
+                exchange(ranks, [], [(message, 0)], "half a message")
             else:
                 ranks.gather(None, "the end")
     except anyrank.RankError as error:

@@ -129,6 +129,7 @@ DOORS = {
     "anyrank.around.sync.ends": ("layouts", "peft"),
     "anyrank.around.sync.live_flows": ("layouts",),
     "anyrank.around.sync.planning": ("layouts",),
+    "anyrank.around.peers.transfers": ("sharing",),
     "anyrank.around.tables.choice": ("misfits",),
     "anyrank.state.modules": ("frozen", "misfits", "own_code"),
     "anyrank.resume.resume": ("elsewhere", "foreign"),

@@ -145,6 +145,7 @@ SEAM = {
     "world.device": "boot_id name_device",
     "world.failures": "describe_values ranks_by_value",
     "world.group": "Group check_group default_store lacks_group name_ranks",
+    "world.helper_thread": "HelperThread",
     "world.pinned": "page_locked",
     "world.ranks": "Interrupted Ranks open_ranks",
     "world.rendezvous": "open_connections",

@@ -117,7 +117,6 @@ class Checkpoints:
         self._process_group = process_group
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
-        self._writers: Ranks | None = None  # the same, for the thread of background=True
         # By the path and not by `self`: a run that is dropped must not stay, and record signals.
         path = self.path
         self._signals = PendingSignals(lambda: f"{path}: step {state.step + 1}")
@@ -382,8 +381,7 @@ class Checkpoints:
                 record = self._write(snapshot, ranks)
                 self._record_save(replace(record, stall_seconds=time.perf_counter() - start), ranks)
             else:
-                assert self._writers is not None
-                self._background.start(snapshot, ranks, self._writers, start)
+                self._background.start(snapshot, ranks, start)
         self._last_save = time.monotonic()
         self._listeners.on_save()
 
@@ -436,10 +434,8 @@ class Checkpoints:
             has_callback = self._records.has_callback
             rows = agree_on_run(self._state, self._folder, self._options, ranks, has_callback)
             self._records.has_callback = any(rows)
-            if self._options.background:
-                # The two threads' messages must not mix.
-                channel = ranks.open_channel("the background save")
-                self._writers = self._groups.enter_context(channel)
+            if self._background is not None:
+                self._groups.enter_context(self._background.connected(ranks))
             self._listeners = open_listeners(
                 self._state, self._folder, self._lock, self._options, ranks
             )
@@ -464,7 +460,7 @@ class Checkpoints:
         self._signals.restore()
         self._listeners.close(error)
         self._lock.release()
-        self._ranks = self._writers = None
+        self._ranks = None
         self._groups.close()
 
     def __enter__(self) -> Checkpoints:

@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,10 @@ from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.helper_thread import HelperThread
 from anyrank.world.waits import GroupState, Wait
 
-T = TypeVar("T")
-
 GLOO_SEC = 60  # gloo's timeout is longer than ours by this, so that our error names the missing
-ASK_SEC = 50e-6  # between two questions whether a device has come to the end of a round
 DEATH_SEC = 1.0  # until the system has told all of a process's connections of its end
 DIRECT_BYTES = 4096  # up to this size an all-to-all, with fewer hops than gloo's ring all-gather
-MESSAGE_TAG, PROBE_TAG, CLOSE_TAG = 0, 1, 2  # nothing is ever sent with the last two
+PROBE_TAG, CLOSE_TAG = 1, 2  # nothing is ever sent with these; messages have the tag 0
 
 
 class Connections:
@@ -43,9 +40,7 @@ class Connections:
         self.state = state
         self.index, self.size = state.ranks.index(state.rank), len(state.ranks)
         self.calls = self.waits = 0
-        self.what = ""  # what the messages are for, in errors
-        self.helper_thread: HelperThread | None = None  # waits for messages
-        self.device_groups: dict[str, Any] = {}  # see `device_group`
+        self.device_groups: dict[str, Any] = {}  # see sync/device_group.py
         self._group = group
         # Also at exit, where a group would wait for its works under way.
         self._close = weakref.finalize(self, _close, group, self.index, self.size)
@@ -116,25 +111,6 @@ class Connections:
         self.collective(self.group.broadcast([payload], options), what)()
         return data if index == self.index else _as_bytes(payload)
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to send a contiguous CPU tensor; returns its wait. Within `streaming`."""
-        return self._message(lambda index: self.group.send([tensor], index, MESSAGE_TAG), rank)
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to fill a contiguous CPU tensor; returns its wait. Within `streaming`."""
-        return self._message(lambda index: self.group.recv([tensor], index, MESSAGE_TAG), rank)
-
-    @contextlib.contextmanager
-    def streaming(self, what: str) -> Generator[None, None, None]:
-        """Send and receive messages; the caller waits for all of them before this ends."""
-        self.what = what
-        try:
-            yield
-        finally:
-            if self.helper_thread is not None:
-                self.helper_thread.close()
-                self.helper_thread = None
-
     def find_closed(self) -> list[int]:
         """Ranks whose connections to this one are closed."""
         closed: list[int] = []
@@ -154,78 +130,36 @@ class Connections:
             time.sleep(DEATH_SEC / 10)
         return closed
 
+    def count_wait(self) -> int:
+        """Count a wait in which all ranks take part; returns its number, equal on all ranks."""
+        self.waits += 1
+        return self.waits
+
     def collective(self, work: Any, what: str) -> Callable[[], None]:
         """The wait for a collective of gloo's that all ranks have started."""
-        self.waits += 1
-        number = self.waits
+        number = self.count_wait()
 
         def wait() -> None:
             # A wait for gloo's collectives can be cut into slices, one for its messages cannot.
-            with self._fail_on_error(Wait(self.state, what, self.find_closed, number)) as waiting:
+            with self.waiting(what, number) as waiting:
                 while not _ends_within(work, waiting.poll_sec):
                     waiting.poll()
 
         return wait
 
-    def polled(self, is_over: Callable[[], bool], what: str) -> Callable[[], None]:
-        """The wait for what all ranks have started, and which only says whether it is over."""
-        self.waits += 1
-        number = self.waits
-
-        def wait() -> None:
-            with self._fail_on_error(Wait(self.state, what, self.find_closed, number)) as waiting:
-                next_sec = time.monotonic() + waiting.poll_sec
-                while not self._ask(is_over, what):
-                    time.sleep(ASK_SEC)
-                    if time.monotonic() > next_sec:
-                        waiting.poll()
-                        next_sec = time.monotonic() + waiting.poll_sec
-
-        return wait
-
-    def _ask(self, is_over: Callable[[], bool], what: str) -> bool:
-        try:
-            return is_over()
-        except RuntimeError as error:  # of a device, which a rank dies of as a rule
-            rank = self.state.rank
-            raise self.state.end(f"{what}: rank {rank}'s device: {error}", [rank]) from error
-
-    def connect(self, work: Callable[[], T], what: str) -> T:
-        """Run in a thread what connects all ranks, and may wait for them for ever. All ranks.
-
-        Raises:
-            RankError: it failed on a rank, or a rank has died.
-        """
-        self.waits += 1
-        with (
-            self._fail_on_error(Wait(self.state, what, self.find_closed, self.waits)) as waiting,
-            HelperThread() as helper,
-        ):
-            try:
-                return helper.call(work, waiting.poll, waiting.poll_sec)
-            except RuntimeError as error:
-                rank = self.state.rank
-                text = f"{what}: rank {rank} could not connect its device: {error}"
-                raise self.state.end(text, [rank], str(error)) from error
-
-    def _message(self, start_message: Callable[[int], Any], rank: int) -> Callable[[], None]:
-        def wait_for_rank() -> contextlib.AbstractContextManager[Wait]:
-            return self._fail_on_error(Wait(self.state, self.what, self.find_closed, None, [rank]))
-
-        with wait_for_rank():
-            work = start_message(self.state.ranks.index(rank))
-
-        def wait() -> None:
-            with wait_for_rank() as waiting:
-                if self.helper_thread is None:
-                    self.helper_thread = HelperThread()
-                self.helper_thread.call(work.wait, waiting.poll, waiting.poll_sec)
-
-        return wait
-
     @contextlib.contextmanager
-    def _fail_on_error(self, wait: Wait) -> Generator[Wait, None, None]:
-        """Close the connections if a wait fails, and make gloo's error a RankError."""
+    def waiting(
+        self, what: str, number: int | None, peers: Sequence[int] = ()
+    ) -> Generator[Wait, None, None]:
+        """Wait within for other ranks. Closes the connections if that fails, and makes gloo's error
+        a RankError.
+
+        Args:
+            what: for messages.
+            number: of `count_wait`; None for a wait for `peers`.
+            peers: global ranks.
+        """
+        wait = Wait(self.state, what, self.find_closed, number, peers)
         try:
             yield wait
         except RankError as error:

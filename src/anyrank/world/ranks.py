@@ -8,13 +8,10 @@ here: each rank calls it, in the same order.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pickle
 import socket
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar, cast
-
-import torch
 
 from anyrank.errors import RankError
 from anyrank.world.connections import Connections
@@ -34,7 +31,7 @@ from anyrank.world.group import (
     name_ranks,
     warn_of_no_group,
 )
-from anyrank.world.rendezvous import get_connections, use_channel, used_channels
+from anyrank.world.rendezvous import get_connections
 
 __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 
@@ -53,7 +50,7 @@ class Ranks:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
         call: what they call, for messages.
-        channel: 0, or the number of a thread's own connections (`open_channel`).
+        channel: 0, or the number of a thread's own connections.
 
     Attributes:
         nodes: for each of `ranks`, the index of its machine.
@@ -283,51 +280,6 @@ class Ranks:
 
         return wait
 
-    # -- tensors ----------------------------------------------------------------------------------
-
-    def exchange(
-        self,
-        sent: Iterable[tuple[torch.Tensor, int]],
-        received: Iterable[tuple[torch.Tensor, int]],
-        what: str,
-    ) -> None:
-        """Send tensors to ranks, and receive others in place.
-
-        Two ranks must list the tensors that they exchange in the same order.
-
-        Args:
-            sent: contiguous CPU tensors, each with the global rank of its receiver.
-            received: contiguous CPU tensors to fill, each with the global rank of its sender.
-            what: for messages.
-
-        Raises:
-            RankError: as `gather`.
-        """
-        with self.streaming(what):
-            waits = [self.start_send(t, rank) for t, rank in sent]
-            waits += [self.start_receive(t, rank) for t, rank in received]
-            for wait in waits:
-                wait()
-
-    @contextlib.contextmanager
-    def streaming(self, what: str) -> Generator[None, None, None]:
-        """Send and receive at the same time; the caller waits for all before this ends."""
-        if self.connections is None:
-            yield
-            return
-        with self.ready().streaming(what):
-            yield
-
-    def start_send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to send a contiguous CPU tensor; returns its wait. Within `streaming`."""
-        assert self.connections is not None
-        return self.connections.send(tensor, rank)
-
-    def start_receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to fill a contiguous CPU tensor; returns its wait. Within `streaming`."""
-        assert self.connections is not None
-        return self.connections.receive(tensor, rank)
-
     def end(self, why: str, is_death: bool) -> RankError | None:
         """End what the ranks do, from one rank and without a wait: the others' waits raise an error
         with this reason. The next call connects the ranks anew.
@@ -345,14 +297,6 @@ class Ranks:
         if not self.connections.has_failed:
             self.connections.fail(state.end(why, [self.rank], NO_ANSWER if is_death else why))
         return state.as_error() if state.error is not None else None
-
-    @contextlib.contextmanager
-    def open_channel(self, call: str) -> Generator[Ranks, None, None]:
-        """The same ranks, with connections for a thread of their own. All ranks."""
-        used_by_rank = self.gather(used_channels(self.ranks), f"opening a channel for {call}")
-        channel = next(n for n in itertools.count(1) if not any(n in used for used in used_by_rank))
-        with use_channel(self.ranks, channel):
-            yield Ranks(self.ranks, self.rank, call, channel)
 
 
 def one_process() -> Ranks:

@@ -8,8 +8,7 @@ import json
 import socket
 import time
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +30,6 @@ MACHINE_BYTES = 512  # of what a rank says of its machine
 _Key = tuple[tuple[int, ...], int]  # ranks, and a channel between them
 
 _connections: dict[_Key, Connections] = {}
-_used: set[_Key] = set()  # channels that threads use now
 _default_group: list[weakref.ref[Any]] = []  # the one under which _connections were opened
 
 
@@ -42,7 +40,7 @@ def get_connections(ranks: Sequence[int], rank: int, call: str, channel: int = 0
         ranks: global ranks, in the group's order.
         rank: this process's global rank.
         call: what the ranks call, for messages.
-        channel: 0, or a thread's own (`Ranks.open_channel`).
+        channel: 0, or a thread's own (`BackgroundSave`).
 
     Raises:
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or one has died.
@@ -63,22 +61,6 @@ def get_connections(ranks: Sequence[int], rank: int, call: str, channel: int = 0
 def open_connections() -> dict[str, Connections]:
     """All connections of this process, by a name that is the same on all of their ranks."""
     return {f"{[*ranks]} {channel}": opened for (ranks, channel), opened in [*_connections.items()]}
-
-
-def used_channels(ranks: Sequence[int]) -> set[int]:
-    """The channels between these ranks that this process uses now."""
-    return {channel for used_ranks, channel in _used if used_ranks == tuple(ranks)}
-
-
-@contextmanager
-def use_channel(ranks: Sequence[int], channel: int) -> Generator[None, None, None]:
-    """Mark a channel as used."""
-    key = tuple(ranks), channel
-    _used.add(key)
-    try:
-        yield
-    finally:
-        _used.discard(key)
 
 
 def _has_ended(connections: Connections) -> bool:

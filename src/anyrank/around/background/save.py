@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from anyrank import faults
+from anyrank.around.background.channel import open_channel
 from anyrank.around.background.staging import Staging
 from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.saving.collect import Snapshot
@@ -29,17 +31,26 @@ class BackgroundSave:
     def __init__(self, write: Write) -> None:
         self._write = write
         self._staging = Staging()
+        self._writers: Ranks | None = None  # the ranks, for the writing thread
         self._thread: threading.Thread | None = None
         self._result: SaveRecord | AnyrankError | None = None
         self._stall_sec = 0.0
 
-    def start(self, snapshot: Snapshot, ranks: Ranks, writers: Ranks, start: float) -> None:
-        """Copy this rank's share, and write it in a thread. All ranks.
+    @contextmanager
+    def connected(self, ranks: Ranks) -> Generator[None]:
+        """Give the writing thread connections of its own to the same ranks. All ranks."""
+        with open_channel(ranks, "the background save") as self._writers:
+            try:
+                yield
+            finally:
+                self._writers = None
+
+    def start(self, snapshot: Snapshot, ranks: Ranks, start: float) -> None:
+        """Copy this rank's share, and write it in a thread. All ranks, within `connected`.
 
         Args:
             snapshot: what to save.
             ranks: the ranks, for the calling thread.
-            writers: the same ranks, for the writing thread.
             start: when the training stopped, on the performance counter.
 
         Raises:
@@ -53,7 +64,7 @@ class BackgroundSave:
         staged = replace(snapshot, items=ranks.run("copying the state", stage))
         self._result = None
         self._thread = threading.Thread(
-            target=self._run, args=(staged, writers), name="anyrank-save"
+            target=self._run, args=(staged, self._writers), name="anyrank-save"
         )
         self._thread.start()
         self._stall_sec = time.perf_counter() - start

@@ -26,6 +26,7 @@ from anyrank.around.sharing.messages import (
     aligned,
     messages_of,
 )
+from anyrank.around.sharing.passing import Passing
 from anyrank.around.sharing.places import LocalMemory
 from anyrank.files.reader import synchronize
 from anyrank.world.pinned import page_locked
@@ -113,14 +114,14 @@ class Mover:
 
     def _round(self, messages: Sequence[Message]) -> None:
         rank = self.ranks.rank
-        with self.ranks.streaming(WHAT):
+        with Passing(self.ranks, WHAT) as passing:
             for message in messages:
                 if message.sender == message.receiver:
                     self._try(lambda m=message: self._copy(m))
                 elif message.sender == rank:
-                    self._send(message)
+                    self._send(message, passing)
                 else:
-                    self._receive(message)
+                    self._receive(message, passing)
             while self.pending:
                 self._finish_oldest()
 
@@ -137,23 +138,23 @@ class Mover:
         self.places.copy(message)
         self.copied += message.target_bytes
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, passing: Passing) -> None:
         self._make_room(message.nbytes)  # a lost connection is no error of this rank's own
         self._try(lambda: faults.point("sync.send"))
         memory, start = self._try(lambda: self._direct(message, is_source=True)), -1
         if memory is None:
             memory, start = self._stage(message)
             self._try(lambda: self._fill(message, memory))
-        self._add(message, self.ranks.start_send(memory, message.receiver), start)
+        self._add(message, passing.send(memory, message.receiver), start)
         self.sent += message.payload
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: Message, passing: Passing) -> None:
         self._make_room(message.nbytes)
         self._try(lambda: faults.point("sync.receive"))
         memory, start = self._try(lambda: self._direct(message, is_source=False)), -1
         if memory is None:
             memory, start = self._stage(message)
-        self._add(message, self.ranks.start_receive(memory, message.sender), start)
+        self._add(message, passing.receive(memory, message.sender), start)
         self.received += message.payload
 
     def _direct(self, message: Message, *, is_source: bool) -> torch.Tensor | None:

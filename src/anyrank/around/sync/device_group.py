@@ -8,6 +8,7 @@ gloo's connections know. Where they cannot, this group is aborted, and no other.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -18,7 +19,9 @@ import torch.distributed as dist
 
 from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.connections import GLOO_SEC, Connections
+from anyrank.world.helper_thread import HelperThread
 
+ASK_SEC = 50e-6  # between two questions whether a device has come to the end of a round
 MAX_CTAS = 8  # blocks of a device's that the library may take from who computes meanwhile
 
 Open = Callable[[Any, int, int], Any]  # store, this rank's position, how many -> torch's group
@@ -80,7 +83,7 @@ class DeviceGroup:
         with _current(self.side, main):
             self.group.alltoall_base(target, source, *sizes).wait()  # the stream does, not the host
             over = _record(self.side)
-        wait = self.connections.polled(over.query, what)
+        wait = polled(self.connections, over.query, what)
         return Round(wait, lambda: main.wait_event(over))
 
     def settle(self, what: str) -> Callable[[], None]:
@@ -88,7 +91,7 @@ class DeviceGroup:
         if self.side is None:
             return lambda: None
         event = _record(torch.accelerator.current_stream(self.device))
-        return self.connections.polled(event.query, what)
+        return polled(self.connections, event.query, what)
 
 
 class Round:
@@ -157,10 +160,49 @@ def open_group(
                 torch.accelerator.current_stream(device).synchronize()
             return group
 
-    group = connections.connect(connect, what)
+    group = _connect(connections, connect, what)
     nbytes = max(0, free - _free_bytes(device))
     known = connections.device_groups[name] = DeviceGroup(connections, group, device, nbytes)
     return known
+
+
+def _connect(connections: Connections, connect: Callable[[], Any], what: str) -> Any:
+    """Run in a thread what connects all ranks, and may wait for them for ever. All ranks.
+
+    Raises:
+        RankError: it failed on a rank, or a rank has died.
+    """
+    number = connections.count_wait()
+    with connections.waiting(what, number) as waiting, HelperThread() as helper:
+        try:
+            return helper.call(connect, waiting.poll, waiting.poll_sec)
+        except RuntimeError as error:
+            rank = connections.state.rank
+            text = f"{what}: rank {rank} could not connect its device: {error}"
+            raise connections.state.end(text, [rank], str(error)) from error
+
+
+def polled(connections: Connections, is_over: Callable[[], bool], what: str) -> Callable[[], None]:
+    """The wait for what all ranks have started, and which only says whether it is over."""
+    number, state = connections.count_wait(), connections.state
+
+    def ask() -> bool:
+        try:
+            return is_over()
+        except RuntimeError as error:  # of a device, which a rank dies of as a rule
+            text = f"{what}: rank {state.rank}'s device: {error}"
+            raise state.end(text, [state.rank]) from error
+
+    def wait() -> None:
+        with connections.waiting(what, number) as waiting:
+            next_sec = time.monotonic() + waiting.poll_sec
+            while not ask():
+                time.sleep(ASK_SEC)
+                if time.monotonic() > next_sec:
+                    waiting.poll()
+                    next_sec = time.monotonic() + waiting.poll_sec
+
+    return wait
 
 
 def _free_bytes(device: torch.device) -> int:

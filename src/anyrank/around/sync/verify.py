@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from anyrank.around.sharing.flows import Flow
+from anyrank.around.sharing.passing import exchange
 from anyrank.around.sharing.places import LocalMemory
 from anyrank.around.sharing.transfers import Transfer
 from anyrank.around.sync.digests import DIGEST_BYTES, DigestAll
@@ -51,7 +52,7 @@ def differing(
     if ranks.size > 1:
         outgoing = [(_as_tensor(data), receiver) for receiver, data in sent.items()]
         incoming = [(tensor, sender) for sender, tensor in received.items()]
-        ranks.exchange(outgoing, incoming, "comparing both ends")
+        exchange(ranks, outgoing, incoming, "comparing both ends")
     expected = {sender: _digests_in(tensor) for sender, tensor in received.items()}
     expected[rank] = iter(own_digests)
     wrong = {

@@ -1,0 +1,25 @@
+"""Connections for a thread of its own, whose messages must not mix with the training's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from anyrank.world.ranks import Ranks
+
+_used: set[tuple[tuple[int, ...], int]] = set()  # ranks, and a channel between them that is open
+
+
+@contextmanager
+def open_channel(ranks: Ranks, call: str) -> Generator[Ranks, None, None]:
+    """The same ranks, with connections for a thread of their own. All ranks."""
+    own_used = {channel for members, channel in _used if members == ranks.ranks}
+    used_by_rank = ranks.gather(own_used, f"opening a channel for {call}")
+    channel = next(n for n in itertools.count(1) if not any(n in used for used in used_by_rank))
+    key = ranks.ranks, channel
+    _used.add(key)
+    try:
+        yield Ranks(ranks.ranks, ranks.rank, call, channel)
+    finally:
+        _used.discard(key)
