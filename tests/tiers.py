@@ -103,6 +103,7 @@ ROOMS = {
         slow="integrations/test_peft_folders integrations/test_peft_resume",
     ),
     "readers": Room("readers", "hostile/test_bad_files"),
+    "regrouped": Room("regrouped", "unit/test_optimizer_state"),
     "remote": Room("remote", "integrations/test_object_store"),
     "script": Room("script", "unit/test_script_settings"),
     "sharing": Room("sharing", "unit/test_file_flows"),

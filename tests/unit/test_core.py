@@ -38,6 +38,7 @@ BUDGETS = {
     "around/peers": 402,
     "around/peft": 520,
     "around/readers": 1825,
+    "around/regrouped": 112,
     "around/remote": 190,
     "around/script": 915,
     "around/sharing": 1485,

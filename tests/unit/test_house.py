@@ -76,6 +76,7 @@ MAY_IMPORT |= {
     "own_methods": MODEL | {"random_state", "data", "steps", "state"},
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
     "peers": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},
+    "regrouped": MODEL | {"state"},
     "readers": BASE | {"tensors", "files", "formats"},
     "remote": BASE | {"files"},
     "script": MODEL | {"random_state", "data", "steps", "state"},
@@ -139,7 +140,9 @@ DOORS = {
     "anyrank.resume.listeners": ("pace", "peers"),
     "anyrank.saving.run_folder": ("foreign",),
     "anyrank.resume.log_listener": ("inspection",),
-    "anyrank.state.optimizer": ("misfits", "own_methods"),
+    "anyrank.state.optimizer": ("misfits", "own_methods", "regrouped"),
+    "anyrank.state.stateful": ("regrouped",),
+    "anyrank.around.script.comparison": ("regrouped",),
     "anyrank.state.script_settings": ("script",),
     "anyrank.state.train_state": ("base",),
 }

@@ -99,14 +99,14 @@ SEAM = {
     "state.accelerate_wrappers": "innermost",
     "state.digests": "check_has_memory digests_of",
     "state.optimizer": "Names UNKNOWN match_optimizer",
-    "state.part_types": "PartMatch PartSource PartState hold_to_save in_line misfits",
+    "state.part_types": "PartMatch PartSource PartState differences hold_to_save in_line misfits",
     "state.plain_values": "as_json",
     "state.resume_report": "Outcome ResumeReport SavedOn",
     "state.script_settings": """
         FUNCTIONS NOT_SETTINGS ScriptSettings Settings is_schedule optimizer_of
     """,
     "state.stateful": """
-        BY_GROUP attribute_tensors has_own_methods in_groups match_stateful save_stateful
+        BY_GROUP attribute_tensors has_own_methods match_stateful save_stateful
         tensors_now
     """,
     "state.train_state": "TrainState names_of",

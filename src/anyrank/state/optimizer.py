@@ -32,7 +32,6 @@ from anyrank.state.part_types import (
     PartMatch,
     PartSource,
     PartState,
-    differences,
     hold_to_save,
     in_line,
     layout_digest,
@@ -172,9 +171,11 @@ def match_optimizer(
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
-    groups, fresh = _fit_groups(part, optimizer, record, names, source, matched.problems)
-    matched.is_regrouped = _are_regrouped(groups, len(record["groups"]))
-    matched.groups = groups
+    fresh: list[str] = []
+    if not _has_same_groups(optimizer, record, names):
+        from anyrank.around.regrouped.groups import match_groups  # a door: see test_house
+
+        fresh = match_groups(part, optimizer, record, names, source, matched)
     absent = [name for name in record["state"] if name not in by_name]
     unknown = [name for name in absent if not source.is_dropped(name)]
     if unknown and not matched.problems:  # a problem of the groups names these already
@@ -194,6 +195,7 @@ def match_optimizer(
     }
     take = room.taker(None, part)
     options = [dict(from_json(group["options"], take)) for group in record["groups"]]
+    groups = range(len(options)) if matched.groups is None else matched.groups
     pairs = [
         (group, options[number])
         for group, number in zip(optimizer.param_groups, groups, strict=True)
@@ -207,6 +209,12 @@ def match_optimizer(
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
+
+
+def _has_same_groups(optimizer: Optimizer, record: Any, names: Names) -> bool:
+    """Whether each group has the parameters that it had in the checkpoint."""
+    own_groups = [{names[id(p)].name for p in group["params"]} for group in optimizer.param_groups]
+    return own_groups == [{*group["params"]} for group in record["groups"]]
 
 
 def _with_notes(matched: PartMatch, part: str, record: Any) -> PartMatch:
@@ -425,64 +433,3 @@ def _hold(
         like, local, placements=placements, shape=whole.shape, stride=whole.stride()
     )
     return as_sharded(key, tensor)
-
-
-def _fit_groups(
-    part: str,
-    optimizer: Optimizer,
-    record: Any,
-    names: Names,
-    source: PartSource,
-    problems: list[str],
-) -> tuple[list[int | None], list[str]]:
-    """For each group of the optimizer, the saved group whose hyperparameters it takes; and the
-    parameters that start fresh. A group of these alone keeps its own hyperparameters.
-    """
-    home = {name: n for n, group in enumerate(record["groups"]) for name in group["params"]}
-    chosen: list[int | None] = []
-    seen: set[str] = set()
-    fresh: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
-        members = [names[id(parameter)].name for parameter in group["params"]]
-        seen.update(members)
-        new = [name for name in members if name not in home]
-        unasked = [name for name in new if not source.is_fresh(name)]
-        if unasked:
-            problems.append(
-                in_line(f"{part}: parameters that the checkpoint's had not", unasked)
-                + f": if they are new, resume with fresh={unasked[:1]!r}, or a pattern"
-            )
-            continue
-        fresh += new
-        sources = sorted({home[name] for name in members if name in home})
-        if not sources:
-            # A group without parameters goes by its number, as it has none to go by.
-            alone = bool(members) or number >= len(record["groups"])
-            chosen.append(None if alone else number)
-            continue
-        first = record["groups"][sources[0]]["options"]
-        for other in sources[1:]:
-            options = record["groups"][other]["options"]
-            if options != first and not source.joins:
-                problems.append(
-                    f"{part}: group {number} joins parameters of groups {sources[0]} and {other} "
-                    f"of the checkpoint, whose hyperparameters differ ("
-                    f"{differences(first, options)}): group them as they were, or resume with "
-                    'settings="script", which uses those of this script'
-                )
-        # With its own number a group keeps its place, by which schedules count.
-        chosen.append(number if number in sources else sources[0])
-    absent = [name for name in home if name not in seen and not source.is_dropped(name)]
-    if absent:
-        problems.append(
-            in_line(f"{part}: parameters of the checkpoint's that it no longer has", absent)
-            + ": if the run has added their group between two steps, add it before the resume; "
-            f"if they are frozen now, or gone, resume with drop={absent[:1]!r}, or a pattern; "
-            f"skip=[{part!r}] leaves the optimizer as it is, without the moments of the others"
-        )
-    return chosen, fresh
-
-
-def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
-    """Whether the groups are not the checkpoint's in their order, with new ones after them."""
-    return [*groups[:count]] != [*range(count)] or any(n is not None for n in groups[count:])

@@ -59,7 +59,8 @@ class PartMatch:
         notes: for the report, in sentences.
         warnings: the same, of what people have to know.
         is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
-        groups: of an optimizer, the saved group whose options each of its groups takes.
+        groups: of an optimizer, the saved group whose options each of its groups takes, where they
+            are not those of the checkpoint.
         has_meta_buffers: whether buffers that no checkpoint holds are on meta.
     """
 
