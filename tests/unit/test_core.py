@@ -29,7 +29,7 @@ BUDGETS = {
     "around/frozen": 700,
     "around/fsdp2": 100,
     "around/hugging": 1073,
-    "around/inspection": 1450,
+    "around/inspection": 1455,
     "around/layouts": 415,
     "around/misfits": 185,
     "around/own_code": 215,
@@ -37,7 +37,7 @@ BUDGETS = {
     "around/pace": 270,
     "around/peers": 402,
     "around/peft": 520,
-    "around/readers": 1825,
+    "around/readers": 1885,
     "around/regrouped": 112,
     "around/remote": 190,
     "around/script": 915,
@@ -52,7 +52,7 @@ BUDGETS = {
     "data": 583,
     "files": 1970,
     "filling": 1480,
-    "formats": 1040,
+    "formats": 980,
     "integrations": 3505,
     "memory": 3290,
     "model": 2160,
@@ -157,6 +157,12 @@ anyrank.load(model, path + ".safetensors")""",
         """
 os.mkdir(path)
 save_file(saved.state_dict(), path + "/model.safetensors")
+anyrank.load(model, path)""",
+        {"readers"},
+    ),
+    "a run": (
+        """
+anyrank.Checkpoints(path, anyrank.TrainState(saved)).save()
 anyrank.load(model, path)""",
         {"readers"},
     ),

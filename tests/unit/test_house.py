@@ -71,7 +71,7 @@ MAY_IMPORT |= {
     "frozen": MODEL | {"readers", "state"},
     "fsdp2": CORE,
     "misfits": MODEL,
-    "inspection": (CORE - {"world"}) | {"formats", "verify", "hugging", "tables"},
+    "inspection": (CORE - {"world"}) | {"formats", "readers", "verify", "hugging", "tables"},
     "own_code": MODEL | {"state"},
     "own_methods": MODEL | {"random_state", "data", "steps", "state"},
     "pace": MODEL | {"random_state", "data", "steps", "state", "saving", "resume"},

@@ -54,8 +54,8 @@ SEAM = {
     "formats.dcp_output": "metadata_of",
     "formats.run_log": "END ERROR LOG LogLine SECONDS START read_log",
     "formats.run_step": """
-        ASIDE INDEX METADATA SavedStep StoredBox check_sizes is_step list_step list_steps
-        no_step number_of steps_in whole_steps
+        ASIDE INDEX METADATA SavedStep StepFolder StoredBox check_sizes describe is_step
+        list_step list_steps number_of
     """,
     "formats.safetensors": "ALIGN CODES MAX_HEADER_BYTES RESERVED",
     "formats.sources": """

@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 import anyrank
 from anyrank.around.inspection.inspect import inspect
 from anyrank.around.inspection.stream import boxes_of, open_values
+from anyrank.around.readers.runs import steps_in
 from anyrank.cli import torchrun
 from anyrank.cli.demo import RESULTS
 from anyrank.cli.launcher import end_with
@@ -35,7 +36,7 @@ from anyrank.errors import AnyrankError
 from anyrank.files.manifest import read_manifest, step_name
 from anyrank.files.reader import memory_of
 from anyrank.files.storage import storage_for
-from anyrank.formats.run_step import list_step, steps_in
+from anyrank.formats.run_step import list_step
 from anyrank.model.memory_meter import PeakMemory
 
 SCRIPT = "finetune.py"

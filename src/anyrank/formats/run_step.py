@@ -6,16 +6,15 @@ reads a run without unpickling anything, and without opening each piece's zip.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.json_codec import reading_record
 from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import (
@@ -23,16 +22,13 @@ from anyrank.files.manifest import (
     MANIFEST,
     STEP,
     Manifest,
-    read_manifest,
     read_small,
     step_name,
 )
-from anyrank.files.storage import FileRecord, Storage, join_path, storage_for
+from anyrank.files.storage import FileRecord, Storage, join_path
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
-from anyrank.wording import join_first
 
-WEIGHTS = "model."
 INDEX = "tensors.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint, which a step has as well
 ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
@@ -99,19 +95,6 @@ def describe(manifest: Manifest, path: str) -> SavedStep:
     )
 
 
-def steps_in(folder: str) -> list[SavedStep]:
-    """The steps with a readable manifest, the newest first; none where there is no run."""
-    storage = storage_for(folder)
-    if not storage.is_dir(folder):
-        return []
-    steps: list[SavedStep] = []
-    for step in whole_steps(storage, folder, storage.names(folder)):
-        path = join_path(folder, step.name)
-        with contextlib.suppress(AnyrankError):
-            steps.append(describe(read_manifest(storage, path), path))
-    return steps
-
-
 class StepFolder(NamedTuple):
     """A step's folder in a run's.
 
@@ -152,45 +135,6 @@ def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step
         if is_whole or (name == step_name(number) and not storage.is_file(path)):
             steps.append(StepFolder(number, name, is_whole))
     return sorted(steps, reverse=True)
-
-
-def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
-    """Those of `list_steps` that are whole."""
-    return [step for step in list_steps(storage, folder, names) if step.is_whole]
-
-
-def no_step(names: Iterable[str]) -> str:
-    """What a run's folder with these entries has in place of a whole step."""
-    aside = sorted(name for name in names if name.startswith(ASIDE))
-    text = "holds no step that a run has committed"
-    if not aside:
-        return text
-    return (
-        f"{text}, and {join_first(aside, 3)} set aside: anyrank.verify() says what is damaged in "
-        "one, and one that is whole is a step again by its old name"
-    )
-
-
-def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of a step, or of the newest committed step of a run.
-
-    Raises:
-        LoadError: the run has no committed step, or the step is damaged.
-    """
-    names = storage.names(folder)
-    if MANIFEST not in names:
-        for step in whole_steps(storage, folder, names):
-            return list_folder(storage, join_path(folder, step.name))
-        raise LoadError(f"{folder}: {no_step(names)}")
-    try:
-        listing = list_step(storage, folder, read_manifest(storage, folder))
-    except AnyrankError as error:
-        raise LoadError(str(error)) from error
-    beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}
-    skipped = tuple(f"{k}: of another part" for k in beside)
-    weights = {k[len(WEIGHTS) :]: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
-    table = WEIGHTS.removesuffix(".")
-    return replace(listing, tensors=weights, skipped=skipped, table=table, beside=beside)
 
 
 def list_step(

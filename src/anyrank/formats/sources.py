@@ -16,20 +16,20 @@ from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.files.storage import Storage, storage_for
-from anyrank.formats import run_step, weight_files
-from anyrank.formats.run_step import METADATA
+from anyrank.formats import weight_files
+from anyrank.formats.run_step import ASIDE, METADATA
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
 
 # What writes folders -> rows of patterns. A folder is of a kind if some entry fits each pattern of
 # one of its rows; kinds are tried in this order, and the empty row of WEIGHTS fits every folder.
-# The core lists the weights of RUN, `around/readers` those of LISTED_BY_READERS; `foreign.read` has
-# the others, and the runs of every tool but anyrank.
+# `around/readers` lists the weights of LISTED_BY_READERS; `foreign.read` has the others, which are
+# the runs of other tools.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
-LISTED_BY_READERS = (DCP, WEIGHTS)
+LISTED_BY_READERS = (RUN, DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(run_step.ASIDE) + ".*",)),
+    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
     "accelerate": ((r"random_states_\d+\.pkl",), (r"pytorch_model_fsdp(_\d+)?(\.bin)?",)),
     "deepspeed": (
@@ -47,7 +47,7 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 def is_run_of_tool(name: str) -> bool:
     """Whether a name in FOLDERS is of the runs of another tool."""
-    return name not in (RUN, *LISTED_BY_READERS)
+    return name not in LISTED_BY_READERS
 
 
 def looks_like(name: str, names: Sequence[str]) -> bool:
@@ -140,8 +140,6 @@ def _list_path(path: str) -> Listing:
 
 def _list_folder(storage: Storage, path: str) -> Listing:
     name = format_of_folder(storage.names(path))
-    if name == RUN:
-        return run_step.list_folder(storage, path)
     if not is_run_of_tool(name):
         from anyrank.around.readers.listers import list_as  # a door: see test_house
 

@@ -13,9 +13,10 @@ from anyrank.around.hugging.dequantise import unknown_method
 from anyrank.around.hugging.quantised import pairs_of
 from anyrank.around.inspection.groups import TensorGroup, group
 from anyrank.around.inspection.run_time import RunTime, sum_up
+from anyrank.around.readers.runs import steps_in
 from anyrank.files.listing import Listing, ties_of
 from anyrank.formats.run_log import read_log
-from anyrank.formats.run_step import SavedStep, steps_in
+from anyrank.formats.run_step import SavedStep
 from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import count, group_by_part, in_units, printable, rows, short_dtype

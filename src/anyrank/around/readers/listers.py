@@ -14,6 +14,12 @@ def _torch_file(storage: Storage, path: str) -> Listing:
     return list_file(storage, path)
 
 
+def _run_folder(storage: Storage, folder: str) -> Listing:
+    from anyrank.around.readers.runs import list_folder
+
+    return list_folder(storage, folder)
+
+
 def _dcp_folder(storage: Storage, folder: str) -> Listing:
     from anyrank.around.readers.dcp import list_folder
 
@@ -30,6 +36,7 @@ def _folder_of_weights(storage: Storage, folder: str) -> Listing:
 # it is called: a folder of safetensors needs no pickles.
 LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
     "torch": _torch_file,
+    "anyrank": _run_folder,
     "dcp": _dcp_folder,
     "weights": _folder_of_weights,
 }
