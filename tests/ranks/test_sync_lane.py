@@ -192,7 +192,7 @@ def job_subset() -> int:
     with lane_on() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", None)
         patch.setattr(Passing, "send", None)
-        patch.setattr(Connections, "receive", None)
+        patch.setattr(Passing, "receive", None)
         src = {"w": torch.ones(64)} if rank == 0 else None
         dst = {"w": torch.zeros(64)} if rank else None
         anyrank.sync(dst, src, process_group=group)

@@ -59,7 +59,7 @@ BUDGETS = {
     "random_state": 503,
     "resume": 2350,
     "saving": 1140,
-    "state": 2326,
+    "state": 2240,
     "steps": 2409,
     "tensors": 1390,
     "testing": 1373,
