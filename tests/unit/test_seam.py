@@ -72,7 +72,7 @@ SEAM = {
     "model.alike": "check_alike differing_replicas",
     "model.dialects": "Case Dialect LIVE ModelMatch Renamer dialects_of match_of_rules",
     "model.dtensors": "as_sharded placement_of",
-    "model.fits": "PACKED SourceMemory check_overlaps parametrised shared_on_meta unwritable",
+    "model.fits": "PACKED SourceMemory check_overlaps shared_on_meta unwritable",
     "model.frozen_parts": "FROZEN FrozenInfo FrozenSource frozen_info frozen_parts",
     "model.match": "match_model warn_of_idle",
     "model.memory_meter": "Meter PeakMemory rss_anon",

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch.nn.utils.parametrize import ParametrizationList
 
-from anyrank.errors import LoadError
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor, is_released
 from anyrank.tensors.spec import StoredTensor
-from anyrank.wording import first_few
 
 PACKED = torch.float4_e2m1fn_x2  # which torch casts to no other dtype
 
@@ -76,59 +72,13 @@ def check_overlaps(
     Raises:
         LoadError: names the two tensors.
     """
-    targets, givers = list(filled.items()), list(sources.items())
     memory = [*filled.values(), *(source.memory for source in sources.values())]
-    for first, second in _touching(memory):
-        if first >= len(targets):
-            continue  # sources are only read
-        index, target_memory = targets[first]
-        if second < len(targets):
-            other, other_memory = targets[second]
-            if not _is_same_memory(target_memory, other_memory):
-                raise LoadError(
-                    f"{tensors[index].name} and {tensors[other].name} share a part of their "
-                    "memory, or lie between each other's elements, and are filled one after the "
-                    "other: leave out one of them, or give it memory of its own (.clone())"
-                )
-        else:
-            number, source = givers[second - len(targets)]
-            if not _is_itself(tensors[index], target_memory, stored[index], number, source):
-                raise LoadError(
-                    f"{tensors[index].name}: shares memory with {source.tensor.name} of the "
-                    "source, and the load would overwrite that before it reads it: give one of "
-                    "them memory of its own (copy.deepcopy, .clone())"
-                )
+    # Sources are only read.
+    pairs = [(first, second) for first, second in _touching(memory) if first < len(filled)]
+    if pairs:
+        from anyrank.around.misfits.overlaps import check_pairs  # a door: see test_house
 
-
-def _is_itself(
-    target: ShardedTensor,
-    memory: torch.Tensor,
-    stored: StoredTensor,
-    number: int,
-    source: SourceMemory,
-) -> bool:
-    """Whether a tensor is filled by all of one source in order, and both are one memory."""
-    first, *others = stored.chunks
-    giver = source.tensor
-    return (
-        not others
-        and first.file == number
-        and first.offset == 0
-        and first.box == Box.whole(giver.shape)
-        and first.strides == source.strides
-        and (target.shape, target.layout, target.coordinate)
-        == (giver.shape, giver.layout, giver.coordinate)
-        and _is_same_memory(memory, source.memory)
-    )
-
-
-def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-        other.dtype,
-    )
+        check_pairs(pairs, tensors, stored, filled, sources)
 
 
 def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
@@ -179,24 +129,6 @@ def _last(tensor: torch.Tensor) -> int:
     """The last element of its storage that a tensor has."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return _first(tensor) + sum((size - 1) * stride for size, stride in steps)
-
-
-def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
-    """Name parametrised tensors that need first values: the rules of modules know only the tensors
-    that the parametrisation replaced.
-    """
-    names = [
-        target.name
-        for target in targets
-        if isinstance(target.registrations[0].module, ParametrizationList)
-    ]
-    if not names:
-        return []
-    return [
-        f"{', '.join(first_few(names, 10))}: no rule gives first values to parametrised tensors "
-        "(weight_norm, ...): build these modules on the CPU (without anyrank.meta()), or load "
-        "their weights"
-    ]
 
 
 # Tools without bfloat16 (NumPy) store its bits as integers of the same size.

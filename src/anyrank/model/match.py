@@ -13,7 +13,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.formats.tables import idle_renames, renamer, weights_for
 from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_by_name
-from anyrank.model.fits import find_misfit, parametrised, shared_on_meta, unwritable
+from anyrank.model.fits import find_misfit, shared_on_meta, unwritable
 from anyrank.model.frozen_parts import FrozenSource
 from anyrank.model.options import LoadOptions
 from anyrank.model.own_code import own_code_of
@@ -117,7 +117,10 @@ def match_model(
     )
     problems = _problems(match, absent, options)
     problems += _unread(listing, tensors, absent, case.rename)
-    problems += parametrised(tensors[i] for i in initialise)
+    if initialise:
+        from anyrank.around.first_values.parametrised import parametrised  # a door
+
+        problems += parametrised(tensors[i] for i in initialise)
     problems += shared_on_meta(tensors)
     # Adapters are judged last: by then it is known what fills their base.
     for dialect in dialects:

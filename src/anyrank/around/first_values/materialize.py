@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from anyrank.around.first_values.parametrised import parametrised
 from anyrank.checks import check_choice, check_model
 from anyrank.errors import LoadError
 from anyrank.filling.fill import Side, fill
 from anyrank.filling.report import LoadReport
 from anyrank.model.dialects import ModelMatch, match_of_rules
-from anyrank.model.fits import parametrised, shared_on_meta
+from anyrank.model.fits import shared_on_meta
 from anyrank.model.memory_meter import Meter
 from anyrank.model.share import ModelShare
 from anyrank.model.tensors import ModelTensor, find_tensors
