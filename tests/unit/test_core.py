@@ -54,7 +54,7 @@ BUDGETS = {
     "filling": 1480,
     "formats": 980,
     "integrations": 3505,
-    "memory": 3290,
+    "memory": 3335,
     "model": 2160,
     "random_state": 503,
     "resume": 2350,

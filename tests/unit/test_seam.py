@@ -87,7 +87,9 @@ SEAM = {
         ModelTensor NamedModule REGISTRIES find_modules find_tensors in_state_dict tensors_of
     """,
     "model.wrappers": "ModelTensor Path Registration plain_class plain_copy plain_of",
-    "random_state.streams": "Source ambient is_in_use kept own_accelerator reseed source_of",
+    "random_state.streams": """
+        NumpyStream PythonStream Source TorchStream ambient is_in_use kept own_accelerator reseed
+    """,
     "resume.listener": "OfferedStep RunListener",
     "resume.options": "Cadence RENAMING ResumeArguments",
     "resume.source": "ResumeSource misfit_text",

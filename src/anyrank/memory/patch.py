@@ -17,8 +17,9 @@ from torch import nn
 
 from anyrank.around.misfits.near_names import near
 from anyrank.checks import check_model, check_type
+from anyrank.memory.generators import as_sources
 from anyrank.memory.offload import Offload
-from anyrank.memory.recompute import RegionOptions, as_sources, run_region
+from anyrank.memory.recompute import RegionOptions, run_region
 from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.memory.tiling_dims import check_dims

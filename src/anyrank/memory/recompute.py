@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,15 +10,16 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from anyrank.checks import check_function, check_type
+from anyrank.checks import check_function
 from anyrank.memory.ambient import Ambient, in_transform
 from anyrank.memory.caches import without_caches
 from anyrank.memory.call import Call, function_name, unwrap
+from anyrank.memory.generators import as_sources, source_of
 from anyrank.memory.offload import Offload, get_engine
 from anyrank.memory.region import Contexts, SavedInputs, record_region, uncompiled
 from anyrank.memory.used_modules import UsedModules
 from anyrank.memory.written import WrittenArguments
-from anyrank.random_state.streams import Source, ambient, source_of
+from anyrank.random_state.streams import Source
 
 T = TypeVar("T")
 
@@ -128,32 +127,6 @@ class RegionOptions:
         """The ids of the storages of these buffers, as they are now."""
         buffers = (buffer for part in self.holders for buffer in part.buffers(recurse=False))
         return {id(buffer.untyped_storage()) for buffer in buffers}
-
-
-def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
-    """Generators as sources of random numbers.
-
-    Raises:
-        TypeError: one is not a generator that can be set back.
-    """
-    check_type("generators", generators, Iterable, "a list of generators")
-    sources: list[Source] = []
-    for generator in generators:
-        source = _global_source(generator) or source_of(generator)
-        if source is None:
-            raise TypeError(
-                f"generators has a {type(generator).__name__}: give a torch.Generator, a generator "
-                "of numpy or a random.Random, or the module random or numpy.random"
-            )
-        sources.append(source)
-    return tuple(sources)
-
-
-def _global_source(value: Any) -> Source | None:
-    """The global generator of the modules `random` and `numpy.random`."""
-    modules = {"python": random, "numpy": getattr(sys.modules.get("numpy"), "random", None)}
-    sources = (source for source in ambient() if value is modules.get(source.name, modules))
-    return next(sources, None)
 
 
 def run_region(

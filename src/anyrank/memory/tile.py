@@ -15,6 +15,7 @@ from anyrank.checks import check_function
 from anyrank.errors import RankError, RecomputeError
 from anyrank.memory.ambient import Ambient, in_transform
 from anyrank.memory.call import Call, find_module, function_name
+from anyrank.memory.generators import source_of
 from anyrank.memory.region import SavedInputs, record_region, uncompiled
 from anyrank.memory.tile_weights import WideWeights, check_grad_dtype, with_own_gradients
 from anyrank.memory.tiling_dims import (
@@ -26,7 +27,6 @@ from anyrank.memory.tiling_dims import (
     check_dims,
 )
 from anyrank.memory.used_modules import UsedModules, used_modules
-from anyrank.random_state.streams import source_of
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.tensors.walk import walk

@@ -95,7 +95,7 @@ class PythonStream:
         return state
 
 
-class _NumpyStream:
+class NumpyStream:
     """numpy's global generator, or a `RandomState`. For processes that have loaded numpy."""
 
     name, algorithm = "numpy", "mt19937"
@@ -123,19 +123,6 @@ class _NumpyStream:
         state = ("MT19937", array("I", base64.b64decode(words)), position, has_gauss, gauss)
         sys.modules["numpy"].random.RandomState().set_state(state)  # raises for what is no state
         return state
-
-
-class _NumpyGenerator:
-    """A generator that a user made by `numpy.random.default_rng`."""
-
-    def __init__(self, generator: Any) -> None:
-        self.bits = generator.bit_generator
-
-    def get(self) -> Any:
-        return self.bits.state
-
-    def put(self, state: Any) -> None:
-        self.bits.state = state
 
 
 class _StateOfTorch:
@@ -191,20 +178,6 @@ class _DeviceStream(_StateOfTorch):
         self.put(torch.Generator(self.device).manual_seed(number).get_state())
 
 
-def source_of(value: Any) -> Source | None:
-    """The source that a generator of torch, numpy or `random` is; None for any other value, and
-    for one without a state.
-    """
-    if isinstance(value, torch.Generator):
-        return TorchStream("given", value)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return PythonStream(value)
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
-        return None
-    return _NumpyGenerator(value) if isinstance(value, numpy.Generator) else _NumpyStream(value)
-
-
 # Made once: a microbatch asks for them twice.
 _PYTHON, _TORCH = PythonStream(), TorchStream("torch", torch.default_generator)
 
@@ -214,7 +187,7 @@ def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
     streams: list[Stream] = [_PYTHON]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
-        streams.append(_NumpyStream())
+        streams.append(NumpyStream())
     streams.append(_TORCH)
     return streams + [_DeviceStream(device) for device in devices]
 

@@ -1,0 +1,72 @@
+"""The generators that a function draws from: those that a user names, and those it is given."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from anyrank.checks import check_type
+from anyrank.random_state.streams import (
+    NumpyStream,
+    PythonStream,
+    Source,
+    TorchStream,
+    ambient,
+)
+
+
+def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
+    """Generators as sources of random numbers.
+
+    Raises:
+        TypeError: one is not a generator that can be set back.
+    """
+    check_type("generators", generators, Iterable, "a list of generators")
+    sources: list[Source] = []
+    for generator in generators:
+        source = _global_source(generator) or source_of(generator)
+        if source is None:
+            raise TypeError(
+                f"generators has a {type(generator).__name__}: give a torch.Generator, a generator "
+                "of numpy or a random.Random, or the module random or numpy.random"
+            )
+        sources.append(source)
+    return tuple(sources)
+
+
+def _global_source(value: Any) -> Source | None:
+    """The global generator of the modules `random` and `numpy.random`."""
+    modules = {"python": random, "numpy": getattr(sys.modules.get("numpy"), "random", None)}
+    sources = (source for source in ambient() if value is modules.get(source.name, modules))
+    return next(sources, None)
+
+
+def source_of(value: Any) -> Source | None:
+    """The source that a generator of torch, numpy or `random` is; None for any other value, and
+    for one without a state.
+    """
+    if isinstance(value, torch.Generator):
+        return TorchStream("given", value)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return PythonStream(value)
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
+        return None
+    return _NumpyGenerator(value) if isinstance(value, numpy.Generator) else NumpyStream(value)
+
+
+class _NumpyGenerator:
+    """A generator that a user made by `numpy.random.default_rng`."""
+
+    def __init__(self, generator: Any) -> None:
+        self.bits = generator.bit_generator
+
+    def get(self) -> Any:
+        return self.bits.state
+
+    def put(self, state: Any) -> None:
+        self.bits.state = state
