@@ -69,7 +69,7 @@ SEAM = {
         ENDINGS FILES FORMATS META_PART OF_META ZIP_MAGIC format_of list_file
         saying_what_it_is
     """,
-    "model.alike": "check_alike differing_replicas",
+    "model.alike": "Inventory check_alike differing_replicas inventory_of",
     "model.dialects": "Case Dialect LIVE ModelMatch Renamer dialects_of match_of_rules",
     "model.dtensors": "as_sharded placement_of",
     "model.fits": "PACKED SourceMemory check_overlaps shared_on_meta unwritable",
@@ -129,7 +129,7 @@ SEAM = {
     """,
     "tensors.plan": "GAP_BYTES Read plan_reads",
     "tensors.sharded_tensor": """
-        Coordinates Members ShardedTensor coordinates_of holders inventory_of is_released replicas
+        Coordinates Members ShardedTensor coordinates_of holders is_released replicas
         shared version_of
     """,
     "tensors.spec": "Chunk StoredTensor dtype_name",

@@ -13,14 +13,14 @@ from anyrank.files.listing import Listing
 from anyrank.filling.headers import Headers, SourceInfo, agreed_reader, for_copies, require_source
 from anyrank.filling.reading import Reading, caches_of, why_own
 from anyrank.formats.sources import Source, list_source
-from anyrank.model.alike import check_alike
+from anyrank.model.alike import Inventory, check_alike, inventory_of
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.frozen_parts import frozen_parts
 from anyrank.model.match import match_model, warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.model.share import default_buffer
 from anyrank.model.tensors import ModelTensor
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, inventory_of
+from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.world.alike import digest_of, unlike
 from anyrank.world.failures import describe_values
 from anyrank.world.ranks import Ranks
@@ -54,17 +54,15 @@ class _MatchSummary:
     """What a rank lets the others know of its match.
 
     Attributes:
-        digest: of the inventory of its tensors; empty in a process alone, as `fills`.
-        fills: digest of what fills them.
-        coordinates: where this rank is in the mesh of each tensor.
+        inventory: of its tensors.
+        fills: digest of what fills them; empty in a process alone.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
         frozen: hash of each frozen part, None where it is unknown.
         buffer_bytes: staging memory that this rank would use.
     """
 
-    digest: str
+    inventory: Inventory
     fills: str
-    coordinates: Coordinates
     has_meta_buffers: bool
     has_real_tensors: bool
     frozen: dict[str, str | None]
@@ -115,8 +113,9 @@ def plan_load(
 
     match, summaries = ranks.run_and_gather("planning the load", match_here)
     # Ranks with other models would fill other tensors, or wait for one another: none goes on.
-    digests = [summary.digest for summary in summaries]
-    check_alike("the ranks' models differ", match.tensors, digests, ranks, LoadError)
+    inventories = [summary.inventory for summary in summaries]
+    title = "the ranks' models differ"
+    coordinates = check_alike(title, match.tensors, inventories, ranks, LoadError)
     if len({summary.fills for summary in summaries}) > 1:
         raise LoadError(
             "the ranks' renaming functions give different names, or their dicts of tensors have "
@@ -125,8 +124,6 @@ def plan_load(
     if ranks.index == 0:
         warn_of_idle(match)
     _compare_frozen([summary.frozen for summary in summaries], ranks)
-    places = (summary.coordinates for summary in summaries)
-    coordinates = dict(zip(ranks.ranks, places, strict=True))
     if options.layout is not None:
         from anyrank.around.layouts.given import check_parts
 
@@ -172,9 +169,8 @@ def _summary(
     # All ranks get the same for a part that is filled; of others each keeps its own.
     kept = {part for t in left for registration in t.registrations for part in registration.path}
     return _MatchSummary(
-        digest=digest_of(inventory_of(tensors)) if ranks.size > 1 else "",
+        inventory=inventory_of(tensors, ranks),
         fills=_digest(match) if ranks.size > 1 else "",
-        coordinates=coordinates_of(tensors),
         has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
         has_real_tensors=any(not tensors[index].is_meta for index in match.stored),
         frozen={

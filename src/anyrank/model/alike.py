@@ -3,38 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from anyrank.errors import AnyrankError
-from anyrank.tensors.sharded_tensor import Members, ShardedTensor, inventory_of
+from anyrank.tensors.sharded_tensor import (
+    Coordinates,
+    Members,
+    ShardedTensor,
+    coordinates_of,
+    describe,
+)
 from anyrank.world.alike import Values, differing, digest_of
 from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 
+class Inventory(NamedTuple):
+    """What a rank tells the others of its tensors, which all of them have in one order.
+
+    Attributes:
+        digest: equal where ranks have the same tensors.
+        coordinates: where this rank is in the mesh of each.
+    """
+
+    digest: str
+    coordinates: Coordinates
+
+
+def inventory_of(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
+    """An inventory; in a process alone without a digest, which nobody would compare."""
+    digest = digest_of(describe(tensors)) if ranks.size > 1 else ""
+    return Inventory(digest, coordinates_of(tensors))
+
+
 def check_alike(
     title: str,
     tensors: Sequence[ShardedTensor],
-    digests: Sequence[str],
+    inventories: Sequence[Inventory],
     ranks: Ranks,
     error: type[AnyrankError],
-) -> None:
+) -> dict[int, Coordinates]:
     """Refuse ranks that have other tensors, or have them in another order. All ranks.
 
     Args:
         title: of the error: "the ranks' models differ".
         tensors: of this rank.
-        digests: of each rank, that of its `inventory_of`.
+        inventories: of each rank.
         ranks: that compare.
         error: its class.
+
+    Returns:
+        The coordinates of every rank, by global rank.
 
     Raises:
         AnyrankError: of class `error`: the first difference.
     """
-    if len({*digests}) == 1:
-        return
-    lines = {"tensors": {f"{n}": row for n, row in enumerate(inventory_of(tensors))}}
-    by_kind = differing(lines, [{"tensors": digest} for digest in digests], ranks, limit=1)
-    values = next(iter(by_kind["tensors"].values()))
+    by_rank = dict(zip(ranks.ranks, inventories, strict=True))
+    if len({inventory.digest for inventory in inventories}) == 1:
+        return {rank: inventory.coordinates for rank, inventory in by_rank.items()}
+    lines = {"tensors": {f"{n}": row for n, row in enumerate(describe(tensors))}}
+    digests = [{"tensors": inventory.digest} for inventory in inventories]
+    values = next(iter(differing(lines, digests, ranks, limit=1)["tensors"].values()))
     texts = {rank: row or "no further tensor" for rank, row in values.items()}
     (first, *_), (other, *_), *_ = ranks_by_value(texts).values()
     raise error(

@@ -15,7 +15,7 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.manifest import Manifest
-from anyrank.model.alike import check_alike
+from anyrank.model.alike import Inventory, check_alike, inventory_of
 from anyrank.random_state.saved_streams import (
     RankCoords,
     SavedStreams,
@@ -26,16 +26,11 @@ from anyrank.random_state.saved_streams import (
 )
 from anyrank.saving.rank_file import Item, make_items
 from anyrank.state.digests import check_has_memory
-from anyrank.state.part_types import PartState, differences
+from anyrank.state.part_types import PartState, differences, shared_tensors
 from anyrank.state.replicas import compare_replicas
 from anyrank.state.train_state import TrainState
 from anyrank.steps.loader import ElasticLoader
-from anyrank.tensors.sharded_tensor import (
-    Coordinates,
-    ShardedTensor,
-    coordinates_of,
-    inventory_of,
-)
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
 from anyrank.versions import __version__
 from anyrank.world.alike import digest_of
@@ -66,10 +61,9 @@ class RankSummary:
     """What a rank sends to the others about its state.
 
     Attributes:
-        tensors: digest of the inventory of those that the ranks hold together.
+        inventory: of the tensors that the ranks hold together.
         shared: part -> digest of its record, if that must be equal on all ranks.
         records: part -> digest of what may differ between ranks, and is then saved for each.
-        mesh_coordinates: of the rank on the meshes of its tensors.
         rank: the rank's position, also among the data-parallel ones.
         streams: random stream -> digest of its state.
         unused: streams that the rank has neither drawn from nor seeded.
@@ -78,10 +72,9 @@ class RankSummary:
         saves: number of saves of the state in this process.
     """
 
-    tensors: str
+    inventory: Inventory
     shared: dict[str, str]
     records: dict[str, str]
-    mesh_coordinates: Coordinates
     rank: RankCoords
     streams: dict[str, str]
     unused: list[str]
@@ -149,16 +142,14 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         check()
         inner = state.parts
         parts, streams = inner.save(ranks.index), capture(inner.generators)
-        for tensor in _shared_tensors(parts):
+        for tensor in shared_tensors(parts):
             check_has_memory(tensor.name, tensor.local())
-        return (parts, streams), _summarize(state, parts, rank_coords(state, ranks), streams)
+        return (parts, streams), _summarize(state, parts, streams, ranks)
 
     (parts, states), summaries = ranks.run_and_gather("collecting the state", collect_own)
     # Before the replicas: tensors that differ in name or layout have none.
-    _compare(parts, summaries, ranks)
+    coordinates = _compare(parts, summaries, ranks)
     records = _build_records(parts, summaries, ranks)
-    meshes = [summary.mesh_coordinates for summary in summaries]
-    coordinates = dict(zip(ranks.ranks, meshes, strict=True))
     differed = compare_replicas(parts, coordinates, summaries[0].saves, state.step, ranks)
     # The first rank's count on all, as they compare the same ninth in the next save.
     state.parts.saves = summaries[0].saves + 1
@@ -167,7 +158,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         step=state.step,
         epoch=state.epoch,
         samples=state.data.samples if isinstance(state.data, ElasticLoader) else state.samples,
-        saved_on={"ranks": ranks.size, "layout": _describe_layout(_shared_tensors(parts))},
+        saved_on={"ranks": ranks.size, "layout": _describe_layout(shared_tensors(parts))},
         lineage=state.lineage,
         written="",
         versions={"anyrank": __version__, "torch": str(torch.__version__)},
@@ -199,7 +190,7 @@ def _plan_items(
     ranks: Ranks,
 ) -> list[Item]:
     """The boxes that this rank writes: its part of the shared tensors, and tensors of its own."""
-    tensors = _shared_tensors(parts)
+    tensors = shared_tensors(parts)
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     writes = plan_writes(tensors, coordinates, by_first=may_differ)
     # What all ranks have alike is written once, by the first; what differs, by each rank.
@@ -244,8 +235,8 @@ def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
 def _summarize(
     state: TrainState,
     parts: Mapping[str, PartState],
-    rank: RankCoords,
     streams: Mapping[str, StreamState],
+    ranks: Ranks,
 ) -> RankSummary:
     """This rank's summary.
 
@@ -262,13 +253,11 @@ def _summarize(
         if saved.agreement == "per rank"
     }
     digests = digests_of(streams)
-    tensors = _shared_tensors(parts)
     return RankSummary(
-        tensors=digest_of(inventory_of(tensors)),
+        inventory=inventory_of(shared_tensors(parts), ranks),
         shared=shared,
         records=records,
-        mesh_coordinates=coordinates_of(tensors),
-        rank=rank,
+        rank=rank_coords(state, ranks),
         streams=digests,
         unused=undrawn(state.parts.streams_before, digests),
         step=state.step,
@@ -276,11 +265,6 @@ def _summarize(
         new_run=uuid.uuid4().hex,
         saves=state.parts.saves,
     )
-
-
-def _shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
-    """The tensors that the ranks hold together: the same list on all of them."""
-    return [tensor for saved in parts.values() for tensor in saved.tensors]
 
 
 def _shared_record(saved: PartState) -> Any:
@@ -308,8 +292,10 @@ def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
             seen.add(name)
 
 
-def _compare(parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks) -> None:
-    """Raise an error for what differs between the ranks. All ranks."""
+def _compare(
+    parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
+) -> dict[int, Coordinates]:
+    """Raise an error for what differs between the ranks; see `check_alike`. All ranks."""
     first = answers[0]
     for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
         if other.shared.keys() != first.shared.keys():
@@ -328,11 +314,13 @@ def _compare(parts: Mapping[str, PartState], answers: Sequence[RankSummary], ran
                 f"the ranks' states are of different runs: rank {ranks.ranks[0]} of {first.run}, "
                 f"rank {rank} of {other.run}: save and resume a state on all ranks together"
             )
-    digests = [answer.tensors for answer in answers]
-    check_alike("the ranks' states differ", _shared_tensors(parts), digests, ranks, CheckpointError)
+    inventories = [answer.inventory for answer in answers]
+    title = "the ranks' states differ"
+    tensors = shared_tensors(parts)
+    coordinates = check_alike(title, tensors, inventories, ranks, CheckpointError)
     differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
     if not differing:
-        return
+        return coordinates
     part = differing[0]
     records = ranks.gather(_shared_record(parts[part]))  # only now, as most are equal
     for rank, record in zip(ranks.ranks[1:], records[1:], strict=True):

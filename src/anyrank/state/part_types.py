@@ -46,6 +46,11 @@ class PartState:
     unsaved: list[str] = field(default_factory=list[str])
 
 
+def shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
+    """The tensors that the ranks hold together: the same list on all of them."""
+    return [tensor for saved in parts.values() for tensor in saved.tensors]
+
+
 @dataclass
 class PartMatch:
     """What a resume would do with one part.

@@ -14,20 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.model.alike import check_alike, differing_replicas
+from anyrank.model.alike import Inventory, check_alike, differing_replicas, inventory_of
 from anyrank.state.digests import digests_of
-from anyrank.state.part_types import SHOWN, PartState
+from anyrank.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.state.train_state import TrainState
-from anyrank.tensors.sharded_tensor import (
-    Coordinates,
-    Members,
-    ShardedTensor,
-    coordinates_of,
-    inventory_of,
-    shared,
-)
+from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, shared
 from anyrank.wording import first_few
-from anyrank.world.alike import Values, digest_of
+from anyrank.world.alike import Values
 from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
@@ -55,8 +48,7 @@ def compare_replicas(
     Raises:
         CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
     """
-    tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
-    differing = _compare(shared(tensors, coordinates), turn, ranks)
+    differing = _compare(shared(shared_tensors(parts), coordinates), turn, ranks)
     if not differing:
         return []
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
@@ -84,16 +76,14 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
         CheckpointError: a tensor differs that must not; names it, the ranks and the step.
     """
 
-    def list_own() -> tuple[dict[str, PartState], tuple[str, Coordinates]]:
+    def list_own() -> tuple[dict[str, PartState], Inventory]:
         parts = state.parts.save_tensors(ranks.index)
-        tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
-        return parts, (digest_of(inventory_of(tensors)), coordinates_of(tensors))
+        return parts, inventory_of(shared_tensors(parts), ranks)
 
-    parts, answers = ranks.run_and_gather("looking at the replicas", list_own)
-    tensors = [sharded for saved in parts.values() for sharded in saved.tensors]
+    parts, inventories = ranks.run_and_gather("looking at the replicas", list_own)
+    tensors = shared_tensors(parts)
     title = f"step {state.step}: the ranks' states differ"
-    check_alike(title, tensors, [digest for digest, _ in answers], ranks, CheckpointError)
-    coordinates = {r: coords for r, (_, coords) in zip(ranks.ranks, answers, strict=True)}
+    coordinates = check_alike(title, tensors, inventories, ranks, CheckpointError)
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     replicas = [*shared(tensors, coordinates)]
     differing = _compare([r for r in replicas if r[0].name not in may_differ], None, ranks)

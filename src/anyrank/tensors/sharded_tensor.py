@@ -78,7 +78,7 @@ class ShardedTensor:
         return self.layout is not None and hasattr(self.tensor, "placements")
 
 
-def inventory_of(tensors: Sequence[ShardedTensor]) -> list[str]:
+def describe(tensors: Sequence[ShardedTensor]) -> list[str]:
     """What must be equal on all ranks of each tensor: name, global shape, dtype and layout."""
     rows: list[str] = []
     texts: dict[Any, str] = {}  # many tensors are alike but for their names; layouts by identity

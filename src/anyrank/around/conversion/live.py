@@ -36,13 +36,13 @@ from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_step import StoredBox
 from anyrank.formats.tables import renamer
-from anyrank.model.alike import check_alike
+from anyrank.model.alike import Inventory, check_alike, inventory_of
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
-from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, inventory_of, shared
+from anyrank.tensors.sharded_tensor import Coordinates, shared
 from anyrank.tensors.writes import plan_writes
 from anyrank.wording import count
-from anyrank.world.alike import digest_of, unlike
+from anyrank.world.alike import unlike
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.failures import describe_values
 from anyrank.world.group import Group
@@ -54,15 +54,13 @@ class _Summary:
     """What a rank lets the others know of its model.
 
     Attributes:
-        digest: of the inventory of its tensors.
+        inventory: of its tensors.
         tied: name -> the name of the tensor that it is.
-        coordinates: where this rank is in the mesh of each tensor.
         buffers: name -> hash of those that nothing keeps equal, and of extra state.
     """
 
-    digest: str
+    inventory: Inventory
     tied: dict[str, str]
-    coordinates: Coordinates
     buffers: dict[str, str]
 
 
@@ -92,10 +90,9 @@ def convert_live(
         if options.layout is not None:
             join_parts([tensors], ranks)
         tied, summaries = ranks.run_and_gather(
-            "describing the model", lambda: _summary(tensors, extras)
+            "describing the model", lambda: _summary(tensors, extras, ranks)
         )
-        _check_alike(tensors, summaries, ranks)
-        coordinates = {r: s.coordinates for r, s in zip(ranks.ranks, summaries, strict=True)}
+        coordinates = _check_alike(tensors, summaries, ranks)
         buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
         known = shared(tensors, coordinates)
         replicas = [pair for pair in known if pair[0].name not in summaries[0].buffers]
@@ -277,7 +274,7 @@ def _find_written(
 
 
 def _summary(
-    tensors: Sequence[ModelTensor], extras: Mapping[str, torch.Tensor]
+    tensors: Sequence[ModelTensor], extras: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> tuple[dict[str, str], _Summary]:
     """A model's ties, and what the other ranks are to know of it."""
     tied = {
@@ -292,19 +289,19 @@ def _summary(
         if tensor.kind == "buffer" and tensor.layout is None
     }
     buffers |= {name: content_hash(extra) for name, extra in extras.items()}
-    digest = digest_of(inventory_of(tensors))
-    return tied, _Summary(digest, tied, coordinates_of(tensors), buffers)
+    return tied, _Summary(inventory_of(tensors, ranks), tied, buffers)
 
 
 def _check_alike(
     tensors: Sequence[ModelTensor], summaries: Sequence[_Summary], ranks: Ranks
-) -> None:
-    """Raises LoadError on all ranks: their models differ."""
-    digests = [summary.digest for summary in summaries]
-    check_alike("the ranks' models differ", tensors, digests, ranks, LoadError)
+) -> dict[int, Coordinates]:
+    """As `check_alike`, of ties as well: raises LoadError on all ranks."""
+    inventories = [summary.inventory for summary in summaries]
+    coordinates = check_alike("the ranks' models differ", tensors, inventories, ranks, LoadError)
     tied = dict(zip(ranks.ranks, (summary.tied for summary in summaries), strict=True))
     for name, values in unlike(tied).items():
         text = describe_values(
             f"the ranks' models differ in what {name} is tied to", values, ranks.name_ranks
         )
         raise LoadError(f"{text}: build them alike")
+    return coordinates

@@ -29,11 +29,13 @@ from anyrank.around.sync.report import SyncReport
 from anyrank.around.sync.route import Route
 from anyrank.errors import LoadError, WrongValue
 from anyrank.formats.tables import renamer
+from anyrank.model.alike import Inventory
 from anyrank.model.dialects import ModelMatch
 from anyrank.model.match import warn_of_idle
 from anyrank.model.options import LoadOptions
 from anyrank.tensors.layout import Layout, Piece, local_pieces
-from anyrank.tensors.sharded_tensor import Coordinates, Members
+from anyrank.tensors.sharded_tensor import Members
+from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
@@ -78,15 +80,12 @@ class EndsSummary:
     """What a rank lets the others know of its ends.
 
     Attributes:
-        src, dst: digests of their rows; empty for None.
-        src_at, dst_at: this rank's coordinates, by the rows of each.
+        src, dst: their inventories; without a digest for None.
         accelerator: on which all its tensors are; see `accelerator_of`.
     """
 
-    src: str
-    src_at: Coordinates
-    dst: str
-    dst_at: Coordinates
+    src: Inventory
+    dst: Inventory
     accelerator: str
 
 
@@ -132,8 +131,8 @@ class Planner:
             LoadError: on any rank, on all.
             ValueError: all ranks lack one end.
         """
-        from_ranks = self._alike({rank: summary.src for rank, summary in self.summaries.items()})
-        to_ranks = self._alike({rank: summary.dst for rank, summary in self.summaries.items()})
+        from_ranks = _alike({rank: summary.src for rank, summary in self.summaries.items()})
+        to_ranks = _alike({rank: summary.dst for rank, summary in self.summaries.items()})
         for name, groups in (("src", from_ranks), ("dst", to_ranks)):
             if not groups:
                 raise WrongValue(
@@ -144,7 +143,7 @@ class Planner:
         groups = [
             (
                 self.ranks.run_on_one("describing src", lambda: src.rows, group[0]),
-                {rank: self.summaries[rank].src_at for rank in group},
+                {rank: self.summaries[rank].src.coordinates for rank in group},
             )
             for group in from_ranks
         ]
@@ -153,7 +152,9 @@ class Planner:
         ends = [
             self.ranks.run_on_one("describing dst", lambda: matched, group[0]) for group in to_ranks
         ]
-        coordinates = [{rank: self.summaries[rank].dst_at for rank in group} for group in to_ranks]
+        coordinates = [
+            {rank: self.summaries[rank].dst.coordinates for rank in group} for group in to_ranks
+        ]
         check_all_shards(ends, coordinates, len(self.summaries))
         for end, known in zip(ends, coordinates, strict=True):
             if any(row.layout is not None and row.layout.is_given for row in end.rows):
@@ -218,14 +219,6 @@ class Planner:
                 )
         return own_match
 
-    def _alike(self, digests: Mapping[int, str]) -> list[list[int]]:
-        """The ranks by what they hold; those that hold nothing are left out."""
-        groups: dict[str, list[int]] = {}
-        for rank, digest in digests.items():
-            if digest:
-                groups.setdefault(digest, []).append(rank)
-        return list(groups.values())
-
     def flows(
         self,
         ends: Sequence[EndMatch],
@@ -263,7 +256,7 @@ class Planner:
         sources: Sequence[SourceTensor],
     ) -> Flow:
         coordinates = {
-            rank: self.summaries[rank].dst_at.coordinate(inflow.index) for rank in to_ranks
+            rank: self.summaries[rank].dst.coordinates.coordinate(inflow.index) for rank in to_ranks
         }
         wanted_key = (row.shape, row.layout, tuple(coordinates.values()), group)
         if wanted_key not in self.wanted:
@@ -355,6 +348,12 @@ class Planner:
         if key not in self.places:
             self.places[key] = places_of(source.shape, layout, source.coordinates, self.nodes)
         return key, self.places[key]
+
+
+def _alike(ends: Mapping[int, Inventory]) -> list[list[int]]:
+    """The ranks by what they hold; those that hold nothing are left out."""
+    digests = {rank: end.digest for rank, end in ends.items() if end.digest}
+    return [*ranks_by_value(digests).values()]
 
 
 def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int, int], ...]]:

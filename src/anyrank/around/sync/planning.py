@@ -26,6 +26,7 @@ from anyrank.around.sync.ends import (
 from anyrank.around.sync.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.checks import check_bool
 from anyrank.errors import LoadError, WrongType
+from anyrank.model.alike import Inventory
 from anyrank.model.options import GivenLayout, LoadOptions
 from anyrank.world.alike import digest_of
 from anyrank.world.arguments import compare_arguments
@@ -181,10 +182,8 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
 def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
     """What the other ranks are to know of both ends."""
     return EndsSummary(
-        src=src.digest,
-        src_at=src.described.coordinates,
-        dst=dst.digest,
-        dst_at=dst.described.coordinates,
+        src=Inventory(src.digest, src.described.coordinates),
+        dst=Inventory(dst.digest, dst.described.coordinates),
         accelerator=accelerator,
     )
 
