@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 import anyrank
-from anyrank.resume.listener import OfferedStep, RunListener
+from anyrank.resume.listener import RunListener
 from anyrank.resume.listeners import Listeners
+from anyrank.resume.search import StepOfRun
 from anyrank.state.resume_report import ResumeReport
 
 
@@ -21,9 +22,7 @@ class Hearing(RunListener):
     def __init__(self, name: str, heard: list[Any]) -> None:
         self.name, self.heard = name, heard
 
-    def on_resume(
-        self, report: ResumeReport | None, offered: OfferedStep | None
-    ) -> ResumeReport | None:
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
         self.heard.append((self.name, "resume", None if report is None else report.step))
         return report
 

@@ -90,8 +90,9 @@ SEAM = {
     "random_state.streams": """
         NumpyStream PythonStream Source TorchStream ambient is_in_use kept own_accelerator reseed
     """,
-    "resume.listener": "OfferedStep RunListener",
+    "resume.listener": "RunListener",
     "resume.options": "Cadence RENAMING ResumeArguments",
+    "resume.search": "Candidate StepOfRun StepSearch",
     "resume.source": "ResumeSource misfit_text",
     "saving.collect": "Snapshot collect",
     "saving.rank_file": "Item make_items write_share",

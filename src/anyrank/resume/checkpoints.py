@@ -198,16 +198,17 @@ class Checkpoints:
         arguments.agree(ranks)
         self.wait()
         state, verify = self._state, self._options.verify
-        offers = self._listeners.offers()
-        resumed = resume_run(state, self._folder, arguments, verify, ranks, offers)
+        open_search = self._listeners.open_search
+        resumed = resume_run(state, self._folder, arguments, verify, ranks, open_search)
         if resumed is None:
             self._listeners.on_resume(None, None)
             state.parts.streams_before = state.parts.digests_of_streams()
             return None
         self._counter.forget_steps()
-        self._on_disk = (state.step, state.run) if resumed.is_on_disk else None
+        is_on_disk = resumed.step is not None and resumed.step.is_on_disk
+        self._on_disk = (state.step, state.run) if is_on_disk else None
         self._branch = state.step if resumed.is_branch else None
-        return self._listeners.on_resume(resumed.report, resumed.offered)
+        return self._listeners.on_resume(resumed.report, resumed.step)
 
     # -- the loop ---------------------------------------------------------------------------------
 

@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from anyrank.files.listing import Listing
-from anyrank.files.manifest import Manifest
+from anyrank.resume.search import StepOfRun, StepSearch
+from anyrank.saving.run_folder import RunFolder
 from anyrank.state.resume_report import ResumeReport
-
-
-class OfferedStep(ABC):
-    """A step of a run that is not in its folder, as a snapshot in the machines' memory.
-
-    Attributes:
-        step, run: of its manifest.
-        path, what: for messages.
-        holder: global rank that can examine it.
-    """
-
-    step: int
-    run: str
-    path: str
-    what: str
-    holder: int
-
-    @abstractmethod
-    def examine(self) -> tuple[Manifest, Listing]:
-        """Its manifest and listing. On its holder.
-
-        Raises:
-            CheckpointError: it is damaged, and says how.
-        """
-
-    @abstractmethod
-    def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
-        """Make files readable on this rank, by their indices; the listing with their paths. All
-        ranks.
-        """
 
 
 class RunListener:
@@ -47,18 +16,15 @@ class RunListener:
     All methods but `tell` are called by all ranks together, so they may agree.
     """
 
-    def offers(self) -> Sequence[OfferedStep]:
-        """Steps that a resume may take besides those in the folder, the newest first."""
-        return ()
+    def open_search(self, folder: RunFolder, verify: bool) -> StepSearch | None:
+        """The search of a resume, where this listener knows of more steps than the folder's."""
 
-    def on_resume(
-        self, report: ResumeReport | None, offered: OfferedStep | None
-    ) -> ResumeReport | None:
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
         """The run was resumed, or began.
 
         Args:
             report: of the resume; None where there was nothing.
-            offered: the step that was restored, if it was one of `offers`.
+            step: that was restored, if it was one of the run.
 
         Returns:
             The report, with what this listener knows besides.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anyrank.resume.listener import OfferedStep, RunListener
+from anyrank.resume.listener import RunListener
 from anyrank.resume.log_listener import LogListener
 from anyrank.resume.options import SaveOptions
+from anyrank.resume.search import StepOfRun, StepSearch
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
 from anyrank.state.resume_report import ResumeReport
@@ -18,16 +19,17 @@ from anyrank.world.ranks import Ranks
 class Listeners(list[RunListener]):
     """Tells each listener, in their order, which is the same on all ranks."""
 
-    def offers(self) -> list[OfferedStep]:
-        """What they offer a resume, besides the folder's steps. All ranks."""
-        return [step for listener in self for step in listener.offers()]
+    def open_search(self, folder: RunFolder, verify: bool, ranks: Ranks) -> StepSearch:
+        """The search for the newest step: a listener's that knows of more than the folder, or that
+        of the folder. All ranks.
+        """
+        searches = (listener.open_search(folder, verify) for listener in self)
+        return next(filter(None, searches), None) or StepSearch(folder, None, verify, ranks)
 
-    def on_resume(
-        self, report: ResumeReport | None, offered: OfferedStep | None
-    ) -> ResumeReport | None:
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
         """The run was resumed, or began; the report with what they know besides. All ranks."""
         for listener in self:
-            report = listener.on_resume(report, offered)
+            report = listener.on_resume(report, step)
         return report
 
     def tell(self, number: int) -> list[Any]:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from anyrank.formats.run_log import END, ERROR, LOG, START, LogLine, read_log
-from anyrank.resume.listener import OfferedStep, RunListener
+from anyrank.resume.listener import RunListener
+from anyrank.resume.search import StepOfRun
 from anyrank.saving.lock import RunLock
 from anyrank.saving.run_folder import RunFolder
 from anyrank.state.resume_report import ResumeReport
@@ -56,9 +57,7 @@ class LogListener(RunListener):
         self._steps_sec = self._saves_sec = self._restart_sec = 0.0
         self._last = time.monotonic()
 
-    def on_resume(
-        self, report: ResumeReport | None, offered: OfferedStep | None
-    ) -> ResumeReport | None:
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
         redone_steps = self._ranks.run_on_one("reading the run's log", self._note_restart)
         return None if report is None else replace(report, redone_steps=redone_steps)
 

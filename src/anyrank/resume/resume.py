@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.files.storage import storage_for
-from anyrank.resume.listener import OfferedStep
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.restore import restore_state
-from anyrank.resume.search import StepSearch
+from anyrank.resume.search import StepOfRun, StepSearch
 from anyrank.saving.run_folder import RunFolder
 from anyrank.state.resume_report import ResumeReport
 from anyrank.state.train_state import TrainState
@@ -26,15 +25,13 @@ class Resumed(NamedTuple):
 
     Attributes:
         report: for the caller.
-        is_on_disk: whether the step is one of this run, in files.
+        step: that was restored, if it is one of this run.
         is_branch: whether the caller gave the step's number, so that there may be newer ones.
-        offered: the step that was restored, if a listener has offered it.
     """
 
     report: ResumeReport
-    is_on_disk: bool = False
+    step: StepOfRun | None = None
     is_branch: bool = False
-    offered: OfferedStep | None = None
 
 
 def resume_run(
@@ -43,9 +40,15 @@ def resume_run(
     arguments: ResumeArguments,
     verify: bool,
     ranks: Ranks,
-    offers: Sequence[OfferedStep],
+    open_search: Callable[[RunFolder, bool, Ranks], StepSearch],
 ) -> Resumed | None:
     """Restore a state; None if there is nothing to resume. All ranks.
+
+    Args:
+        state, folder: of the run.
+        arguments, verify: of the caller.
+        ranks: of the run.
+        open_search: opens the search for the newest step.
 
     Raises:
         ValueError: a path that leads to no step, or `rename` with a run's path.
@@ -58,7 +61,12 @@ def resume_run(
     number = which if path is None and isinstance(which, int) else None
     # skip= was for the first resume, from the path: the run's own steps have all parts.
     own_arguments = arguments if path is None else replace(arguments, skip=())
-    search = StepSearch(folder, number, verify, ranks, offers)
+    # A step that is asked for by its number is one of the folder, whose files stay.
+    search = (
+        open_search(folder, verify, ranks)
+        if number is None
+        else StepSearch(folder, number, verify, ranks)
+    )
     resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
         note = f"{path} was not read: the run has steps of its own, and goes on with them"
@@ -117,8 +125,7 @@ def _restore_newest(
     while (step := search.next()) is not None:
         try:
             report = restore_state(state, step, arguments, ranks)
-            offered = step.candidate.offered
-            return Resumed(report, offered is None, search.number is not None, offered)
+            return Resumed(report, step, search.number is not None)
         except CorruptCheckpoint as error:
             search.reject(step.candidate, str(error))
     return None

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.json_codec import reading_record
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import Manifest, read_manifest, step_name
+from anyrank.files.manifest import Manifest, read_manifest
 from anyrank.formats.run_step import ASIDE, list_step
 from anyrank.random_state.saved_streams import from_json
-from anyrank.resume.listener import OfferedStep
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.source import ResumeSource
 from anyrank.saving.run_folder import DAMAGED, RunFolder
@@ -35,12 +33,17 @@ class StepOfRun(ResumeSource):
     Attributes:
         candidate: the step as the search found it.
         manifest: of the step.
-        skipped_notes: for each newer step that was offered and skipped, a sentence that says why.
+        skipped_notes: for each newer step that was skipped and is not in the folder, why.
     """
 
     candidate: Candidate
     manifest: Manifest
     skipped_notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its files are in the run's folder."""
+        return self.bring is None
 
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
@@ -74,12 +77,11 @@ class StepOfRun(ResumeSource):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A step that may be resumed, in the run's folder or offered by a listener.
+    """A step that may be resumed.
 
     Attributes:
         manifest, listing: what it holds; None if they cannot be read.
         damage: what is damaged, or None.
-        offered: the step, where it is one that is offered.
     """
 
     step: int
@@ -87,33 +89,21 @@ class Candidate:
     manifest: Manifest | None = None
     listing: Listing | None = None
     damage: str | None = None
-    offered: OfferedStep | None = None
 
 
 class StepSearch:
-    """The steps of a run, the newest first, until one is whole; or one of them, by its number.
-    Equal on all ranks.
+    """The steps of a run's folder, the newest first, until one is whole; or one of them, by its
+    number. Equal on all ranks.
 
-    A step is in the folder or among `offers`, which is read if both are equally new. Damaged steps
-    of the folder are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
+    Damaged steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
     network is no proof of damage, and is raised.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        number: int | None,
-        verify: bool,
-        ranks: Ranks,
-        offers: Sequence[OfferedStep] = (),
-    ) -> None:
+    def __init__(self, folder: RunFolder, number: int | None, verify: bool, ranks: Ranks) -> None:
         self.folder, self.number, self.verify, self.ranks = folder, number, verify, ranks
-        # A step that is asked for by its number is one of the folder, whose files stay.
-        self.offers = [*offers] if number is None else []
         self.newest_step = self.newest_samples = 0
         self.reasons: list[str] = []
         self.set_aside: list[str] = []
-        self.notes: list[str] = []
 
     def next(self) -> StepOfRun | None:
         """The next step that looks whole, or the requested one; None for an empty folder.
@@ -122,9 +112,9 @@ class StepSearch:
         Raises:
             CheckpointError: no step, or not the requested one, can be used.
         """
-        while (candidate := self._candidate()) is not None:
+        while (candidate := self.find_candidate()) is not None:
             if candidate.damage is None:
-                return self._step(candidate)
+                return self.open_step(candidate)
             self.reject(candidate, candidate.damage)
         if self.reasons:
             raise self._error()
@@ -137,30 +127,12 @@ class StepSearch:
             )
         return None
 
-    def _candidate(self) -> Candidate | None:
-        """The newest step that was not rejected, offered or in the folder. All ranks."""
-        what = "looking for a checkpoint"
-        offer = self.offers[0] if self.offers else None
-        if offer is None or not self.ranks.run_on_one(what, lambda: self._is_next(offer)):
-            return self.ranks.run_on_one(what, self._find_step)
-        del self.offers[0]
-        candidate = self.ranks.run_on_one(what, lambda: _examine(offer), offer.holder)
-        return replace(candidate, offered=offer)
-
-    def _is_next(self, offer: OfferedStep) -> bool:
-        """Whether an offered step is of this run, and none of the folder is newer. One rank."""
-        steps = self.folder.steps()
-        if steps and steps[0].number > offer.step:
-            return False
-        try:
-            self.folder.check_run(offer.run)
-        except CheckpointError as error:
-            log.warning("%s: %s is not used: %s", offer.path, offer.what, error)
-            return False
-        return True
+    def find_candidate(self) -> Candidate | None:
+        """The newest step that was not rejected. All ranks."""
+        return self.ranks.run_on_one("looking for a checkpoint", self._find_step)
 
     def _find_step(self) -> Candidate | None:
-        """The step of the folder to try, with its damage. One rank."""
+        """The step to try, with its damage. One rank."""
         folder, steps = self.folder, self.folder.steps()
         if self.number is not None:
             chosen = [step for step in steps if step.number == self.number]
@@ -185,12 +157,12 @@ class StepSearch:
                 raise unreadable_error(folder.user_path(name), error) from error
             raise
 
-    def _step(self, candidate: Candidate) -> StepOfRun:
+    def open_step(self, candidate: Candidate) -> StepOfRun:
+        """The step of a candidate that looks whole."""
         manifest, listing = candidate.manifest, candidate.listing
         assert manifest is not None
         assert listing is not None
-        offered = candidate.offered
-        path = self.folder.user_path(candidate.name) if offered is None else offered.path
+        path = self.folder.user_path(candidate.name)
         with reading_record(path):
             streams = from_json(manifest.streams)
         return StepOfRun(
@@ -211,10 +183,8 @@ class StepSearch:
             lost_steps=max(0, self.newest_step - candidate.step),
             lost_samples=max(0, self.newest_samples - manifest.samples),
             set_aside=self.set_aside,
-            bring=None if offered is None else offered.bring,
             candidate=candidate,
             manifest=manifest,
-            skipped_notes=self.notes,
         )
 
     def reject(self, candidate: Candidate, damage: str) -> None:
@@ -226,19 +196,17 @@ class StepSearch:
         """
         if self.number is not None:
             raise CorruptCheckpoint(f"step {self.number} was asked for and is damaged: {damage}")
+        self.count_lost(candidate, damage)
+        self.set_aside.append(
+            self.ranks.run_on_one("setting aside", lambda: self._set_aside(candidate, damage))
+        )
+
+    def count_lost(self, candidate: Candidate, damage: str) -> None:
+        """Count what is lost with a damaged step."""
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
         self.reasons.append(damage)
-        if candidate.offered is not None:
-            note = f"skipped: the snapshot of step {candidate.step} in memory: {damage}"
-            self.notes.append(note)
-            if self.ranks.index == 0:
-                log.warning("%s: LOST: %s", self.folder.path, note)
-            return
-        self.set_aside.append(
-            self.ranks.run_on_one("setting aside", lambda: self._set_aside(candidate, damage))
-        )
 
     def _set_aside(self, candidate: Candidate, damage: str) -> str:
         """The new name of a damaged step. One rank."""
@@ -258,15 +226,6 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
-
-
-def _examine(offer: OfferedStep) -> Candidate:
-    """An offered step with its damage. On its holder."""
-    try:
-        manifest, listing = offer.examine()
-        return Candidate(offer.step, step_name(offer.step), manifest, listing)
-    except CheckpointError as error:
-        return Candidate(offer.step, step_name(offer.step), damage=str(error))
 
 
 def unreadable_error(path: str, error: Exception) -> CheckpointError:

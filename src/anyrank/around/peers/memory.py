@@ -13,20 +13,22 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from anyrank import faults
+from anyrank.around.peers.search import PeerSnapshot, SnapshotSearch
 from anyrank.around.peers.transfers import FileTransfer, make_folder, send_files
 from anyrank.errors import CheckpointError
-from anyrank.files.listing import FileInfo, Listing
-from anyrank.files.manifest import Manifest, read_manifest, step_name
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import read_manifest, step_name
 from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
-from anyrank.formats.run_step import INDEX, list_step
-from anyrank.resume.listener import OfferedStep, RunListener
+from anyrank.formats.run_step import INDEX
+from anyrank.resume.listener import RunListener
 from anyrank.resume.options import Cadence
+from anyrank.resume.search import StepOfRun, StepSearch
 from anyrank.saving.collect import Snapshot, collect
 from anyrank.saving.run_folder import RunFolder
 from anyrank.saving.write import RankShare, describe_step, write_own_share
@@ -36,54 +38,6 @@ from anyrank.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
-
-
-@dataclass
-class PeerSnapshot(OfferedStep):
-    """A snapshot all of whose files are on the machines.
-
-    Attributes:
-        memory: that holds it.
-        step, run, written: of its manifest.
-        holder: global rank that can read the manifest and the index.
-        sizes: of its files.
-        machines: file -> indices of the machines that hold it.
-    """
-
-    memory: PeerMemory
-    step: int
-    run: str
-    written: str
-    holder: int
-    sizes: dict[str, int]
-    machines: dict[str, list[int]]
-    what: str = "a snapshot in memory"
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return step_name(self.step)
-
-    @property
-    def path(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.memory.folder.join(self.name)
-
-    def examine(self) -> tuple[Manifest, Listing]:
-        manifest = read_manifest(self.memory.folder.store, self.path)
-        return manifest, list_step(_SnapshotStorage(self.path, self.sizes), self.path, manifest)
-
-    def bring(self, listing: Listing, files: Iterable[int]) -> Listing:
-        return self.memory.bring(self, listing, files)
-
-
-class _SnapshotStorage(LocalStorage):
-    """Finds the files of a snapshot by their known sizes, also if they are on other machines."""
-
-    def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
-        self.sizes = {join_path(folder, name): size for name, size in sizes.items()}
-
-    def find(self, path: str) -> FileInfo | None:
-        return FileInfo(path, self.sizes[path], "") if path in self.sizes else None
 
 
 class PeerMemory(RunListener):
@@ -201,15 +155,17 @@ class PeerMemory(RunListener):
 
     # -- find -------------------------------------------------------------------------------------
 
-    def on_resume(
-        self, report: ResumeReport | None, offered: OfferedStep | None
-    ) -> ResumeReport | None:
+    def open_search(self, folder: RunFolder, verify: bool) -> StepSearch:
+        return SnapshotSearch(folder, verify, self.ranks, self._snapshots(), self.bring)
+
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
         """Only what was restored stays: other snapshots are of steps that are done again."""
         if report is not None:
-            self._remove_except(*([step_name(offered.step)] if offered is not None else []))
+            is_snapshot = step is not None and not step.is_on_disk
+            self._remove_except(*([step_name(report.step)] if is_snapshot else []))
         return report
 
-    def offers(self) -> list[PeerSnapshot]:
+    def _snapshots(self) -> list[PeerSnapshot]:
         """The snapshots of which no file is missing, the newest first. Equal on all ranks."""
         answers = self.ranks.together("looking at the machines' memory", self._list_own)
         snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
@@ -217,7 +173,8 @@ class PeerMemory(RunListener):
         senders = zip(self.ranks.ranks, self.ranks.nodes, answers, strict=True)
         for rank, node, committed in senders:
             for key, (sizes, absent) in committed.items():
-                snapshot = snapshots.setdefault(key, PeerSnapshot(self, *key, rank, sizes, {}))
+                path = self.folder.join(step_name(key[0]))
+                snapshot = snapshots.setdefault(key, PeerSnapshot(path, *key, rank, sizes, {}))
                 missing[key] = missing.get(key, absent) & absent
                 for name in sizes.keys() - absent:
                     snapshot.machines.setdefault(name, []).append(node)
