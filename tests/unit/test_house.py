@@ -144,7 +144,7 @@ DOORS = {
     "anyrank.state.stateful": ("regrouped",),
     "anyrank.around.script.comparison": ("regrouped",),
     "anyrank.state.script_settings": ("script",),
-    "anyrank.state.train_state": ("base",),
+    "anyrank.state.train_state": ("base", "regrouped"),
 }
 MOST_CALLS = 4
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.model.tensors import ModelTensor
 from anyrank.state.part_types import PartMatch, PartSource, differences, in_line
@@ -106,3 +107,21 @@ def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
             pairs = zip(groups, own_rows, strict=True)
             result[key] = [own_row if n is None else rows[n] for n, own_row in pairs]
     return result
+
+
+def check_schedulers(parts: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> None:
+    """Refuse other libraries' schedulers where the optimizer's groups are in another order.
+
+    Args:
+        parts: of a state, by name.
+        matched: those that are matched; gets the problems.
+    """
+    regrouped = {id(parts[name]): name for name, part in matched.items() if part.is_regrouped}
+    for name, part in matched.items():
+        optimizer = regrouped.get(id(getattr(parts[name], "optimizer", None)))
+        if optimizer is not None and not isinstance(parts[name], LRScheduler):
+            part.problems.append(
+                f"{name}: goes by the order of {optimizer}'s groups, which are not those of the "
+                f"checkpoint: make them in the same order, or leave {name} as it is with "
+                f"skip=[{name!r}]"
+            )
