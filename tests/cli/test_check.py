@@ -150,6 +150,7 @@ def test_an_optimizer_of_nothing_is_found_at_the_next_forward(
     [
         ("raise RuntimeError('no data')", "RuntimeError: no data"),
         ("print('nothing to do')", "train.py: ended before an optimizer step: nothing was checked"),
+        ("", "give the script that trains, and the arguments that it trains with; it printed"),
         ("import os; os._exit(3)", "train.py: failed with exit code 3 before an optimizer step"),
     ],
 )

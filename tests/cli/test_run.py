@@ -16,6 +16,7 @@ from click.testing import Result
 from tests.scripts import wait_for_the_end_of
 
 from anyrank.cli.run import environ
+from anyrank.cli.torchrun import meeting_place
 from anyrank.testing.pool import find_port
 from anyrank.watching.system import descendants
 
@@ -140,3 +141,46 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environ(64 * cores)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert environ(1)["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--nnodes 2", "--nnodes 2 without --master-addr"),
+        ("--nnodes 1:4 --node-rank 1", "--nnodes 1:4 without --master-addr"),
+        ("--nnodes 2 --rdzv-backend c10d --master-addr a", "without --rdzv-endpoint"),
+        ("--node-rank 1 --master-addr a", "--node-rank 1 is no number of --nnodes 1"),
+        ("--nnodes 2 --node-rank 2 --master-addr a", "--node-rank 2 is no number of --nnodes 2"),
+    ],
+)
+def test_machines_that_could_not_find_each_other_are_wrong_usage(
+    anyrank: Callable[[str], Result], flags: str, said: str
+) -> None:
+    Path("train.py").write_text(SCRIPT)
+    result = anyrank(f"run --ranks 1 {flags} train.py")
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert not list(Path().glob("seen-*"))
+
+
+def test_a_machine_that_can_find_the_others_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MASTER_ADDR", "host-0")
+    assert "waits for the others at host-0" in str(meeting_place({"nnodes": "2"}))
+    machines: dict[str, str | None] = {"nnodes": "1:2", "rdzv_backend": "c10d", "node_rank": None}
+    assert "at host-1:29400" in str(meeting_place({**machines, "rdzv_endpoint": "host-1:29400"}))
+    for alone in ({}, {"nnodes": "1"}, {"nnodes": "1:1", "master_port": "3"}, {"nnodes": "many"}):
+        assert meeting_place(alone) is None
+
+
+@pytest.mark.slow
+def test_a_machine_whose_others_do_not_come_says_where_it_waits(
+    anyrank: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anyrank.cli.run.WAIT_SEC", 1)
+    Path("train.py").write_text(SCRIPT)
+    place = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{find_port()}"
+    limits = "--rdzv-conf join_timeout=2,last_call_timeout=1"
+    result = anyrank(f"run --ranks 1 --nnodes 2 {place} {limits} train.py")
+    assert result.exit_code != 0
+    said = " ".join(result.stderr.split())
+    assert "machine 0 of --nnodes 2, waits for the others at 127.0.0.1:" in said

@@ -60,8 +60,8 @@ def _run(ranks: int, script: str, program: tuple[str, ...]) -> dict[str, Any]:
         if not os.path.exists(path):
             ended = f"failed with exit code {code}" if code else "ended"
             raise AnyrankError(
-                f"{script}: {ended} before an optimizer step: nothing was checked; its last lines:"
-                f"\n{torchrun.tail(log)}"
+                f"{script}: {ended} before an optimizer step: nothing was checked: give the script "
+                f"that trains, and the arguments that it trains with; {torchrun.tail(log)}"
             )
         with open(path, encoding="utf-8") as file:
             result: dict[str, Any] = json.load(file)

@@ -105,7 +105,7 @@ def run(weights: str) -> dict[str, Any]:
         log = os.path.join(scratch, "log")
         code = torchrun.run_to_end(runs, log, os.environ | RANK_SETTINGS, "the demo did not end")
         if code:
-            text = f"the demo failed with exit code {code}; its last lines:\n{torchrun.tail(log)}"
+            text = f"the demo failed with exit code {code}; {torchrun.tail(log)}"
             raise AnyrankError(text)
         with open(os.path.join(scratch, RESULTS), encoding="utf-8") as file:
             results: dict[str, Any] = json.load(file)

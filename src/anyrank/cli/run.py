@@ -19,7 +19,10 @@ from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
 from anyrank.cli.run_memory import outliving
 from anyrank.watching.options import read_options
+from anyrank.watching.system import descendants
 from anyrank.wording import count
+
+WAIT_SEC = 10
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def command(
         program = ("-m", "anyrank.watching.launched", options, *program)
     elif is_exit or report is not None:
         raise click.UsageError("--exit and --report go with --watch TIME")
+    torchrun.meeting_place(machines)  # a wrong one before anything is started
     first = ranks or _count_devices()
     attempts: list[Attempt] = []
     with outliving() as memory:
@@ -140,12 +144,29 @@ def _run_once(
         number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
+        _tell_of_waiting(process, torchrun.meeting_place(machines))
         code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     code = code if code >= 0 else SIGNALLED - code  # the launcher itself was killed
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
+
+
+def _tell_of_waiting(process: subprocess.Popen[bytes], place: str | None) -> None:
+    """Say what a machine waits for that has started no rank; torchrun waits without a word."""
+    from anyrank.cli.console import err
+
+    try:
+        if place is not None:
+            process.wait(WAIT_SEC)
+    except subprocess.TimeoutExpired:
+        if not descendants(process.pid):
+            err().print(
+                f"anyrank: no rank has started after {WAIT_SEC} s: this is {place}: start the "
+                "command on each of them, which must reach that address",
+                markup=False,
+            )
 
 
 def _options(watch: str, is_exit: bool, report: str | None) -> dict[str, Any]:

@@ -60,6 +60,45 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
     return [*command[:position], *flags, *command[position + 1 :]]
 
 
+def meeting_place(machines: Mapping[str, str | None]) -> str | None:
+    """Where the machines of a job meet, in words; None for one machine, or what torchrun refuses.
+
+    Args:
+        machines: as for `across`. torchrun has PET_MASTER_ADDR and the like for a flag not given.
+
+    Raises:
+        UsageError: machines that could only wait for each other: none has the others' address, or
+            this one's number is not among theirs.
+    """
+
+    def given(name: str) -> str:
+        return machines.get(name) or os.environ.get(f"PET_{name.upper()}", "")
+
+    nnodes = machines.get("nnodes") or "1"
+    texts = nnodes.rpartition(":")[2], given("node_rank") or "0"
+    if not all(text.isdecimal() for text in texts):
+        return None
+    most, number = map(int, texts)
+    if number >= max(most, 1):
+        raise click.UsageError(
+            f"--node-rank {number} is no number of --nnodes {nnodes}: machines are numbered from 0"
+        )
+    if most < 2:
+        return None
+    backend, place = given("rdzv_backend") or "static", given("rdzv_endpoint")
+    if backend == "static":
+        place = place or given("master_addr")
+    if not place:
+        missing = "--master-addr" if backend == "static" else "--rdzv-endpoint"
+        raise click.UsageError(
+            f"--nnodes {nnodes} without {missing}: each machine would wait for the others at "
+            f"itself: start on each `anyrank run --nnodes {nnodes} --node-rank N --master-addr "
+            "HOST ...`, where N counts from 0 and HOST is machine 0, or `--rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT ...`"
+        )
+    return f"machine {number} of --nnodes {nnodes}, waits for the others at {place}"
+
+
 def program_of(
     command: str, is_module: bool, script: str, arguments: Sequence[str]
 ) -> tuple[str, ...]:
@@ -99,17 +138,16 @@ def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], lat
         try:
             return process.wait(LIMIT_SEC)
         except subprocess.TimeoutExpired as error:
-            raise AnyrankError(
-                f"{late} within {LIMIT_SEC} s; its last lines:\n{tail(log)}"
-            ) from error
+            raise AnyrankError(f"{late} within {LIMIT_SEC} s; {tail(log)}") from error
         finally:
             _kill_all(process)
 
 
 def tail(log: str) -> str:
-    """The last lines of a file."""
+    """The last lines that a program has printed into a file, in words."""
     with open(log, encoding="utf-8", errors="replace") as file:
-        return "".join(file.readlines()[-TAIL_LINES:])
+        lines = "".join(file.readlines()[-TAIL_LINES:])
+    return f"its last lines:\n{lines}" if lines.strip() else "it printed nothing"
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
