@@ -153,17 +153,17 @@ def _run_once(
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
 
 
-def _tell_of_waiting(process: subprocess.Popen[bytes], place: str | None) -> None:
+def _tell_of_waiting(process: subprocess.Popen[bytes], meeting: str | None) -> None:
     """Say what a machine waits for that has started no rank; torchrun waits without a word."""
     from anyrank.cli.console import err
 
     try:
-        if place is not None:
+        if meeting is not None:
             process.wait(WAIT_SEC)
     except subprocess.TimeoutExpired:
         if not descendants(process.pid):
             err().print(
-                f"anyrank: no rank has started after {WAIT_SEC} s: this is {place}: start the "
+                f"anyrank: no rank has started after {WAIT_SEC} s: this is {meeting}: start the "
                 "command on each of them, which must reach that address",
                 markup=False,
             )

@@ -71,11 +71,11 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
             this one's number is not among theirs.
     """
 
-    def given(name: str) -> str:
+    def flag_of(name: str) -> str:
         return machines.get(name) or os.environ.get(f"PET_{name.upper()}", "")
 
     nnodes = machines.get("nnodes") or "1"
-    texts = nnodes.rpartition(":")[2], given("node_rank") or "0"
+    texts = nnodes.rpartition(":")[2], flag_of("node_rank") or "0"
     if not all(text.isdecimal() for text in texts):
         return None
     most, number = map(int, texts)
@@ -85,10 +85,10 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
         )
     if most < 2:
         return None
-    backend, place = given("rdzv_backend") or "static", given("rdzv_endpoint")
+    backend, address = flag_of("rdzv_backend") or "static", flag_of("rdzv_endpoint")
     if backend == "static":
-        place = place or given("master_addr")
-    if not place:
+        address = address or flag_of("master_addr")
+    if not address:
         missing = "--master-addr" if backend == "static" else "--rdzv-endpoint"
         raise click.UsageError(
             f"--nnodes {nnodes} without {missing}: each machine would wait for the others at "
@@ -96,7 +96,7 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
             "HOST ...`, where N counts from 0 and HOST is machine 0, or `--rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT ...`"
         )
-    return f"machine {number} of --nnodes {nnodes}, waits for the others at {place}"
+    return f"machine {number} of --nnodes {nnodes}, waits for the others at {address}"
 
 
 def program_of(
