@@ -60,7 +60,7 @@ BUDGETS = {
     "resume": 2285,
     "saving": 1125,
     "state": 2180,
-    "steps": 2409,
+    "steps": 2412,
     "tensors": 1235,
     "testing": 1373,
     "watching": 3415,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from anyrank.world.alike import differing
+from anyrank.world.alike import differing, unlike
 from anyrank.world.failures import describe_values
 from anyrank.world.ranks import Ranks
 
@@ -112,20 +112,23 @@ def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks
     Raises:
         ValueError: on all ranks; names the first such parameter.
     """
-    if len(set(map(len, states))) > 1:
-        counts = {
-            rank: str(len(rank_states))
-            for rank, rank_states in zip(ranks.ranks, states, strict=True)
-        }
+    trained = [row.replace(bytes([NO_GRADIENT]), bytes([GRADIENT])) for row in states]
+    if len({*trained}) == 1:  # also where no records were gathered
+        return
+    by_rank = dict(zip(ranks.ranks, trained, strict=True))
+    if len({*map(len, trained)}) > 1:
+        counts = {rank: str(len(own_states)) for rank, own_states in by_rank.items()}
         title = "the number of parameters without a wrapper differs between ranks"
         text = describe_values(title, counts, ranks.name_ranks)
         raise ValueError(f"{text}: build the same model on all ranks")
-    for name, *rank_states in zip(names, *states, strict=True):
-        trained = {rank: str(s != FROZEN) for rank, s in zip(ranks.ranks, rank_states, strict=True)}
-        if len(set(trained.values())) > 1:
-            title = f"requires_grad of {name} differs between ranks"
-            text = describe_values(title, trained, ranks.name_ranks)
-            raise ValueError(f"{text}: freeze the same parameters on all ranks")
+    lines = {
+        rank: {name: str(state != FROZEN) for name, state in zip(names, own_states, strict=True)}
+        for rank, own_states in by_rank.items()
+    }
+    for name, values in unlike(lines).items():
+        title = f"requires_grad of {name} differs between ranks"
+        text = describe_values(title, values, ranks.name_ranks)
+        raise ValueError(f"{text}: freeze the same parameters on all ranks")
 
 
 def _check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks: Ranks) -> None:
