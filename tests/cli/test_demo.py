@@ -238,7 +238,7 @@ def test_ranks_that_fail_leave_their_last_lines(
     assert launch(script, tmp_path / "log") == 3
     said = torchrun.tail(str(tmp_path / "log"))
     assert said.endswith(" 1 boom\n")
-    assert len(said.splitlines()) == torchrun.TAIL_LINES
+    assert len(said.splitlines()) == torchrun.TAIL_LINES + 1
 
 
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,7 @@ def test_a_machine_that_can_find_the_others_is_right(monkeypatch: pytest.MonkeyP
     assert "waits for the others at host-0" in str(meeting_place({"nnodes": "2"}))
     machines: dict[str, str | None] = {"nnodes": "1:2", "rdzv_backend": "c10d", "node_rank": None}
     assert "at host-1:29400" in str(meeting_place({**machines, "rdzv_endpoint": "host-1:29400"}))
+    monkeypatch.setenv("PET_NODE_RANK", "1")  # as a cluster sets it, for a job on one machine too
     for alone in ({}, {"nnodes": "1"}, {"nnodes": "1:1", "master_port": "3"}, {"nnodes": "many"}):
         assert meeting_place(alone) is None
 

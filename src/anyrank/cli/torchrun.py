@@ -79,7 +79,7 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
     if not all(text.isdecimal() for text in texts):
         return None
     most, number = map(int, texts)
-    if number >= max(most, 1):
+    if machines.get("node_rank") and number >= max(most, 1):
         raise click.UsageError(
             f"--node-rank {number} is no number of --nnodes {nnodes}: machines are numbered from 0"
         )
