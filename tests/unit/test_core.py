@@ -21,7 +21,7 @@ BUDGETS = {
     "around/averaging": 100,
     "around/background": 212,
     "around/base": 220,
-    "around/conversion": 1845,
+    "around/conversion": 1800,
     "around/elsewhere": 110,
     "around/exact": 1680,
     "around/first_values": 460,

@@ -142,11 +142,11 @@ SEAM = {
         FLOATS count first_few group_by_part in_units join_first listed printable rows
         short_dtype
     """,
-    "world.alike": "Values differing digest_of unlike",
+    "world.alike": "Values differing digest_of",
     "world.arguments": "compare_arguments",
     "world.connections": "Connections GLOO_SEC",
     "world.device": "boot_id name_device",
-    "world.failures": "describe_values ranks_by_value",
+    "world.failures": "ranks_by_value",
     "world.group": "Group check_group default_store lacks_group name_ranks",
     "world.helper_thread": "HelperThread",
     "world.pinned": "page_locked",

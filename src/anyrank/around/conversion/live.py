@@ -7,8 +7,8 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -28,40 +28,22 @@ from anyrank.around.own_code.state_dict import (
 from anyrank.around.readers import dcp
 from anyrank.around.readers.joining import join
 from anyrank.around.readers.memory import list_memory
-from anyrank.around.verify.weights import compare_replicas
+from anyrank.around.verify.weights import compare_replicas, content_hashes
 from anyrank.errors import LoadError
-from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, storing, write_file
 from anyrank.formats.dcp_output import metadata_of
 from anyrank.formats.run_step import StoredBox
 from anyrank.formats.tables import renamer
-from anyrank.model.alike import Inventory, check_alike, inventory_of
+from anyrank.model.alike import check_alike, differing_replicas, inventory_of
 from anyrank.model.tensors import ModelTensor, in_state_dict
 from anyrank.saving.rank_file import make_items, write_share
-from anyrank.tensors.sharded_tensor import Coordinates, shared
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, shared
 from anyrank.tensors.writes import plan_writes
 from anyrank.wording import count
-from anyrank.world.alike import unlike
 from anyrank.world.arguments import compare_arguments
-from anyrank.world.failures import describe_values
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    """What a rank lets the others know of its model.
-
-    Attributes:
-        inventory: of its tensors.
-        tied: name -> the name of the tensor that it is.
-        buffers: name -> hash of those that nothing keeps equal, and of extra state.
-    """
-
-    inventory: Inventory
-    tied: dict[str, str]
-    buffers: dict[str, str]
 
 
 def convert_live(
@@ -89,16 +71,20 @@ def convert_live(
         )
         if options.layout is not None:
             join_parts([tensors], ranks)
-        tied, summaries = ranks.run_and_gather(
-            "describing the model", lambda: _summary(tensors, extras, ranks)
-        )
-        coordinates = _check_alike(tensors, summaries, ranks)
-        buffers = [tensor.name for tensor in tensors if tensor.name in summaries[0].buffers]
-        known = shared(tensors, coordinates)
-        replicas = [pair for pair in known if pair[0].name not in summaries[0].buffers]
+        inventories = ranks.together("describing the model", lambda: inventory_of(tensors, ranks))
+        title = "the ranks' models differ"
+        coordinates = check_alike(title, tensors, inventories, ranks, LoadError)
+        buffers = {t.name: t for t in tensors if t.kind == "buffer" and t.layout is None}
+        replicas = [pair for pair in shared(tensors, coordinates) if pair[0].name not in buffers]
         compare_replicas(replicas, ranks)
-        by_rank = zip(ranks.ranks, (summary.buffers for summary in summaries), strict=True)
-        differ = [*unlike(dict(by_rank))]
+        # Nothing keeps these equal: the first rank's are written, and the report says so.
+        whole = [
+            *buffers.values(),
+            *(ShardedTensor(k, v, tuple(v.shape), None, None) for k, v in extras.items()),
+        ]
+        differ = differing_replicas([(t, ranks.ranks) for t in whole], ranks, content_hashes)
+        pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
+        tied = {alias: name for alias, name in pairs if alias != name}
 
         def convert(listing: Listing) -> ConvertReport:
             names = [*(tensor.name for tensor in tensors), *extras]
@@ -113,7 +99,7 @@ def convert_live(
             local = {tensor.name: tensor.local() for tensor in tensors}
             report = convert(list_memory(local | extras))
         else:
-            with _saved(tensors, buffers, coordinates, target, ranks) as folder:
+            with _saved(tensors, [*buffers], coordinates, target, ranks) as folder:
                 report = ranks.run_on_one("converting", lambda: convert(_listed(folder, extras)))
     return replace(
         report,
@@ -195,7 +181,7 @@ def _listed(folder: str, extras: Mapping[str, torch.Tensor]) -> Listing:
     return join(saved.format, [saved, list_memory(extras)]) if extras else saved
 
 
-def _skipped(model: nn.Module, differ: list[str], extras: Collection[str]) -> list[str]:
+def _skipped(model: nn.Module, differ: Iterable[str], extras: Collection[str]) -> list[str]:
     """What of the model is not in the output as this rank holds it, and why."""
     return [
         *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
@@ -271,37 +257,3 @@ def _find_written(
         and not value.is_meta
     }
     return tensors, extras
-
-
-def _summary(
-    tensors: Sequence[ModelTensor], extras: Mapping[str, torch.Tensor], ranks: Ranks
-) -> tuple[dict[str, str], _Summary]:
-    """A model's ties, and what the other ranks are to know of it."""
-    tied = {
-        registration.name: tensor.name
-        for tensor in tensors
-        for registration in tensor.registrations
-        if registration.name != tensor.name
-    }
-    buffers = {
-        tensor.name: content_hash(tensor.local())
-        for tensor in tensors
-        if tensor.kind == "buffer" and tensor.layout is None
-    }
-    buffers |= {name: content_hash(extra) for name, extra in extras.items()}
-    return tied, _Summary(inventory_of(tensors, ranks), tied, buffers)
-
-
-def _check_alike(
-    tensors: Sequence[ModelTensor], summaries: Sequence[_Summary], ranks: Ranks
-) -> dict[int, Coordinates]:
-    """As `check_alike`, of ties as well: raises LoadError on all ranks."""
-    inventories = [summary.inventory for summary in summaries]
-    coordinates = check_alike("the ranks' models differ", tensors, inventories, ranks, LoadError)
-    tied = dict(zip(ranks.ranks, (summary.tied for summary in summaries), strict=True))
-    for name, values in unlike(tied).items():
-        text = describe_values(
-            f"the ranks' models differ in what {name} is tied to", values, ranks.name_ranks
-        )
-        raise LoadError(f"{text}: build them alike")
-    return coordinates

@@ -144,7 +144,7 @@ def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(first, second)
 
 
-def _content_hashes(tensors: Iterable[ShardedTensor]) -> Iterable[str]:
+def content_hashes(tensors: Iterable[ShardedTensor]) -> Iterable[str]:
     """`content_hash` of what this rank holds of each."""
     return (content_hash(tensor.local()) for tensor in tensors)
 
@@ -152,7 +152,7 @@ def _content_hashes(tensors: Iterable[ShardedTensor]) -> Iterable[str]:
 def compare_replicas(
     shared: Iterable[tuple[ShardedTensor, Members]],
     ranks: Ranks,
-    digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]] = _content_hashes,
+    digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]] = content_hashes,
 ) -> None:
     """Compare what several ranks hold alike; for the arguments see `differing_replicas`. All ranks.
 
