@@ -47,7 +47,7 @@ BUDGETS = {
     "around/tables": 510,
     "around/verify": 325,
     "around/weighted": 140,
-    "around/workers": 137,
+    "around/workers": 190,
     "cli": 1342,
     "data": 583,
     "files": 1970,

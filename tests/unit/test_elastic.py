@@ -838,7 +838,8 @@ def test_processes_of_a_dataset_that_are_no_workers_are_left_alone() -> None:
     ]
     workers = WorkerExit()
     try:
-        workers.watch(lambda: [process.start() for process in processes])
+        batches = workers.watch(lambda: {process.start() for process in processes})
+        assert batches == {None}  # a loader's iterator, in its place
         assert workers.workers == processes[1:]
     finally:
         for process in processes:

@@ -53,7 +53,7 @@ class FetchedBatch(NamedTuple):
     def __reduce__(self) -> Any:
         from anyrank.around.workers.passing import as_message
 
-        return _from_worker, (as_message((self.request, self.batch)),)
+        return _from_worker, (as_message(self.request, self.batch),)
 
 
 def _from_worker(message: bytes) -> FetchedBatch:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 CHECK_SEC = 1.0  # how often a worker checks that its rank is alive
 JOIN_SEC = 2.0  # for a process that was killed; it takes milliseconds
+END = signal.SIGRTMAX - 1  # from its rank to a worker; of the signals that nothing else sends
 
 
 class WorkerExit:
@@ -36,8 +38,10 @@ class WorkerExit:
     def watch(self, start: Callable[[], T]) -> T:
         """Run a function that may start workers, and register those that it started."""
         before = multiprocessing.active_children()
+        batches = None
         try:
-            return start()
+            batches = start()
+            return batches
         finally:
             alive = multiprocessing.active_children()
             new = [child for child in alive if child.daemon and child not in before]
@@ -48,6 +52,10 @@ class WorkerExit:
                 # multiprocessing runs it when the interpreter, or one of its own processes, exits,
                 # before it signals and joins its children.
                 self.at_exit = Finalize(None, kill, (self.workers,), exitpriority=0)
+            if batches is not None and new:
+                # An error makes a cycle with its frames. Where these are collected, torch closes
+                # its queues before it tells the workers to end, and waits for them; they stay.
+                weakref.finalize(batches, end, new, os.getpid()).atexit = False
 
 
 def kill(workers: list[BaseProcess]) -> None:
@@ -61,11 +69,24 @@ def kill(workers: list[BaseProcess]) -> None:
         worker.join(JOIN_SEC)
 
 
+def end(workers: list[BaseProcess], rank: int) -> None:
+    """Let workers end whose batches nobody can ask for any more.
+
+    Args:
+        rank: process that started them; others that it forks have the object with the batches too.
+    """
+    if os.getpid() == rank:
+        for worker in workers:
+            if worker.is_alive() and worker.pid is not None:
+                os.kill(worker.pid, END)
+
+
 def leave_to_rank(worker: int) -> None:
     """Make a worker ignore SIGTERM and SIGUSR1, and end with its rank. For `worker_init_fn`."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         # A function: SIG_IGN would be inherited by programs that the dataset starts.
         signal.signal(number, lambda *_: None)
+    signal.signal(END, lambda *_: os._exit(0))  # with another status torch raises in the rank
     threading.Thread(target=_end_with_parent, name="anyrank-parent", daemon=True).start()
 
 

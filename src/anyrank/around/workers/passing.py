@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,24 +19,51 @@ import torch
 SMALL = 128 * 1024  # bytes: three such tensors take half the time, three of 1 MiB take longer
 
 
-def as_message(value: object) -> bytes:
-    """A value of a worker, for `from_message` in its rank. Large tensors go by descriptor."""
+def as_message(request: Any, batch: object) -> bytes:
+    """A request and its batch, for `from_message` in the rank. Large tensors go by descriptor."""
     message = io.BytesIO()
-    _Pickler(message, pickle.HIGHEST_PROTOCOL).dump(value)
+    try:
+        _Pickler(message, pickle.HIGHEST_PROTOCOL).dump((request, batch))
+    except Exception as error:
+        # A queue prints what is raised here and sends nothing, so the rank would wait for ever.
+        return pickle.dumps(
+            _Unsent(
+                f"a worker cannot send the batch of {list(request.ids)}: {type(error).__name__}: "
+                f"{error}: let the dataset and collate_fn return what can be pickled, or give "
+                "num_workers=0"
+            )
+        )
     return message.getvalue()
 
 
 def from_message(message: bytes) -> Any:
-    """The inverse of `as_message`, once."""
-    return pickle.loads(message)  # noqa: S301 - of this process's own worker
+    """The inverse of `as_message`, once.
+
+    Raises:
+        TypeError: the worker could not pickle the batch.
+    """
+    value = pickle.loads(message)  # noqa: S301 - of this process's own worker
+    if isinstance(value, _Unsent):
+        raise TypeError(value.why)
+    return value
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    """In the place of a batch that its worker could not pickle."""
+
+    why: str
 
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         """How an object is pickled that is no plain value."""
-        if type(value) is not torch.Tensor or not _is_small(value):
+        if type(value) is not torch.Tensor:
             return NotImplemented
-        value = value.resolve_conj().resolve_neg()  # else torch passes other numbers
+        if value.is_conj() or value.is_neg():  # torch would pass other numbers
+            return _unchanged, (value.resolve_conj().resolve_neg(),)
+        if not _is_small(value):
+            return NotImplemented
         data = bytes(value.reshape(-1).view(torch.uint8).numpy())
         return _as_tensor, (value.dtype, [*value.shape], data)
 
@@ -49,6 +77,10 @@ def _is_small(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_quantized)
     )
+
+
+def _unchanged(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _as_tensor(dtype: torch.dtype, shape: Sequence[int], data: bytes) -> torch.Tensor:
