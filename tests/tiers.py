@@ -44,6 +44,7 @@ ROOMS = {
         smoke="unit/test_promise_3_own_device_only",
         slow="device/test_benchmarks device/test_simulated machines/test_two_machines",
     ),
+    "diverged": Room("diverged replicas", "ranks/test_replicas"),
     "docs": Room(
         paths="docs README CONTRIBUTING examples page_setups public",
         smoke="unit/test_docs",

@@ -62,6 +62,7 @@ MAY_IMPORT |= {
     "conversion": MODEL
     | {"readers", "tables", "saving", "verify", "layouts", "hugging", "misfits"}
     | {"own_code"},
+    "diverged": MODEL | {"state"},
     "elsewhere": CORE | {"formats", "saving", "resume"},
     "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
     "first_values": MODEL | {"filling"},
@@ -136,7 +137,8 @@ DOORS = {
     "anyrank.resume.resume": ("elsewhere", "foreign"),
     "anyrank.resume.restore": ("first_values", "script"),
     "anyrank.around.inspection.tool_folders": ("foreign",),
-    "anyrank.resume.checkpoints": ("background",),
+    "anyrank.resume.checkpoints": ("background", "diverged"),
+    "anyrank.state.replicas": ("diverged",),
     "anyrank.resume.listeners": ("pace", "peers"),
     "anyrank.saving.run_folder": ("foreign",),
     "anyrank.resume.log_listener": ("inspection",),

@@ -102,8 +102,12 @@ SEAM = {
     "state.accelerate_wrappers": "innermost",
     "state.digests": "check_has_memory digests_of",
     "state.optimizer": "Names UNKNOWN match_optimizer",
-    "state.part_types": "PartMatch PartSource PartState differences hold_to_save in_line misfits",
+    "state.part_types": """
+        PartMatch PartSource PartState SHOWN differences hold_to_save in_line misfits
+        shared_tensors
+    """,
     "state.plain_values": "as_json",
+    "state.replicas": "differing_tensors",
     "state.resume_report": "Outcome ResumeReport SavedOn",
     "state.script_settings": """
         FUNCTIONS NOT_SETTINGS ScriptSettings Settings is_schedule optimizer_of
