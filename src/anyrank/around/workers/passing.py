@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -56,6 +55,10 @@ class _Unsent:
 
 
 class _Pickler(ForkingPickler):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._memories: dict[int, _Memory] = {}  # by address
+
     def reducer_override(self, value: Any) -> Any:
         """How an object is pickled that is no plain value."""
         if type(value) is not torch.Tensor:
@@ -64,18 +67,31 @@ class _Pickler(ForkingPickler):
             return _unchanged, (value.resolve_conj().resolve_neg(),)
         if not _is_small(value):
             return NotImplemented
-        data = bytes(value.reshape(-1).view(torch.uint8).numpy())
-        return _as_tensor, (value.dtype, [*value.shape], data)
+        storage = value.untyped_storage()
+        memory = self._memories.setdefault(storage.data_ptr(), _Memory(storage))
+        place = value.storage_offset(), [*value.shape], [*value.stride()]
+        return _as_tensor, (memory, value.dtype, *place)
+
+
+class _Memory:
+    """The memory of small tensors: those that share it in the worker share it in the rank."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __reduce__(self) -> Any:
+        values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
+        return _as_memory, (bytes(values.numpy()),)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its bytes, and few."""
+    """Whether a tensor is values in a memory of its own process, and that is small."""
     return (
-        tensor.numel() * tensor.element_size() <= SMALL
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_quantized)
+        and tensor.untyped_storage().nbytes() <= SMALL
+        and not tensor.is_shared()
     )
 
 
@@ -83,8 +99,12 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _as_tensor(dtype: torch.dtype, shape: Sequence[int], data: bytes) -> torch.Tensor:
+def _as_memory(data: bytes) -> torch.UntypedStorage:
     # Torch's own memory: math libraries may compute other bits where it begins elsewhere.
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    tensor.reshape(-1).view(torch.uint8).numpy()[:] = memoryview(data)
-    return tensor
+    values = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    values.numpy()[:] = memoryview(data)
+    return values.untyped_storage()
+
+
+def _as_tensor(memory: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, *place)
