@@ -65,7 +65,7 @@ class Case:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of what a checkpoint holds of the model, by all of its names."""
-        return dtypes_by_name(self.tensors)
+        return {name: t.dtype for t in in_state_dict(self.tensors) for name in t.flat_names()}
 
     @cached_property
     def derived(self) -> set[str]:
@@ -212,8 +212,3 @@ def dialects_of(case: Case) -> list[Dialect]:
 def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
     """A match without a source: rules fill some of the tensors, and the others stay as they are."""
     return ModelMatch(tensors, Listing("initial values", (), {}), initialise=initialise)
-
-
-def dtypes_by_name(tensors: list[ModelTensor]) -> dict[str, torch.dtype]:
-    """The dtypes of what a checkpoint holds of some tensors, by all of their names."""
-    return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.formats.tables import idle_renames, renamer, weights_for
-from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of, dtypes_by_name
+from anyrank.model.dialects import LIVE, Case, ModelMatch, dialects_of
 from anyrank.model.fits import find_misfit, shared_on_meta, unwritable
 from anyrank.model.frozen_parts import FrozenSource
 from anyrank.model.options import LoadOptions
@@ -52,14 +53,15 @@ def match_model(
     tensors = tensors_of(modules) if tensors is None else tensors
     # No checkpoint has to hold buffers that state_dict leaves out, so no key is asked for them.
     loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
+    wanted = [tensors[i].all_names() for i in loadable]
     is_live = listing.format == LIVE
     # A run holds tensors as they were in the model, which no code has changed on the way.
     is_raw = is_live or listing.format == FORMAT
     source = chosen = listing
     # A live source is one model's tensors: none of them is of another table, as an optimizer's.
     if not is_live:
-        names = dtypes_by_name(tensors)
-        chosen = weights_for(names, source, renamer(options.rename) if options.rename else None)
+        known = {name for names in wanted for name in chain.from_iterable(names)}
+        chosen = weights_for(known, source, renamer(options.rename) if options.rename else None)
     case = Case(model, modules, tensors, chosen, options, parts or {})
     dialects, listing, rename = dialects_of(case), chosen, case.rename
     # Numbers become weights before names are compared: a conversion fuses whole weights.
@@ -69,7 +71,7 @@ def match_model(
     idle = idle_renames(options.rename, source, chosen, listing.tensors)
     for dialect in dialects:
         listing, rename = dialect.names(listing, rename)
-    matched = match_keys([tensors[i].all_names() for i in loadable], listing.tensors, rename)
+    matched = match_keys(wanted, listing.tensors, rename)
     stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
     match = ModelMatch(tensors, listing, stored, duplicates=matched.duplicates, idle=idle)
     # A frozen part takes what the keys left open from its own source, and compares the rest.
@@ -94,6 +96,30 @@ def match_model(
     if is_live:
         of_no_use |= _tied_to(match.wanted, listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
+    match = replace(match, unexpected=unexpected, ignored=ignored, own_code=own_code)
+    match, absent = _with_missing(match, missing, options)
+    problems = _problems(match, absent, options)
+    problems += _unread(listing, tensors, absent, case.rename)
+    if match.initialise:
+        from anyrank.around.first_values.parametrised import parametrised  # a door
+
+        problems += parametrised(tensors[i] for i in match.initialise)
+    problems += shared_on_meta(tensors)
+    # Adapters are judged last: by then it is known what fills their base.
+    for dialect in dialects:
+        problems += dialect.problems(match)
+    if problems:
+        from anyrank.around.misfits.of_model import join_problems  # a door
+
+        raise LoadError(join_problems(listing, problems))
+    return match
+
+
+def _with_missing(
+    match: ModelMatch, missing: list[int], options: LoadOptions
+) -> tuple[ModelMatch, list[int]]:
+    """The match, with what becomes of tensors that have no bytes; and those that should have."""
+    tensors, stored = match.tensors, match.stored
     is_adapter = bool(stored) and all(
         tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw) for i in stored
     )
@@ -106,30 +132,8 @@ def match_model(
     init = options.missing == "init"
     initialise = [i for i in missing if tensors[i].is_meta or (init and i not in needs_no_key)]
     keep = sorted(set(missing).difference(initialise))
-    match = replace(
-        match,
-        initialise=initialise,
-        keep=keep,
-        missing=[tensors[i].name for i in absent],
-        unexpected=unexpected,
-        ignored=ignored,
-        own_code=own_code,
-    )
-    problems = _problems(match, absent, options)
-    problems += _unread(listing, tensors, absent, case.rename)
-    if initialise:
-        from anyrank.around.first_values.parametrised import parametrised  # a door
-
-        problems += parametrised(tensors[i] for i in initialise)
-    problems += shared_on_meta(tensors)
-    # Adapters are judged last: by then it is known what fills their base.
-    for dialect in dialects:
-        problems += dialect.problems(match)
-    if problems:
-        from anyrank.around.misfits.of_model import join_problems  # a door
-
-        raise LoadError(join_problems(listing, problems))
-    return match
+    names = [tensors[i].name for i in absent]
+    return replace(match, initialise=initialise, keep=keep, missing=names), absent
 
 
 def warn_of_idle(match: ModelMatch) -> None:
