@@ -304,3 +304,53 @@ def job_hashed(path: str, exact: bool) -> dict[str, int]:
 def test_a_save_hashes_a_ninth_of_the_replicas(tmp_path: Path, exact: bool) -> None:
     for row in run_ranks(2, job_hashed, str(tmp_path / "run"), exact):
         assert 0 < row["replicas"] < row["state"] / 8
+
+
+# -- parameters that microbatches() did not get ---------------------------------------------------
+
+
+def job_loss_module(path: str, kind: str) -> str:
+    """A run whose loss has parameters; returns the error of its first step, or "" for none."""
+    torch.manual_seed(0)
+    model: nn.Module = DistributedDataParallel(nn.Linear(2, 2))
+    loss: nn.Module = nn.Linear(2, 1)
+    if kind == "of its own wrapper":
+        loss = DistributedDataParallel(loss)
+    if kind == "frozen":
+        loss.requires_grad_(requires_grad=False)
+    both = nn.ModuleList([model, loss])
+    params = [param for module in both for param in module.parameters() if param.requires_grad]
+    optimizers = {"opt": torch.optim.SGD(params, lr=0.1)}
+    if kind == "of its own optimizer":
+        parts = (("opt", model), ("other", loss))
+        optimizers = {k: torch.optim.SGD(m.parameters(), lr=0.1) for k, m in parts}
+    loader = anyrank.ElasticLoader(torch.randn(8, 2), global_batch=4, microbatch=2)
+    state = anyrank.TrainState(model, loss=loss, data=loader, **optimizers)
+    ckpts = anyrank.Checkpoints(path, state)
+    told = ""
+    try:
+        for step in ckpts.steps(until=2):
+            for batch in step.microbatches(both if kind == "given" else model):
+                step.backward(loss(model(batch)).square().mean())
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+    except anyrank.CheckpointError as error:
+        told = f"{state.step}: {error}"
+    ckpts.close()
+    return told
+
+
+@pytest.mark.parametrize("kind", ["without a wrapper", "of its own optimizer"])
+def test_a_loss_that_no_pass_exchanges_is_refused_in_its_first_step(
+    tmp_path: Path, kind: str
+) -> None:
+    for told in run_ranks(2, job_loss_module, str(tmp_path), kind):
+        assert told.startswith("1: step 1: ranks hold different values")
+        assert "loss.weight: ranks [0] unlike ranks [1]" in told
+        assert "give it nn.ModuleList([model, loss])" in told
+
+
+@pytest.mark.parametrize("kind", ["given", "of its own wrapper", "frozen"])
+def test_a_loss_that_is_exchanged_or_frozen_is_right(tmp_path: Path, kind: str) -> None:
+    assert run_ranks(2, job_loss_module, str(tmp_path), kind) == ["", ""]

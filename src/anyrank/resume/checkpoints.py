@@ -295,6 +295,7 @@ class Checkpoints:
                 save_is_due=options.cadence.is_due(number, self._last_save),
                 ahead=self._counter.ahead,
                 news=self._listeners.tell(number),
+                has_strangers=self._counter.has_strangers,
             )
 
         with self._counter.guard_boundary():
@@ -306,7 +307,8 @@ class Checkpoints:
             warn_of_refusal(self._state, ranks)
         if any(report.save_failed for report in reports):
             self.wait()
-        if ranks.size > 1 and options.compares_replicas(number):
+        has_strangers = any(report.has_strangers for report in reports)
+        if ranks.size > 1 and (has_strangers or options.compares_replicas(number)):
             from anyrank.around.diverged.replicas import check_replicas  # a door: see test_house
 
             check_replicas(self._state, ranks)

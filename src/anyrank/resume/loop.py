@@ -44,6 +44,7 @@ class BoundaryReport(NamedTuple):
         ahead: why it could not fetch the first batches of the next step, and what the others have
             to know of these.
         news: what the run's listeners tell, in their order.
+        has_strangers: as of `StepHooks`.
     """
 
     save_failed: bool
@@ -51,6 +52,7 @@ class BoundaryReport(NamedTuple):
     save_is_due: bool
     ahead: tuple[Failure | None, Any]
     news: Sequence[Any]
+    has_strangers: bool
 
 
 class Loop(Iterator[Step]):
@@ -79,10 +81,15 @@ class StepHooks:
         optimizers: of the state, that take hooks.
         handles: of the hooks.
         stepped: set by any of them; reset where a step counts, and before each body.
+        has_strangers: whether an optimizer has made its first step with gradients of parameters
+            that `microbatches()` did not get: then they are this rank's alone, unless the script
+            has exchanged them itself.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.stepped = False
+        self.stepped = self.has_strangers = False
+        self._data = state.data
+        self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
         self.optimizers: list[Optimizer] = []
@@ -100,8 +107,15 @@ class StepHooks:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return any(param.grad is not None for group in groups for param in group["params"])
 
-    def _on_step(self, *_: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepped = True
+        begun = self._data.position.begun if isinstance(self._data, ElasticLoader) else []
+        if begun and optimizer not in self._looked_at:  # once: later it would cost each step
+            self._looked_at.add(optimizer)
+            known = {id(param) for sync in begun for param in sync.parameters}
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            strangers = (p for p in params if p.grad is not None and id(p) not in known)
+            self.has_strangers |= any(True for _ in strangers)
 
 
 class StepCounter:
@@ -210,7 +224,7 @@ class StepCounter:
 
     def forget_steps(self) -> None:
         """Steps of the optimizers until now are none of the step that comes."""
-        self._hooks.stepped = False
+        self._hooks.stepped = self._hooks.has_strangers = False
 
     @contextlib.contextmanager
     def guard_boundary(self) -> Generator[None]:
@@ -229,6 +243,11 @@ class StepCounter:
         """The first batches of the next step, if they were fetched."""
         data = self._state.data
         return data.position.ahead if isinstance(data, ElasticLoader) else None
+
+    @property
+    def has_strangers(self) -> bool:
+        """As of `StepHooks`, in the step that ends."""
+        return self._hooks.has_strangers
 
     @property
     def ahead(self) -> tuple[Failure | None, Any]:

@@ -75,10 +75,10 @@ def describe(
     else:
         reason = (
             "the replicas have diverged (a forward around the wrapper; parameters that are "
-            "unfrozen behind DDP's back, or of a module that microbatches() did not get; an update "
-            "on one rank alone, or from a rank's own values: a buffer, its data, its random "
-            "numbers): make them alike, or resume the last step; hold parts of a whole as DTensors "
-            "(DTensor.from_local)"
+            "unfrozen behind DDP's back, or of a module that microbatches() did not get, as a "
+            "loss: give it nn.ModuleList([model, loss]); an update on one rank alone, or from a "
+            "rank's own values: a buffer, its data, its random numbers): make them alike, or "
+            "resume the last step; hold parts of a whole as DTensors (DTensor.from_local)"
         )
         if others:
             names = ", ".join(others[:SHOWN])
