@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -273,6 +274,43 @@ def test_models_of_other_names_are_not_compared(tmp_path: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def bytes_hashed() -> Generator[list[int]]:
+    """Sizes of what is hashed on this rank within."""
+    sizes: list[int] = []
+    hash_of = content_hash.hash_of
+
+    def count(parts: Iterable[torch.Tensor]) -> str:
+        parts = [*parts]
+        sizes.append(sum(part.nbytes for part in parts))
+        return hash_of(parts)
+
+    with patch.object(content_hash, "hash_of", count):
+        yield sizes
+
+
+def job_verified(wrapper: str) -> tuple[int, int, dict[str, int]]:
+    net, source = nn.Linear(6, 4), {"weight": torch.ones(4, 6), "bias": torch.ones(4)}
+    source["weight"][0, 0], source["bias"][3] = torch.nan, torch.inf
+    if wrapper != "none":
+        shape = (2, 2) if wrapper == "hsdp" else (4,)
+        names = ("replicate", "shard")[-len(shape) :]
+        fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    with bytes_hashed() as sizes:
+        report = anyrank.load(net, source, verify=True)
+    held = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in net.parameters())
+    return sum(sizes), held, report.nonfinite
+
+
+@pytest.mark.parametrize(("wrapper", "is_held_twice"), [("none", 1), ("hsdp", 1), ("fsdp", 0)])
+def test_a_verified_load_hashes_what_others_hold_and_counts_each_element_once(
+    wrapper: str, is_held_twice: int
+) -> None:
+    for hashed, held, nonfinite in run_ranks(4, job_verified, wrapper):
+        assert hashed == held * is_held_twice
+        assert nonfinite == {"weight": 1, "bias": 1}
+
+
 def job_hashed(path: str, exact: bool) -> dict[str, int]:
     """Bytes that a save hashes on this rank to compare replicas, and those of the whole state."""
     data = anyrank.ElasticLoader(torch.zeros(4, 90), global_batch=2, microbatch=1, exact=exact)
@@ -283,21 +321,12 @@ def job_hashed(path: str, exact: bool) -> dict[str, int]:
     optimizer.step()
     tensors = [*net.parameters()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
-    found = {"state": sum(tensor.nbytes for tensor in tensors), "replicas": 0}
-
-    hash_of = content_hash.hash_of
-
-    def count(parts: Iterable[torch.Tensor]) -> str:
-        parts = [*parts]
-        found["replicas"] += sum(part.nbytes for part in parts)
-        return hash_of(parts)
-
     with (
-        patch.object(content_hash, "hash_of", count),
+        bytes_hashed() as sizes,
         anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer, data=data)) as ckpts,
     ):
         ckpts.save()
-    return found
+    return {"state": sum(tensor.nbytes for tensor in tensors), "replicas": sum(sizes)}
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -320,7 +349,7 @@ def job_loss_module(path: str, kind: str) -> str:
         loss.requires_grad_(requires_grad=False)
     both = nn.ModuleList([model, loss])
     params = [param for module in both for param in module.parameters() if param.requires_grad]
-    optimizers = {"opt": torch.optim.SGD(params, lr=0.1)}
+    optimizers: dict[str, Any] = {"opt": torch.optim.SGD(params, lr=0.1)}
     if kind == "of its own optimizer":
         parts = (("opt", model), ("other", loss))
         optimizers = {k: torch.optim.SGD(m.parameters(), lr=0.1) for k, m in parts}
