@@ -379,6 +379,43 @@ def test_an_8_bit_weight_is_refused_beside_what_may_be_its_scale(
     assert torch.equal(small.weight, source["0.weight"])
 
 
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"scales": {"0.weight": torch.ones(4)}},
+        {"weight_scales": {"0": torch.ones(4, 1)}},
+        {"quant_state": {"0.weight": {"absmax": torch.ones(())}}},
+    ],
+)
+def test_scales_in_a_table_of_their_own_are_not_left_out(
+    tables: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = {f"{n}.weight": torch.ones(4, 4).to(torch.float8_e4m3fn) for n in range(2)}
+    path, [table] = tmp_path / "w.pt", tables
+    torch.save({"model": weights, **tables}, path)
+    model = two_layers()
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+        anyrank.load(model, path)
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+        anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
+    anyrank.load(model, path, rename=lambda key: "" if key.startswith(table) else key)
+    assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
+
+
+def test_tables_beside_a_plain_cast_are_no_scales(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    tables: dict[str, Any] = {
+        "ema": {"weight": torch.zeros(4, 4)},
+        "quant_model": {"weight": torch.zeros(4, 4)},
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(4)}}, "param_groups": []},
+        "grad_scaler": {"scale": torch.ones(())},
+    }
+    torch.save({"model": weights, **tables}, tmp_path / "w.pt")
+    model = nn.Linear(4, 4, bias=False)
+    anyrank.load(model, tmp_path / "w.pt")
+    assert torch.equal(model.weight, torch.ones(4, 4))
+
+
 def test_a_plain_cast_is_read_beside_parameters_that_the_model_has_not() -> None:
     file = small_weights("unused", ("0.", "1."))
     file |= {"0.bias": torch.ones(4), "0.num_batches_tracked": torch.tensor(3)}

@@ -38,7 +38,7 @@ def weights_for(
     # A source whose keys are all names of the model leaves nothing to choose.
     is_all = bool(listing.tensors or not listing.beside)
     if rename is None and is_all and all(key in known for key in listing.tensors):
-        return replace(listing, table="", beside={})
+        return replace(listing, table="")
     from anyrank.around.tables.choice import chosen_weights  # a door: see test_house
 
     return chosen_weights(known, listing, rename)

@@ -26,6 +26,7 @@ from anyrank.around.hugging.quantised import (
 from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.errors import LoadError
 from anyrank.files.listing import FileInfo, Listing
+from anyrank.formats.part_names import is_other_part
 from anyrank.tensors.names import candidates
 from anyrank.tensors.spec import StoredTensor
 
@@ -110,7 +111,8 @@ def without_scales(
     small = [stored for stored in wanted if is_8_bit(stored.dtype)]
     if not small:
         return []
-    scales = scales_of(listing.tensors.values())
+    beside = (stored for key, stored in listing.beside.items() if not is_other_part(key))
+    scales = scales_of(listing.tensors.values(), beside)
     if unused is not None:
         # Tools have more names for scales than are known here.
         scales |= _beside(listing.tensors.values(), small)

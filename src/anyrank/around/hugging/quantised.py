@@ -271,16 +271,23 @@ def is_8_bit(dtype: torch.dtype) -> bool:
     return is_small(dtype) or dtype in (torch.int8, torch.uint8)
 
 
-def scales_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
+def scales_of(
+    tensors: Iterable[StoredTensor], beside: Iterable[StoredTensor] = ()
+) -> dict[str, str]:
     """Keys that look like the scale of an 8-bit tensor -> the key of that tensor.
 
     They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; or
     all of a file's below one name: `scales.X`.
+
+    Args:
+        tensors: of the source.
+        beside: of other tables, by whole keys: scales may have a table of their own.
     """
     tensors = list(tensors)
     owners = owners_of(t.name for t in tensors if is_8_bit(t.dtype))
+    numels = {t.name: t.numel for t in tensors}
     scales: dict[str, str] = {}
-    for stored in tensors if owners else ():
+    for number, stored in enumerate([*tensors, *beside] if owners else ()):
         if (
             is_cast_along(stored.dtype)
             or SCALE_WORDS.search(stored.name) is None
@@ -288,12 +295,14 @@ def scales_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
         ):  # most
             continue
         parts = stored.name.split(".")
-        for depth in range(1, min(len(parts), SCALE_DEPTH) + 1):
+        for depth in range(1, min(len(parts), SCALE_DEPTH) + 1) if number < len(tensors) else ():
             owner, rest = ".".join(parts[:-depth]), ".".join(parts[-depth:])
             if owners.get(owner, stored.name) != stored.name and SCALE_WORDS.search(rest):
                 scales.setdefault(stored.name, owners[owner])
-        owner = owners.get(".".join(parts[1:]))
-        if owner is not None and SCALE_WORDS.search(parts[0]):
+        inner = [".".join(parts[1:end]) for end in (len(parts), -1)]
+        owner = next((owners[name] for name in inner if name and name in owners), None)
+        # Not another set of weights, as `quantised.X`.
+        if owner and SCALE_WORDS.search(parts[0]) and stored.numel < numels[owner]:
             scales.setdefault(stored.name, owner)
     return scales
 

@@ -332,4 +332,6 @@ def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable
         if not _is_in(key, noted)
     )
     skipped = (*listing.skipped, *notes)
-    return replace(listing, tensors=tensors, skipped=skipped, table="", beside={}, unread_beside={})
+    beside = {key: t for key, t in listing.beside.items() if key not in tensors}
+    listing = replace(listing, tensors=tensors, skipped=skipped, table="", beside=beside)
+    return replace(listing, unread_beside={})
