@@ -120,7 +120,7 @@ DOORS = {
     "anyrank.formats.sources": ("foreign", "readers"),
     "anyrank.formats.weight_files": ("readers",),
     "anyrank.formats.tables": ("tables",),
-    "anyrank.model.wrappers": ("frozen",),
+    "anyrank.model.plain_copies": ("frozen",),
     "anyrank.model.match": ("first_values", "misfits"),
     "anyrank.model.own_code": ("own_code",),
     "anyrank.model.fits": ("layouts", "misfits"),

@@ -81,12 +81,13 @@ SEAM = {
         NOT_RUN OwnCode OwnCodeRun loads_by_own_code own_code_of save_by_own_code
         takes_extra_state
     """,
+    "model.plain_copies": "plain_copy",
     "model.replace": "Replacement",
     "model.share": "ModelShare allocate room_for",
     "model.tensors": """
         ModelTensor NamedModule REGISTRIES find_modules find_tensors in_state_dict tensors_of
     """,
-    "model.wrappers": "ModelTensor Path Registration plain_class plain_copy plain_of",
+    "model.wrappers": "ModelTensor Path Registration plain_class plain_of",
     "random_state.streams": """
         NumpyStream PythonStream Source TorchStream ambient is_in_use kept own_accelerator reseed
     """,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -107,30 +107,6 @@ def is_wrapping(module: nn.Module, child: str) -> bool:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote, without what FSDP2 puts in front of it."""
     return plain_of(type(module))
-
-
-def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> Any:
-    """The same module tree, not frozen, in the classes that the user wrote; all else is shared.
-
-    Args:
-        module: stays as it is.
-        copies: gets the copy of each module, by the module's id.
-    """
-    copies = {} if copies is None else copies
-    if id(module) not in copies:
-        kind = plain_class(module)
-        copy: Any = kind.__new__(kind)
-        copies[id(module)] = copy
-        copy.__dict__ = {**module.__dict__}
-        if frozen_info(module):
-            from anyrank.around.frozen.freeze import without_answers
-
-            copy.__dict__ = without_answers(module.__dict__)
-        copy.__dict__["_modules"] = {
-            name: None if child is None else plain_copy(child, copies)
-            for name, child in module.__dict__["_modules"].items()
-        }
-    return copies[id(module)]
 
 
 def plain_of(kind: type[nn.Module]) -> type[nn.Module]:

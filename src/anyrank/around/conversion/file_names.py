@@ -24,8 +24,9 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
 from anyrank.formats.part_names import is_other_part
+from anyrank.model.plain_copies import plain_copy
 from anyrank.model.tensors import ModelTensor, find_tensors, in_state_dict
-from anyrank.model.wrappers import plain_class, plain_copy
+from anyrank.model.wrappers import plain_class
 from anyrank.tensors.names import candidates
 from anyrank.tensors.spec import StoredTensor, dtype_name
 

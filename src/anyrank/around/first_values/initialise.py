@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
+from anyrank.model.plain_copies import plain_copy
 from anyrank.model.tensors import ModelTensor
-from anyrank.model.wrappers import Registration, plain_class, plain_copy
+from anyrank.model.wrappers import Registration, plain_class
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import derive
 from anyrank.wording import first_few

@@ -21,8 +21,8 @@ from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.model.dialects import Case, Dialect, ModelMatch, Renamer
+from anyrank.model.plain_copies import plain_copy
 from anyrank.model.tensors import ModelTensor, NamedModule, in_state_dict
-from anyrank.model.wrappers import plain_copy
 from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested
