@@ -23,7 +23,7 @@ BUDGETS = {
     "around/base": 220,
     "around/conversion": 1800,
     "around/diverged": 92,
-    "around/elsewhere": 110,
+    "around/elsewhere": 140,
     "around/exact": 1680,
     "around/first_values": 460,
     "around/foreign": 2150,
@@ -69,7 +69,7 @@ BUDGETS = {
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_250
+CORE_LINES = 18_230
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

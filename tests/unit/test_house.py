@@ -63,7 +63,7 @@ MAY_IMPORT |= {
     | {"readers", "tables", "saving", "verify", "layouts", "hugging", "misfits"}
     | {"own_code"},
     "diverged": MODEL | {"state"},
-    "elsewhere": CORE | {"formats", "saving", "resume"},
+    "elsewhere": CORE | {"formats", "state", "saving", "resume"},
     "exact": CORE | {"random_state", "data", "steps", "averaging", "fsdp2"},
     "first_values": MODEL | {"filling"},
     "foreign": MODEL
@@ -134,7 +134,8 @@ DOORS = {
     "anyrank.around.peers.transfers": ("sharing",),
     "anyrank.around.tables.choice": ("misfits",),
     "anyrank.state.modules": ("frozen", "misfits", "own_code"),
-    "anyrank.resume.resume": ("elsewhere", "foreign"),
+    "anyrank.resume.resume": ("elsewhere",),
+    "anyrank.around.elsewhere.begin": ("foreign",),
     "anyrank.resume.restore": ("first_values", "script"),
     "anyrank.around.inspection.tool_folders": ("foreign",),
     "anyrank.resume.checkpoints": ("background", "diverged"),

@@ -93,6 +93,8 @@ SEAM = {
     """,
     "resume.listener": "RunListener",
     "resume.options": "Cadence RENAMING ResumeArguments",
+    "resume.restore": "restore_state",
+    "resume.resume": "restore_newest",
     "resume.search": "Candidate StepOfRun StepSearch",
     "resume.source": "ResumeSource misfit_text",
     "saving.collect": "Snapshot collect",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.files.storage import storage_for
 from anyrank.resume.options import ResumeArguments
 from anyrank.resume.restore import restore_state
 from anyrank.resume.search import StepOfRun, StepSearch
@@ -67,14 +66,16 @@ def resume_run(
         if number is None
         else StepSearch(folder, number, verify, ranks)
     )
-    resumed = _restore_newest(state, search, own_arguments, ranks)
+    resumed = restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
         note = f"{path} was not read: the run has steps of its own, and goes on with them"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
         resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))
     elif resumed is None and path is not None and target is not None:
-        resumed = Resumed(_begin_with(path, target.step, state, arguments, verify, ranks))
+        from anyrank.around.elsewhere.begin import begin_with  # a door: see test_house
+
+        resumed = Resumed(begin_with(path, target.step, state, arguments, verify, ranks))
     elif resumed is None and which == "must":
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
@@ -92,29 +93,7 @@ def _open_path(
     return agree_on_path(path, folder, arguments, ranks)
 
 
-def _begin_with(
-    path: str,
-    step: tuple[str, int] | None,
-    state: TrainState,
-    arguments: ResumeArguments,
-    verify: bool,
-    ranks: Ranks,
-) -> ResumeReport:
-    """Begin a run with a step of another run, or with what another tool saved. All ranks."""
-    if step is None:
-        from anyrank.around.foreign.adopt import adopt  # around the core: a door in test_house
-
-        return restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks)
-    run_path, number = step
-    other_run = RunFolder(storage_for(run_path), run_path)
-    search = StepSearch(other_run, number, verify, ranks)  # of a number: sets nothing aside
-    resumed = _restore_newest(state, search, arguments, ranks)
-    assert resumed is not None
-    state.run = None  # a new run begins
-    return resumed.report
-
-
-def _restore_newest(
+def restore_newest(
     state: TrainState, search: StepSearch, arguments: ResumeArguments, ranks: Ranks
 ) -> Resumed | None:
     """Restore the newest step that is whole; None if the run has no steps. All ranks.
