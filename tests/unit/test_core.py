@@ -48,7 +48,7 @@ BUDGETS = {
     "around/tables": 510,
     "around/verify": 325,
     "around/weighted": 140,
-    "around/workers": 210,
+    "around/workers": 214,
     "cli": 1342,
     "data": 583,
     "files": 1970,

@@ -655,12 +655,19 @@ def test_every_page_is_on_the_front_page() -> None:
 
 
 def find_lost_rooms(text: str) -> list[str]:
-    """Rooms around the core that CONTRIBUTING.md does not name, and files in it that are gone."""
+    """Rooms that CONTRIBUTING.md does not name, and files and classes in it that are gone."""
     spans = set(re.findall(r"`([^`\n]+)`", text))
     rooms = {path.name for path in SRC.glob("around/*") if (path / "__init__.py").exists()}
     folders = (ROOT, SRC.parent, SRC, SRC / "around")
     files = {span for span in spans if re.fullmatch(r"[\w/]+/\w+\.py", span)}
     gone = {file for file in files if not any((folder / file).exists() for folder in folders)}
+    source = "\n".join(path.read_text(encoding="utf-8") for path in SRC.rglob("*.py"))
+    classes = {*re.findall(r"^class (\w+)", source, re.MULTILINE)}
+    gone |= {
+        span
+        for span in spans
+        if re.fullmatch(r"[A-Z][a-z]\w+\.\w+", span) and span.partition(".")[0] not in classes
+    }
     return sorted(rooms - spans) + sorted(gone)
 
 
@@ -669,7 +676,9 @@ def test_the_map_of_the_rooms_is_that_of_the_tree() -> None:
 
 
 def test_a_lost_room_is_found() -> None:
-    assert {"exact", "steps/no.py"} <= set(find_lost_rooms("`steps/step.py` `steps/no.py`"))
+    found = find_lost_rooms("`steps/step.py` `steps/no.py` `Step.loss` `NoStep.loss`")
+    assert {"exact", "steps/no.py", "NoStep.loss"} <= {*found}
+    assert not {"steps/step.py", "Step.loss"} & {*found}
 
 
 # -- private names of other packages --------------------------------------------------------------

@@ -394,7 +394,7 @@ def test_a_private_use_is_found(line: str) -> None:
 # sent, and what torch's recorder of this process has written, which has no class.
 UNPICKLE = {
     "anyrank.around.readers.pickles",
-    "anyrank.around.workers.passing",
+    "anyrank.around.workers.batches",
     "anyrank.watching.recorder",
     "anyrank.world.ranks",
 }
@@ -472,6 +472,10 @@ for step in (0, 1):
         ckpts.step_done()
         ckpts.save()
 assert report is not None and state.step == 2
+loader = anyrank.ElasticLoader([torch.ones(3)], global_batch=1, microbatch=1, num_workers=1)
+for step in loader:
+    assert [int(batch.sum()) for batch in step.microbatches(torch.nn.Identity())] == [3]
+    loader.commit()
 """
     assert loaded_by(code, ["numpy.linalg"]) == set()
 

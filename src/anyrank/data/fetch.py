@@ -51,14 +51,14 @@ class FetchedBatch(NamedTuple):
     batch: Any
 
     def __reduce__(self) -> Any:
-        from anyrank.around.workers.passing import as_message
+        from anyrank.around.workers.batches import as_message
 
         return _from_worker, (as_message(self.request, self.batch),)
 
 
 def _from_worker(message: bytes) -> FetchedBatch:
     """The door to `anyrank.around.workers`, of a batch that has come from a worker."""
-    from anyrank.around.workers.passing import from_message
+    from anyrank.around.workers.batches import from_message
 
     return FetchedBatch._make(from_message(message))
 

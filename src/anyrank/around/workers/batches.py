@@ -69,8 +69,8 @@ class _Pickler(ForkingPickler):
             return NotImplemented
         storage = value.untyped_storage()
         memory = self._memories.setdefault(storage.data_ptr(), _Memory(storage))
-        place = value.storage_offset(), [*value.shape], [*value.stride()]
-        return _as_tensor, (memory, value.dtype, *place)
+        layout = value.storage_offset(), [*value.shape], [*value.stride()]
+        return _as_tensor, (memory, value.dtype, *layout)
 
 
 class _Memory:
@@ -80,8 +80,11 @@ class _Memory:
         self._storage = storage
 
     def __reduce__(self) -> Any:
-        values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
-        return _as_memory, (bytes(values.numpy()),)
+        data = bytearray(self._storage.nbytes())
+        if data:
+            values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
+            torch.frombuffer(data, dtype=torch.uint8).copy_(values)
+        return _as_memory, (data,)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -99,12 +102,13 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _as_memory(data: bytes) -> torch.UntypedStorage:
+def _as_memory(data: bytearray) -> torch.UntypedStorage:
     # Torch's own memory: math libraries may compute other bits where it begins elsewhere.
     values = torch.empty(len(data), dtype=torch.uint8, device="cpu")
-    values.numpy()[:] = memoryview(data)
+    if data:
+        values.copy_(torch.frombuffer(data, dtype=torch.uint8))
     return values.untyped_storage()
 
 
-def _as_tensor(memory: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, *place)
+def _as_tensor(memory: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, *layout)
