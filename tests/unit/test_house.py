@@ -117,7 +117,8 @@ DOORS = {
     "anyrank.filling.reading": ("sharing",),  # for the type checkers
     "anyrank.files.storage": ("remote",),
     "anyrank.files.reader": ("remote", "sharing"),
-    "anyrank.formats.sources": ("foreign", "readers"),
+    "anyrank.formats.sources": ("readers",),
+    "anyrank.around.readers.listers": ("foreign",),
     "anyrank.formats.weight_files": ("readers",),
     "anyrank.formats.tables": ("tables",),
     "anyrank.model.plain_copies": ("frozen",),

@@ -33,7 +33,7 @@ SEAM = {
     "files.content_hash": "BLOCK_BYTES content_hash hash_of",
     "files.json_codec": "from_json reading_record to_json",
     "files.listing": "Checksum Computed EXTRA_STATE Fetch FileInfo Listing TensorFill ties_of",
-    "files.manifest": "FORMAT IMPLEMENTATION MANIFEST Manifest read_manifest step_name",
+    "files.manifest": "FORMAT IMPLEMENTATION MANIFEST Manifest STEP read_manifest step_name",
     "files.pages": "use_large_pages",
     "files.progress": "Progress progress_of_tool",
     "files.reader": "Job Reader copy_into memory_of synchronize",
@@ -58,10 +58,7 @@ SEAM = {
         list_step list_steps number_of
     """,
     "formats.safetensors": "ALIGN CODES MAX_HEADER_BYTES RESERVED",
-    "formats.sources": """
-        RUN Source check_source checkpoint_among format_of_folder is_of_tool is_run_of_tool
-        list_source looks_like
-    """,
+    "formats.sources": "Source check_source list_source",
     "formats.part_names": "NESTED is_other_part",
     "formats.tables": "renamer",
     "formats.torch_zip": "ALIGN STORAGES TorchZip tensor_opcodes value_opcodes wrap",

@@ -19,11 +19,11 @@ from anyrank.around.foreign.checkpoint import (
     optimizer_of,
 )
 from anyrank.around.readers import dcp, huggingface
+from anyrank.around.readers.folders import looks_like
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
 from anyrank.formats import weight_files
-from anyrank.formats.sources import looks_like
 
 RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")
 CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")

@@ -6,10 +6,10 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 
+from anyrank.around.readers.folders import checkpoint_among, is_of_tool
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
 from anyrank.formats.run_step import INDEX, list_steps
-from anyrank.formats.sources import checkpoint_among, is_of_tool
 from anyrank.formats.weight_files import format_of
 
 MAX_FOLDERS = 200  # how many are listed; in an object store each costs a request

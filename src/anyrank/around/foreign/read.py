@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from anyrank.around.foreign import accelerate, deepspeed, per_rank, tables
 from anyrank.around.foreign.checkpoint import ForeignCheckpoint
+from anyrank.around.readers.folders import format_of_folder
 from anyrank.around.sharing.copies import with_fingerprints
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
-from anyrank.formats.sources import format_of_folder
 from anyrank.formats.weight_files import FILES, format_of
 
-# What reads the run in a folder of a tool, by its name in `sources.FOLDERS`, which tells it apart.
+# What reads the run in a folder of a tool, by its name in FOLDERS of `readers/folders.py`.
 RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "trainer": accelerate.read,
     "accelerate": accelerate.read,

@@ -19,6 +19,7 @@ from anyrank.around.inspection.inspect import name_of
 from anyrank.around.inspection.records import Ignore, record_differences
 from anyrank.around.inspection.stream import as_numbers, boxes_of, content_of, open_values
 from anyrank.around.inspection.tool_folders import is_tool_folder, with_optimizers
+from anyrank.around.readers.folders import RUN, looks_like
 from anyrank.around.readers.runs import no_step, whole_steps
 from anyrank.around.tables.parts import alike
 from anyrank.errors import LoadError
@@ -28,7 +29,7 @@ from anyrank.files.progress import progress_of_tool
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
 from anyrank.formats.run_step import list_step
-from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count, rows
 

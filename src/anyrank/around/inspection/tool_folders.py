@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from anyrank.around.readers.folders import format_of_folder, is_run_of_tool
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.formats.sources import Source, format_of_folder, is_run_of_tool
+from anyrank.formats.sources import Source
 from anyrank.tensors.spec import StoredTensor
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from anyrank.around.inspection.inspect import name_of
 from anyrank.around.inspection.stream import boxes_of, count_nonfinite, open_values
 from anyrank.around.inspection.tool_folders import is_tool_folder, with_optimizers
+from anyrank.around.readers.folders import RUN, looks_like
 from anyrank.around.readers.runs import no_step
 from anyrank.around.verify.checksums import bytes_to_compare, compared, mismatches
 from anyrank.checks import check_bool
@@ -19,7 +20,7 @@ from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.progress import Progress, progress_of_tool
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.formats.run_step import check_sizes, is_step, list_step, list_steps
-from anyrank.formats.sources import RUN, Source, check_source, list_source, looks_like
+from anyrank.formats.sources import Source, check_source, list_source
 from anyrank.formats.weight_files import format_of
 from anyrank.wording import count, in_units, printable, rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anyrank.around.readers.folders import format_of_folder, is_run_of_tool
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage
 
@@ -32,13 +33,24 @@ def _folder_of_weights(storage: Storage, folder: str) -> Listing:
     return list_folder(storage, folder)
 
 
-# A format's name, in FORMATS or FOLDERS of the core -> what lists it. Each imports its reader when
+def _folder(storage: Storage, path: str) -> Listing:
+    """The weights in a folder, whatever wrote it."""
+    name = format_of_folder(storage.names(path))
+    if not is_run_of_tool(name):
+        return list_as(name, storage, path)
+    from anyrank.around.foreign.read import list_weights  # a door: see test_house
+
+    return list_weights(name, storage, path)
+
+
+# A format's name, in FORMATS of the core or FOLDERS -> what lists it. Each imports its reader when
 # it is called: a folder of safetensors needs no pickles.
 LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
     "torch": _torch_file,
     "anyrank": _run_folder,
     "dcp": _dcp_folder,
     "weights": _folder_of_weights,
+    "folder": _folder,  # of any of them, or of another tool's
 }
 
 
