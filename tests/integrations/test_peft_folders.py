@@ -199,7 +199,7 @@ def test_one_rank_s_error_is_every_rank_s(tmp_path: Path) -> None:
     assert "[rank 1] Linear holds no PeftModel" in first[0]
     assert "not enough memory" in first[1]
     assert "Linear holds no PeftModel" in first[2]
-    assert "none: is no folder of an adapter" in first[3]
+    assert "none: no adapter can be read from it" in first[3]
     assert os.listdir(tmp_path) == []
 
 

@@ -24,7 +24,8 @@ from anyrank.world.ranks import Ranks, open_ranks
 
 __all__ = ["load", "merge", "save"]
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+INIT = "init_lora_weights"
 # What a configuration may say otherwise without changing what the adapter computes.
 FREE = (
     "base_model_name_or_path",
@@ -40,7 +41,7 @@ FREE = (
     "layers_to_transform",
     "layers_pattern",
     "runtime_config",
-    "init_lora_weights",  # the load of the folder compares what they took out of the base
+    INIT,  # the load of a folder compares what they took out of the base
 )
 
 warn_if_untested("peft")
@@ -125,11 +126,13 @@ def load(
     path = os.fspath(folder)
     with open_ranks(call="peft.load()", may_be_alone=True) as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
-        saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
+        source, saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
+        # A file's load does not look at the configuration beside it.
+        free = {*FREE} if source == path else {*FREE} - {INIT}
         compare_arguments(
-            ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys)
+            ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys, free)
         )
-    return anyrank.load(model, path, missing="keep")
+    return anyrank.load(model, source, missing="keep")
 
 
 def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
@@ -258,8 +261,8 @@ class _Adapter:
             for key, tensor in self.tensors.items()
         }
 
-    def check(self, path: str, saved: dict[str, Any], keys: set[str]) -> None:
-        """Compare it with a folder.
+    def check(self, path: str, saved: dict[str, Any], keys: set[str], free: set[str]) -> None:
+        """Compare it with a folder; settings that are `free` may differ.
 
         Raises:
             ValueError: it is not active, or its configuration computes otherwise.
@@ -270,7 +273,7 @@ class _Adapter:
                 f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
             )
         config = self.config.to_dict()
-        for name in sorted((config.keys() | saved.keys()) - {*FREE}):
+        for name in sorted((config.keys() | saved.keys()) - free):
             if _plain(config.get(name)) != _plain(saved.get(name)):
                 raise ValueError(
                     f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
@@ -343,19 +346,26 @@ def _computed_error(config: PeftConfig, adapter: str, key: str) -> ValueError:
     )
 
 
-def _read(folder: str) -> tuple[dict[str, Any], set[str]]:
-    """The configuration in a folder of PEFT, and the keys of its tensors.
+def _read(folder: str) -> tuple[str, dict[str, Any], set[str]]:
+    """What to load of a folder of PEFT, its configuration, and the keys of its tensors.
 
     Raises:
         LoadError: there is none, or it cannot be read.
     """
     try:
         config = PeftConfig.from_pretrained(folder).to_dict()
-        return config, {tensor.name for tensor in anyrank.inspect(folder).tensors}
+        try:
+            source, listing = folder, anyrank.inspect(folder)
+        except anyrank.LoadError:
+            # Other weights beside the adapter's own file, as a whole model, leave no doubt here.
+            paths = [os.path.join(folder, name) for name in (WEIGHTS, PICKLE)]
+            source = next((path for path in paths if os.path.exists(path)), folder)
+            listing = anyrank.inspect(source)
+        return source, config, {tensor.name for tensor in listing.tensors}
     except (OSError, ValueError, anyrank.LoadError) as error:
         raise anyrank.LoadError(
-            f"{folder}: is no folder of an adapter, which holds adapter_config.json, and {WEIGHTS} "
-            f"or adapter_model.bin: {error}"
+            f"{folder}: no adapter can be read from it, which takes adapter_config.json and "
+            f"{WEIGHTS} or {PICKLE}: {error}"
         ) from error
 
 
