@@ -22,14 +22,10 @@ def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) 
         barrier.wait(60)
         return answer
 
-    ranks: Any = SimpleNamespace(
-        ranks=tuple(range(len(tables))),
-        gather=gather,
-        run_on_one=lambda what, work, rank: gather(work())[rank],
-    )
     learnt: list[Any] = [None] * len(tables)
 
     def learn(number: int) -> None:
+        ranks: Any = SimpleNamespace(ranks=tuple(range(len(tables))), rank=number, gather=gather)
         learnt[number] = differing(tables[number], digests, ranks, limit)
 
     numbers = range(len(tables))
@@ -61,6 +57,11 @@ def test_tables_that_differ_everywhere_are_cut() -> None:
     ]
     assert len(compared(tables, 32)["values 0"]) == 32
     assert len(compared(tables)["values 8"]) == 5000
+
+
+def test_a_cut_answer_has_every_ranks_own_text() -> None:
+    tables = [{"kinds": {"a": a, "b": b}} for a, b in ("11", "12", "22")]
+    assert compared(tables, 1) == {"kinds": {"b": {0: "1", 1: "2", 2: "2"}}}
 
 
 def test_no_difference_takes_no_exchange() -> None:

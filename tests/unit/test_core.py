@@ -43,20 +43,20 @@ BUDGETS = {
     "around/remote": 190,
     "around/script": 915,
     "around/sharing": 1485,
-    "around/streams": 2810,
+    "around/streams": 2812,
     "around/sync": 2875,
     "around/tables": 510,
     "around/verify": 325,
     "around/weighted": 140,
-    "around/workers": 214,
+    "around/workers": 226,
     "cli": 1342,
-    "data": 583,
+    "data": 592,
     "files": 1970,
     "filling": 1460,
     "formats": 912,
     "integrations": 3505,
     "memory": 3335,
-    "model": 1985,
+    "model": 1991,
     "random_state": 503,
     "resume": 2302,
     "saving": 1125,
@@ -65,11 +65,11 @@ BUDGETS = {
     "tensors": 1235,
     "testing": 1373,
     "watching": 3415,
-    "world": 1625,
+    "world": 1633,
     "": 700,
 }
 # Lines of all modules that a plain load and a plain run have loaded together.
-CORE_LINES = 18_160
+CORE_LINES = 18_200
 # Beside the core, as the rooms of src/anyrank/around are around it.
 BESIDE = {"memory", "integrations", "watching", "cli", "testing"}
 

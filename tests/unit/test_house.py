@@ -87,7 +87,7 @@ MAY_IMPORT |= {
     "tables": BASE | {"tensors", "files", "formats"},
     "verify": MODEL | {"filling"},
     "weighted": CORE | {"data"},
-    "workers": set[str](),
+    "workers": {"data"},
     **dict.fromkeys(("hugging", "layouts", "peft"), MODEL),
 }
 ROOMS = {*MAY_IMPORT}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import operator
 import os
 import resource
 import threading
@@ -30,14 +31,14 @@ class Rows(torch.utils.data.Dataset[Any]):
         return self.make(number)
 
 
-def from_worker(make: Any, number: int = 1) -> list[Any]:
+def from_worker(make: Any, number: int = 1, collate_fn: Any = operator.itemgetter(0)) -> list[Any]:
     """The batches of a loader with a worker, each of one row, as the worker has collated them."""
     loader = anyrank.ElasticLoader(
         Rows(make, number),
         global_batch=1,
         microbatch=1,
         num_workers=1,
-        collate_fn=lambda rows: rows[0],
+        collate_fn=collate_fn,
     )
     batches: list[Any] = []
     for step in loader:
@@ -117,6 +118,23 @@ def test_tensors_of_one_memory_share_it(size: int) -> None:
     assert [got[1][0], got[2].flatten()[2], got[3][1]] == [-100] * 3
 
 
+def test_arrays_of_one_memory_come_whole() -> None:
+    def make(_: int) -> dict[str, torch.Tensor]:
+        array = np.arange(12).reshape(3, 4)
+        return {"inputs": torch.from_numpy(array[:, :-1]), "ids": torch.from_numpy(array)}
+
+    (got,) = from_worker(make)
+    assert got["ids"].tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert got["inputs"].tolist() == np.arange(12).reshape(3, 4)[:, :-1].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_come_as_they_are() -> None:
+    parts = [torch.ones(2), torch.zeros(3)]
+    (got,) = from_worker(lambda _: torch.nested.nested_tensor(parts))
+    assert [part.tolist() for part in got.unbind()] == [[1, 1], [0, 0, 0]]
+
+
 def test_memory_that_processes_share_stays_shared() -> None:
     def add(_: int) -> torch.Tensor:
         counter.add_(1)
@@ -162,12 +180,13 @@ def test_workers_of_a_loop_that_failed_end_when_it_is_collected() -> None:
     assert [child for child in multiprocessing.active_children() if child not in before] == []
 
 
-def test_batches_that_are_kept_take_no_descriptors() -> None:
+@pytest.mark.parametrize("collate_fn", [None, operator.itemgetter(0)], ids=["default", "own"])
+def test_batches_that_are_kept_take_no_descriptors(collate_fn: Any) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 60, limits[1]))
     try:
-        kept = from_worker(lambda number: {"row": torch.full((5,), number)}, 200)
+        kept = from_worker(lambda number: {"row": torch.full((5,), number)}, 200, collate_fn)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert sorted(int(batch["row"][0]) for batch in kept) == [*range(200)]
+    assert sorted(int(batch["row"].flatten()[0]) for batch in kept) == [*range(200)]

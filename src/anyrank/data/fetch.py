@@ -45,22 +45,29 @@ def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest
 
 
 class FetchedBatch(NamedTuple):
-    """A request and its batch; a tuple, which a DataLoader with pin_memory pins."""
+    """A request and its batch; a tuple, which a DataLoader with pin_memory pins.
+
+    Attributes:
+        request: that the batch answers.
+        batch: as collate_fn has made it.
+        has_own_memory: whether no tensor of the batch shares memory with another process.
+    """
 
     request: Any
     batch: Any
+    has_own_memory: bool = False
 
     def __reduce__(self) -> Any:
         from anyrank.around.workers.batches import as_message
 
-        return _from_worker, (as_message(self.request, self.batch),)
+        return _from_worker, (as_message(self),)
 
 
 def _from_worker(message: bytes) -> FetchedBatch:
     """The door to `anyrank.around.workers`, of a batch that has come from a worker."""
     from anyrank.around.workers.batches import from_message
 
-    return FetchedBatch._make(from_message(message))
+    return from_message(message)
 
 
 class MicrobatchDataset(Dataset[FetchedBatch]):
@@ -95,7 +102,9 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
                     f"{where} returned {len(samples)} samples for {len(request.ids)} ids"
                 )
             where = "collate_fn"
-            return FetchedBatch(request, self.collate_fn(samples))
+            # In a worker the default one makes memory that could be shared, and shares it not.
+            is_default = self.collate_fn is default_collate
+            return FetchedBatch(request, self.collate_fn(samples), is_default)
         except Exception as error:
             note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
             if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data

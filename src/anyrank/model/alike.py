@@ -90,13 +90,19 @@ def differing_replicas(
 
     def digest_own() -> tuple[dict[Members, dict[str, str]], dict[Members, str]]:
         own_pairs = [(tensor, members) for tensor, members in shared if ranks.rank in members]
-        lines: dict[Members, dict[str, str]] = {}
+        # Of all ranks, as some may lack what others hold.
+        lines: dict[Members, dict[str, str]] = {ranks.ranks: {}}
         digests = digest_all(tensor for tensor, _ in own_pairs)
         for (tensor, members), text in zip(own_pairs, digests, strict=True):
-            lines.setdefault(members, {})[tensor.name] = text
+            own_lines = lines.setdefault(members, {})
+            # Two keys of an optimizer's state may give one name.
+            own_lines[tensor.name] = own_lines.get(tensor.name, "") + text
         return lines, {members: digest_of(texts.items()) for members, texts in lines.items()}
 
     lines, digests = ranks.run_and_gather("comparing the replicas", digest_own)
     # One digest is for all that the same ranks hold: names go around only where one differs.
-    wrong = differing(lines, digests, ranks)
-    return {name: values for by_name in wrong.values() for name, values in by_name.items()}
+    wrong: dict[str, Values] = {}
+    for by_name in differing(lines, digests, ranks).values():
+        for name, values in by_name.items():  # of several parts of one tensor
+            wrong.setdefault(name, {}).update(values)
+    return wrong

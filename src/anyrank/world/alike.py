@@ -1,7 +1,7 @@
 """What ranks should have alike, in lines of text: where it differs, and on which ranks.
 
 The lines of a model are many, so only a digest of them is gathered. Where digests differ, one rank
-sends its lines to all, and each answers with those that it has otherwise.
+sends its lines to all, each names those that it has otherwise, and all send these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def differing(
         lines: of this rank, by kind.
         digests: of every rank, in order: `digest_of` the items of its lines, by kind.
         ranks: that compare.
-        limit: of the lines of a kind that a rank answers with; None for all of them.
+        limit: of the lines of a kind that are returned; None for all of them.
 
     Returns:
         Kind -> name -> the text of each rank that has lines of the kind.
@@ -53,23 +53,34 @@ def differing(
     by_rank = dict(zip(ranks.ranks, digests, strict=True))
     having = {kind: {r: d[kind] for r, d in by_rank.items() if kind in d} for kind in kinds}
     wrong = sorted(kind for kind, known in having.items() if len({*known.values()}) > 1)
-    return {k: _differing(k, lines.get(k), [*having[k]], ranks, limit) for k in wrong}
-
-
-def _differing(
-    kind: object,
-    lines: Mapping[str, str] | None,
-    having: Sequence[int],
-    ranks: Ranks,
-    limit: int | None,
-) -> dict[str, Values]:
-    """`differing` of one kind, of which the ranks `having` have lines. All ranks."""
-    first = ranks.run_on_one(f"comparing {kind}", lambda: lines or {}, having[0])
-    lines = first if lines is None else lines
-    names = [name for name in {**first, **lines} if lines.get(name) != first.get(name)][:limit]
-    answers = ranks.gather({name: lines.get(name) for name in names}, f"comparing {kind}")
-    by_rank = dict(zip(ranks.ranks, answers, strict=True))
-    return {
-        name: {rank: by_rank[rank].get(name, first.get(name)) for rank in having}
-        for name in dict.fromkeys(name for answer in answers for name in answer)
+    if not wrong:
+        return {}
+    firsts = {kind: next(iter(having[kind])) for kind in wrong}  # the ranks that send their lines
+    own_lines = {kind: {**lines[kind]} for kind in wrong if kind in lines}
+    what = "comparing what differs"
+    sent = ranks.gather({k: own_lines[k] for k in own_lines if firsts[k] == ranks.rank}, what)
+    first = {kind: sent[ranks.ranks.index(firsts[kind])].get(kind, {}) for kind in wrong}
+    proposed = ranks.gather(
+        {k: _unlike_names(own_lines.get(k, first[k]), first[k], limit) for k in wrong}, what
+    )
+    # Each rank proposes names of its own, so all are asked for all of them.
+    names = {
+        k: [*dict.fromkeys(name for by_kind in proposed for name in by_kind[k])] for k in wrong
     }
+    names = {kind: names[kind][:limit] for kind in wrong}
+    own_texts = {k: [own_lines.get(k, {}).get(name) for name in names[k]] for k in wrong}
+    texts = dict(zip(ranks.ranks, ranks.gather(own_texts, what), strict=True))
+    return {
+        kind: {
+            name: {rank: texts[rank][kind][index] for rank in having[kind]}
+            for index, name in enumerate(names[kind])
+        }
+        for kind in wrong
+    }
+
+
+def _unlike_names(
+    lines: Mapping[str, str], first: Mapping[str, str], limit: int | None
+) -> list[str]:
+    """Names of lines that are unlike the first rank's, in its order."""
+    return [name for name in {**first, **lines} if lines.get(name) != first.get(name)][:limit]

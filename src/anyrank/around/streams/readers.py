@@ -141,7 +141,8 @@ class StreamReader(Dataset[FetchedBatch]):
             return FetchedBatch(LaneAnswer(None), None)
         samples, report = read
         batch = self._collate(samples, request, lane) if samples else None
-        return FetchedBatch(LaneAnswer(report, not samples), batch)
+        is_default = self.collate_fn is default_collate
+        return FetchedBatch(LaneAnswer(report, not samples), batch, is_default)
 
     def _collate(self, samples: list[Any], request: LaneRequest, lane: Lane) -> Any:
         if self.collate_fn is not default_collate:  # which draws nothing
@@ -302,6 +303,7 @@ class LaneRequests:
         """Put an answer to its lane; one that needs more shards is asked for again."""
         answer: LaneAnswer = answered.request
         request = self._sent.popleft()
+        assert answer.report is None or answer.report.lane == request.lane
         known = self.lanes.get(request.lane)
         if known is None or known.token != request.token:
             return

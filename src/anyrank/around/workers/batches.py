@@ -15,36 +15,43 @@ from typing import Any
 
 import torch
 
+from anyrank.data.fetch import FetchedBatch
+
 SMALL = 128 * 1024  # bytes: three such tensors take half the time, three of 1 MiB take longer
 
 
-def as_message(request: Any, batch: object) -> bytes:
-    """A request and its batch, for `from_message` in the rank. Large tensors go by descriptor."""
+def as_message(fetched: FetchedBatch) -> bytes:
+    """A batch, for `from_message` in the rank. Large tensors go by descriptor."""
     message = io.BytesIO()
     try:
-        _Pickler(message, pickle.HIGHEST_PROTOCOL).dump((request, batch))
+        # As a plain tuple, which is not pickled by this function.
+        _Pickler(message, fetched.has_own_memory).dump((*fetched,))
     except Exception as error:
         # A queue prints what is raised here and sends nothing, so the rank would wait for ever.
-        return pickle.dumps(
-            _Unsent(
-                f"a worker cannot send the batch of {list(request.ids)}: {type(error).__name__}: "
-                f"{error}: let the dataset and collate_fn return what can be pickled, or give "
-                "num_workers=0"
-            )
+        why = (
+            f"a worker cannot send the batch of {list(fetched.request.ids)}: "
+            f"{type(error).__name__}: {error}: let the dataset and collate_fn return what can be "
+            "pickled, or give num_workers=0"
         )
+        return pickle.dumps((None, _Unsent(why)))
     return message.getvalue()
 
 
-def from_message(message: bytes) -> Any:
-    """The inverse of `as_message`, once.
+def from_message(message: bytes) -> FetchedBatch:
+    """The inverse of `as_message`, once, for `as_sent`."""
+    return FetchedBatch(*pickle.loads(message))  # noqa: S301 - of this process's own worker
+
+
+def as_sent(fetched: FetchedBatch) -> FetchedBatch:
+    """A batch of `from_message`.
 
     Raises:
-        TypeError: the worker could not pickle the batch.
+        TypeError: the worker could not pickle it. Here, and not where it is unpickled: that may be
+            a thread of the DataLoader's, which would end without a word.
     """
-    value = pickle.loads(message)  # noqa: S301 - of this process's own worker
-    if isinstance(value, _Unsent):
-        raise TypeError(value.why)
-    return value
+    if isinstance(fetched.batch, _Unsent):
+        raise TypeError(fetched.batch.why)
+    return fetched
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,10 @@ class _Unsent:
 
 
 class _Pickler(ForkingPickler):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._memories: dict[int, _Memory] = {}  # by address
+    def __init__(self, message: io.BytesIO, has_own_memory: bool) -> None:
+        super().__init__(message, pickle.HIGHEST_PROTOCOL)
+        self._has_own_memory = has_own_memory
+        self._memories: dict[tuple[int, int], _Memory] = {}  # by address and size
 
     def reducer_override(self, value: Any) -> Any:
         """How an object is pickled that is no plain value."""
@@ -65,10 +73,11 @@ class _Pickler(ForkingPickler):
             return NotImplemented
         if value.is_conj() or value.is_neg():  # torch would pass other numbers
             return _unchanged, (value.resolve_conj().resolve_neg(),)
-        if not _is_small(value):
+        if not _is_small(value) or (value.is_shared() and not self._has_own_memory):
             return NotImplemented
         storage = value.untyped_storage()
-        memory = self._memories.setdefault(storage.data_ptr(), _Memory(storage))
+        key = storage.data_ptr(), storage.nbytes()
+        memory = self._memories.setdefault(key, _Memory(storage))
         layout = value.storage_offset(), [*value.shape], [*value.stride()]
         return _as_tensor, (memory, value.dtype, *layout)
 
@@ -88,13 +97,12 @@ class _Memory:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is values in a memory of its own process, and that is small."""
+    """Whether a tensor is values in a memory that is small."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized)
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
         and tensor.untyped_storage().nbytes() <= SMALL
-        and not tensor.is_shared()
     )
 
 

@@ -13,13 +13,13 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import TypeVar
 
-T = TypeVar("T")
+from anyrank.around.workers.batches import as_sent
+from anyrank.data.fetch import FetchedBatch
 
 CHECK_SEC = 1.0  # how often a worker checks that its rank is alive
 JOIN_SEC = 2.0  # for a process that was killed; it takes milliseconds
@@ -35,13 +35,17 @@ class WorkerExit:
         self.workers: list[BaseProcess] = []
         self.at_exit: Finalize | None = None
 
-    def watch(self, start: Callable[[], T]) -> T:
-        """Run a function that may start workers, and register those that it started."""
+    def watch(self, start: Callable[[], Iterator[FetchedBatch]]) -> Iterator[FetchedBatch]:
+        """The batches that a function starts, which may start workers: these are registered.
+
+        Raises:
+            TypeError: from the batches: a worker could not send one.
+        """
         before = multiprocessing.active_children()
         batches = None
         try:
             batches = start()
-            return batches
+            return map(as_sent, batches)
         finally:
             alive = multiprocessing.active_children()
             new = [child for child in alive if child.daemon and child not in before]
