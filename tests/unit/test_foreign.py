@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
+from anyrank.around.foreign.checkpoint import Collector
+from anyrank.files.storage import storage_for
+from anyrank.formats.sources import list_source
 
 
 class Payload:
@@ -463,3 +466,14 @@ def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path)
     with pytest.raises(anyrank.CheckpointError, match=r"1\.weight and 0\.weight are one tensor"):
         begin(tmp_path / "run", tmp_path / "last.pt", anyrank.TrainState(tied))
     assert torch.equal(tied[0].weight, before)
+
+
+def test_settings_of_an_adapter_stay_with_its_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save_file({name: torch.ones(1)}, tmp_path / name / "adapter_model.safetensors")
+        (tmp_path / name / "adapter_config.json").write_text(f'{{"of": "{name}"}}')
+    files = Collector(storage_for(str(tmp_path)), str(tmp_path))
+    for name in ("a", "b"):
+        added = files.add(list_source(str(tmp_path / name)))
+        assert added.adapters == {added.tensors[name].chunks[0].file: {"of": name}}

@@ -145,7 +145,8 @@ class Collector:
         self.files += listing.files
         self.checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         tensors = {key: stored.with_file_offset(base) for key, stored in listing.tensors.items()}
-        return listing.with_tensors(tensors)
+        adapters = {base + number: config for number, config in listing.adapters.items()}
+        return replace(listing, tensors=tensors, adapters=adapters)
 
     def tree(self, path: str) -> Any:
         """What `torch.save` put into a file: plain values, and stored tensors.
