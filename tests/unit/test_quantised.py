@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,53 @@ def test_8_bit_weights_without_any_scale_are_numbers() -> None:
     assert torch.equal(model.get_parameter("0.weight"), torch.full((4, 4), 3.0))
 
 
+def advised(error: BaseException) -> Any:
+    """The rename= that an error gives."""
+    return ast.literal_eval(str(error).split("by rename=")[1].split(", added")[0])
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        ("", ["weight_scale"]),
+        ("model", ["weight_scale", "input_scale"]),
+        ("ema", ["weight_scale", "g"]),
+        ("", ["scales.{}weight", "g"]),
+        ("model", ["scales.{}weight"]),
+    ],
+)
+def test_one_rename_leaves_out_the_scales_of_all_layers(
+    table: str, names: list[str], tmp_path: Path
+) -> None:
+    scales = {
+        name.format(layer) if "{}" in name else layer + name: torch.full((1, 1), 0.01)
+        for name in names
+        for layer in ("0.", "1.")
+    }
+    source = small_weights("", ("0.", "1.")) | scales
+    path, model = tmp_path / "w.pt", two_layers()
+    torch.save({table: source} if table else source, path)
+    options: dict[str, Any] = {"rename": [(rf"^{table}\.", "")]} if table == "ema" else {}
+    with pytest.raises(anyrank.LoadError, match=r"0\.weight: is torch\.float8") as failed:
+        anyrank.load(model, path, unexpected="ignore", **options)
+    rename = [*options.get("rename", ()), *advised(failed.value)]
+    assert anyrank.load(model, path, rename=rename).unexpected == []
+    assert torch.equal(model.get_parameter("1.weight"), torch.ones(4, 4))
+
+
+def test_a_scale_whose_name_the_model_has_as_well_is_left_out_by_a_function() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    small = {"0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "0.scale": torch.ones(4)}
+    source = small | {"1.weight": torch.ones(4), "1.scale": torch.ones(4)}
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Scaled())
+    with pytest.raises(anyrank.LoadError, match=r"by a function for rename= .* as for '0\.scale'"):
+        anyrank.load(model, source, unexpected="ignore")
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
 @pytest.mark.parametrize("name", ["0.g", "0.weight.lambda", "0.offset", "scales.0.weight"])
 def test_an_8_bit_weight_is_refused_beside_what_may_be_its_scale(
@@ -369,9 +417,11 @@ def test_an_8_bit_weight_is_refused_beside_what_may_be_its_scale(
     source[name] = torch.full((4,), 2.0, dtype=torch.int32 if name == "0.offset" else None)
     model = two_layers()
     options: dict[str, Any] = {"cast": "any", "unexpected": "ignore"}
-    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({name}\).*rename"):
+    with pytest.raises(
+        anyrank.LoadError, match=rf"0\.weight: is .* beside it \({name}\)"
+    ) as failed:
         anyrank.load(model, source, **options)
-    anyrank.load(model, source, rename={name: ""}, **options)  # as the error says
+    anyrank.load(model, source, rename=advised(failed.value), **options)
     assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
     small = nn.Linear(4, 4, bias=False)
     small.weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False)
@@ -400,6 +450,13 @@ def test_scales_in_a_table_of_their_own_are_not_left_out(
         anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
     anyrank.load(model, path, rename=lambda key: "" if key.startswith(table) else key)
     assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
+    # Nor where the caller says which table the weights are, whether another could be meant or not.
+    for others in ({}, {"model": {"0.weight": torch.zeros(4, 4), "1.weight": torch.zeros(4, 4)}}):
+        torch.save({"ema": weights, **others, **tables}, path)
+        with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+            anyrank.load(model, path, rename={"ema": ""})
+        with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+            anyrank.convert(path, tmp_path / "out", dtype="bfloat16", rename={"ema": ""})
 
 
 def test_tables_beside_a_plain_cast_are_no_scales(tmp_path: Path) -> None:
@@ -430,7 +487,9 @@ def test_a_mask_beside_a_scale_is_no_obstacle_to_a_cast(tmp_path: Path) -> None:
     anyrank.convert(file, tmp_path / "out", dtype="float16")
 
 
-def test_a_scale_that_the_model_has_or_that_rename_leaves_out_is_no_obstacle() -> None:
+def test_a_scale_that_the_model_has_or_that_rename_leaves_out_is_no_obstacle(
+    tmp_path: Path,
+) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -442,5 +501,11 @@ def test_a_scale_that_the_model_has_or_that_rename_leaves_out_is_no_obstacle() -
     assert torch.equal(model.get_parameter("0.scale"), torch.ones(4))
     file = small_weights("scale")
     anyrank.load(two_layers(), file, rename=lambda key: "" if key.endswith("scale") else key)
+    for source in (file, {"model": file}):
+        torch.save(source, tmp_path / "w.pt")
+        rename = {f"{layer}.scale": "" for layer in "01"}
+        out = tmp_path / f"out{len(source)}"
+        report = anyrank.convert(tmp_path / "w.pt", out, dtype="bfloat16", rename=rename)
+        assert report.tensors == 2
     whole = {key: t.to(torch.float8_e4m3fn) for key, t in file.items()}  # cast as a whole
     anyrank.load(two_layers(), whole, unexpected="ignore")

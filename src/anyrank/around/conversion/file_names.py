@@ -125,7 +125,7 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     others = tuple(
         f"{keys.get(name, name)}: of another table" for name in names if name not in inner
     )
-    return Selection(tensors, tied, renamed, (*selection.skipped, *others))
+    return Selection(tensors, tied, renamed, (*selection.skipped, *others), selection.left_out)
 
 
 def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:

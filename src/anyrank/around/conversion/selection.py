@@ -29,12 +29,14 @@ class Selection:
         tied: name -> the name of the tensor that it is.
         renamed: key of the source -> name, where they differ.
         skipped: what is not written, or not renamed, with the reason.
+        left_out: names in the source of what `rename=` leaves out.
     """
 
     tensors: dict[str, StoredTensor]
     tied: dict[str, str] = field(default_factory=dict[str, str])
     renamed: dict[str, str] = field(default_factory=dict[str, str])
     skipped: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
 
 
 def select(listing: Listing, rename: Rename) -> Selection:
@@ -82,7 +84,9 @@ def select(listing: Listing, rename: Rename) -> Selection:
     extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
     idle = [f"{old}: rename= has it, and no key matches" for old in unused(rename, keys.values())]
-    return Selection(kept, tied, renamed, (*listing.skipped, *skipped, *extras, *idle))
+    notes = (*listing.skipped, *skipped, *extras, *idle)
+    stored_names = frozenset(listing.tensors[key].name for key in left_out)
+    return Selection(kept, tied, renamed, notes, stored_names)
 
 
 def _weights_of(listing: Listing) -> tuple[Listing, dict[str, str]]:
@@ -114,7 +118,7 @@ def outputs_of(
     scaled = {*scales_of(listing.tensors.values()).values()}
     scaled = {name for name in scaled if name.endswith("weight")}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
-    problems = without_scales(listing, [*floating, *integers], None)
+    problems = without_scales(listing, [*floating, *integers], None, selection.left_out)
     if problems:
         raise LoadError(
             f"{problems[0]}; or convert without dtype= ({count(len(problems), 'tensor')})"

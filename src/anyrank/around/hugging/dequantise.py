@@ -3,7 +3,8 @@ from the ranges of two others, so that whatever reads files reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -95,7 +96,10 @@ def _info(listing: Listing, quantised: Quantised) -> FileInfo:
 
 
 def without_scales(
-    listing: Listing, wanted: Iterable[StoredTensor], unused: Callable[[str], bool] | None
+    listing: Listing,
+    wanted: Iterable[StoredTensor],
+    unused: Callable[[str], bool] | None,
+    left_out: Collection[str] = (),
 ) -> list[str]:
     """Why 8-bit tensors may not be taken for weights, in words: they, or others of the source, have
     scales that nobody uses.
@@ -107,35 +111,63 @@ def without_scales(
         listing: the source, its known pairs dequantised.
         wanted: tensors that become weights of a larger dtype.
         unused: whether nobody asks for a key of the source; None where this is not known.
+        left_out: keys that the caller knows to be no scales.
     """
     small = [stored for stored in wanted if is_8_bit(stored.dtype)]
     if not small:
         return []
     beside = (stored for key, stored in listing.beside.items() if not is_other_part(key))
-    scales = scales_of(listing.tensors.values(), beside)
+    # Of a table that the caller named, they may be known by the names within it alone.
+    names = {stored.name for stored in listing.tensors.values()}
+    others = [stored for stored in small if stored.name not in names]
+    firsts = {stored.name.partition(".")[0] for stored in small}
+    tables = listing.tables | (firsts if len(firsts) == 1 else set())
+    scales = scales_of([*listing.tensors.values(), *others], beside, tables)
+    scales = {key: name for key, name in scales.items() if key not in left_out}
     if unused is not None:
         # Tools have more names for scales than are known here.
         scales |= _beside(listing.tensors.values(), small)
         scales = {key: name for key, name in scales.items() if unused(key)}
     by_name = {name: key for key, name in reversed(scales.items())}
     known = next((info.computed.parts for info in listing.files if info.computed is not None), ())
-    others = [*scales, *(part.name for part in known[-1:])]
-    if not others:
+    lost = [*scales, *(part.name for part in known[-1:])]
+    if not lost:
         return []
-    advice = (
-        f", or leave scales out by rename=, as {{{others[0]!r}: ''}}, for the numbers as they are"
-    )
+    advice = ""
+    if unused is not None and scales:
+        how = _leaving_out([*scales], [name for name in names if not unused(name)])
+        advice = f", or leave the scales out by {how}, for the numbers as they are"
     return [
         f"{stored.name}: is {stored.dtype} in the source, "
         + (
             f"with what looks like a scale beside it ({by_name[stored.name]})"
             if stored.name in by_name
-            else f"without the scale that other tensors have ({others[0]})"
+            else f"without the scale that other tensors have ({lost[0]})"
         )
         + ": without the scale it is another weight: dequantise it with the library that made it"
-        + (advice if unused is not None and scales else "")
+        + advice
         for stored in small
     ]
+
+
+def _leaving_out(scales: Sequence[str], kept: Sequence[str]) -> str:
+    """The `rename=` that leaves out scales and nothing that is kept, in words: by the name above
+    them, which is their table's, else by their last names.
+    """
+    firsts = {key.partition(".")[0] for key in kept}
+    lasts = {key.rpartition(".")[2] for key in kept}
+    above = {key: first for key in scales if (first := key.partition(".")[0]) not in firsts}
+    ends = {key.rpartition(".")[2] for key in scales if key not in above}
+    if ends & lasts:
+        return f"a function for rename= that gives '' for each of them, as for {scales[0]!r}"
+    patterns = ["^(%s)([.].*)?$"] if above else []
+    patterns += ["^(.*[.])?(%s)$"] if ends else []
+    names_of = [sorted(names) for names in ({*above.values()}, ends) if names]
+    pairs = [
+        (pattern % "|".join(map(re.escape, names)), "")
+        for pattern, names in zip(patterns, names_of, strict=True)
+    ]
+    return f"rename={pairs!r}, added to what it has"
 
 
 def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -272,7 +272,9 @@ def is_8_bit(dtype: torch.dtype) -> bool:
 
 
 def scales_of(
-    tensors: Iterable[StoredTensor], beside: Iterable[StoredTensor] = ()
+    tensors: Iterable[StoredTensor],
+    beside: Iterable[StoredTensor] = (),
+    tables: Collection[str] = (),
 ) -> dict[str, str]:
     """Keys that look like the scale of an 8-bit tensor -> the key of that tensor.
 
@@ -282,9 +284,14 @@ def scales_of(
     Args:
         tensors: of the source.
         beside: of other tables, by whole keys: scales may have a table of their own.
+        tables: names before those of 8-bit tensors, and not before those in the scales' table.
     """
     tensors = list(tensors)
     owners = owners_of(t.name for t in tensors if is_8_bit(t.dtype))
+    cut = [name.partition(".") for name in {*owners.values()}]
+    within = owners_of(inner for table, _, inner in cut if table in tables)
+    whole = {inner: f"{table}.{inner}" for table, _, inner in cut if table in tables}
+    elsewhere = {name: whole[inner] for name, inner in within.items()} | owners
     numels = {t.name: t.numel for t in tensors}
     scales: dict[str, str] = {}
     for number, stored in enumerate([*tensors, *beside] if owners else ()):
@@ -300,7 +307,7 @@ def scales_of(
             if owners.get(owner, stored.name) != stored.name and SCALE_WORDS.search(rest):
                 scales.setdefault(stored.name, owners[owner])
         inner = [".".join(parts[1:end]) for end in (len(parts), -1)]
-        owner = next((owners[name] for name in inner if name and name in owners), None)
+        owner = next((elsewhere[name] for name in inner if name and name in elsewhere), None)
         # Not another set of weights, as `quantised.X`.
         if owner and SCALE_WORDS.search(parts[0]) and stored.numel < numels[owner]:
             scales.setdefault(stored.name, owner)

@@ -210,7 +210,9 @@ def take_tables(
     stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], tables)]
     unread = whole_unread(listing).items()
     unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
-    listing = replace(listing, skipped=tuple(stays), unreadable=unreadable)
+    # What is left out stays in sight: scales may have a table of their own.
+    left = {key: t.renamed(key) for key, t in whole_keys(listing).items() if key not in chosen}
+    listing = replace(listing, skipped=tuple(stays), unreadable=unreadable, beside=left)
     return _chosen(listing, chosen, others)
 
 
