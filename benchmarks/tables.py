@@ -119,7 +119,7 @@ def head(result: dict[str, Any]) -> str:
     ways = [peak[way] for way in ("anyrank", "load_file", "accelerate", "rank0")]
     return (
         f"| a Llama of {size} GiB into FSDP2 on 4 ranks | anyrank | `load_file` on each rank | "
-        f"accelerate | rank 0 and a broadcast ({slower:.0f} times as long) |\n"
+        f"accelerate | rank 0 and a broadcast ({slower:.0f} times anyrank's time) |\n"
         "| --- | --- | --- | --- | --- |\n"
         f"| host memory of all ranks / the weights | {' | '.join(ways)} |\n\n"
         f"(`{result['command']}`, {machine}, no GPU)"
@@ -380,6 +380,7 @@ def streams_table(result: dict[str, Any]) -> str:
     }
     times: Columns = {
         "workers of an epoch": lambda row: str(row["workers"]),
+        "rows of a microbatch": lambda row: str(row["microbatch"]),
         "DataLoader, us a row": lambda row: f"{row['us_a_row']['DataLoader']:.1f}",
         "anyrank": lambda row: f"{row['us_a_row']['anyrank']:.1f}",
         "of its speed": lambda row: "{median:.2f} ({least:.2f} to {most:.2f})".format_map(

@@ -48,7 +48,7 @@ BUDGETS = {
     "around/tables": 510,
     "around/verify": 325,
     "around/weighted": 140,
-    "around/workers": 226,
+    "around/workers": 223,
     "cli": 1342,
     "data": 592,
     "files": 1970,

@@ -7,6 +7,7 @@ a rank may run out of descriptors.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 from dataclasses import dataclass
@@ -89,10 +90,7 @@ class _Memory:
         self._storage = storage
 
     def __reduce__(self) -> Any:
-        data = bytearray(self._storage.nbytes())
-        if data:
-            values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
-            torch.frombuffer(data, dtype=torch.uint8).copy_(values)
+        data = ctypes.string_at(self._storage.data_ptr(), self._storage.nbytes())
         return _as_memory, (data,)
 
 
@@ -110,11 +108,10 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _as_memory(data: bytearray) -> torch.UntypedStorage:
+def _as_memory(data: bytes) -> torch.UntypedStorage:
     # Torch's own memory: math libraries may compute other bits where it begins elsewhere.
     values = torch.empty(len(data), dtype=torch.uint8, device="cpu")
-    if data:
-        values.copy_(torch.frombuffer(data, dtype=torch.uint8))
+    ctypes.memmove(values.data_ptr(), data, len(data))
     return values.untyped_storage()
 
 
