@@ -507,5 +507,7 @@ def test_a_scale_that_the_model_has_or_that_rename_leaves_out_is_no_obstacle(
         out = tmp_path / f"out{len(source)}"
         report = anyrank.convert(tmp_path / "w.pt", out, dtype="bfloat16", rename=rename)
         assert report.tensors == 2
+    by_table = {"model": "", "model.0.scale": "", "model.1.scale": ""}
+    anyrank.load(two_layers(), tmp_path / "w.pt", rename=by_table)  # {"model": file}
     whole = {key: t.to(torch.float8_e4m3fn) for key, t in file.items()}  # cast as a whole
     anyrank.load(two_layers(), whole, unexpected="ignore")

@@ -118,6 +118,13 @@ def test_tensors_of_one_memory_share_it(size: int) -> None:
     assert [got[1][0], got[2].flatten()[2], got[3][1]] == [-100] * 3
 
 
+def test_tensors_without_values_are_apart() -> None:
+    (got,) = from_worker(lambda _: [torch.empty(0), torch.empty(0)])
+    for number, tensor in enumerate(got):
+        tensor.resize_(3).fill_(number)
+    assert got[0].tolist() == [0, 0, 0]
+
+
 def test_arrays_of_one_memory_come_whole() -> None:
     def make(_: int) -> dict[str, torch.Tensor]:
         array = np.arange(12).reshape(3, 4)

@@ -68,12 +68,15 @@ def differing(
         k: [*dict.fromkeys(name for by_kind in proposed for name in by_kind[k])] for k in wrong
     }
     names = {kind: names[kind][:limit] for kind in wrong}
-    own_texts = {k: [own_lines.get(k, {}).get(name) for name in names[k]] for k in wrong}
-    texts = dict(zip(ranks.ranks, ranks.gather(own_texts, what), strict=True))
+    own_texts = {
+        kind: {n: texts.get(n) for n in names[kind] if texts.get(n) != first[kind].get(n)}
+        for kind, texts in own_lines.items()
+    }
+    answers = dict(zip(ranks.ranks, ranks.gather(own_texts, what), strict=True))
     return {
         kind: {
-            name: {rank: texts[rank][kind][index] for rank in having[kind]}
-            for index, name in enumerate(names[kind])
+            name: {r: answers[r][kind].get(name, first[kind].get(name)) for r in having[kind]}
+            for name in names[kind]
         }
         for kind in wrong
     }

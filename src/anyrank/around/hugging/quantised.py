@@ -288,7 +288,7 @@ def scales_of(
     """
     tensors = list(tensors)
     owners = owners_of(t.name for t in tensors if is_8_bit(t.dtype))
-    cut = [name.partition(".") for name in {*owners.values()}]
+    cut = [name.partition(".") for name in dict.fromkeys(owners.values())]
     within = owners_of(inner for table, _, inner in cut if table in tables)
     whole = {inner: f"{table}.{inner}" for table, _, inner in cut if table in tables}
     elsewhere = {name: whole[inner] for name, inner in within.items()} | owners

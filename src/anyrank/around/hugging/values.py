@@ -38,8 +38,12 @@ class QuantisedValues(Dialect):
             for stored in match.listing.tensors.values()
             if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
         }
+        # rename= is written for whole keys, with the table that a tensor was in.
+        keys = {stored.name: key for key, stored in match.listing.tensors.items()}
         problems = without_scales(
-            match.listing, wide, lambda key: key not in used and rename(key) != ""
+            match.listing,
+            wide,
+            lambda name: name not in used and rename(keys.get(name, name)) != "",
         )
         return problems[:SHOWN]
 

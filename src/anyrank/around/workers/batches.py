@@ -77,8 +77,9 @@ class _Pickler(ForkingPickler):
         if not _is_small(value) or (value.is_shared() and not self._has_own_memory):
             return NotImplemented
         storage = value.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes()
-        memory = self._memories.setdefault(key, _Memory(storage))
+        memory, size = _Memory(storage), storage.nbytes()
+        if size:  # memories of none have one address
+            memory = self._memories.setdefault((storage.data_ptr(), size), memory)
         layout = value.storage_offset(), [*value.shape], [*value.stride()]
         return _as_tensor, (memory, value.dtype, *layout)
 
