@@ -502,15 +502,25 @@ left: list[Any] = []
 
 
 def threads_of_a_group() -> list[str]:
-    """The kernel's names of this process's threads while it has a group."""
+    """The kernel's names of this process's threads while it has a group, gloo's among them if torch
+    gives it one: it takes its name when it first runs.
+    """
     group = dist.new_group()
-    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    names = list[str]()
+    for _ in range(40):
+        names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+        if GLOOS_THREAD in names:
+            break
+        time.sleep(0.05)
     dist.destroy_process_group(group)
     return names
 
 
+GLOOS_THREAD = "gloo_tcp_loop"
+
+
 def test_a_rank_in_which_a_left_group_spins_is_replaced(pool: RankPool) -> None:
-    if "gloo_tcp_loop" not in pool.run(1, threads_of_a_group)[0]:
+    if GLOOS_THREAD not in pool.run(1, threads_of_a_group)[0]:
         pytest.skip(f"torch {torch.__version__} does not name gloo's threads, which it looks for")
     pids = pool.run(2, leave_group, 60.0)
     assert pool.run(2, leave_group, -1.0) == pids
