@@ -1,4 +1,5 @@
-"""Sums up a log of `make compat`: what passed on a torch version, printed and kept as a result.
+"""Sums up a log of `make compat`: what passed on a torch version, printed, and where nothing failed
+kept as a result and in README's table.
 
 Called by the Makefile with the Python of that version's environment, and the log; the log of an
 earlier commit is followed by that commit. It exits with 1 if a test failed, or if the log has not
@@ -18,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "compat.json"
+README = ROOT / "README.md"
 SESSIONS = ("ranks", "processes", "others")
 COUNTED = ("passed", "failed", "errors", "skipped")
 Row = dict[str, Any]
@@ -60,6 +62,30 @@ def table(result: Row) -> list[str]:
     return lines
 
 
+def record(row: Row, kept: Path, readme: Path) -> bool:
+    """Keep a version's row, and write README's table; only of a green run, so that a red one does
+    not fail the next.
+
+    Args:
+        row: of the run.
+        kept: the results so far.
+        readme: has a table already.
+
+    Returns:
+        Whether it was green.
+    """
+    if row["failed"] or row["errors"] or not row["passed"]:
+        return False
+    before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {"rows": []}
+    result = keep(row, before)
+    kept.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    lines = "\n".join(table(result))
+    text = readme.read_text(encoding="utf-8")
+    text = re.sub(r"\| torch \| Python \|.*?(?=\n\n)", lines, text, flags=re.DOTALL)
+    readme.write_text(text, encoding="utf-8")
+    return True
+
+
 def commit_of(name: str) -> str:
     """The short hash of a commit; the tests that ran are that commit's."""
     command = ["git", "rev-parse", "--verify", "--short=9", f"{name}^{{commit}}"]
@@ -78,16 +104,13 @@ def main() -> None:
         "device": "none, gloo",
         "commit": commit_of(sys.argv[2] if len(sys.argv) > 2 else "HEAD"),
     }
-    before = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"rows": []}
-    result = keep(row, before)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    is_green = record(row, RESULT, README)
     print(f"torch {row['torch']}: " + ", ".join(f"{row[kind]} {kind}" for kind in COUNTED))
     for line in row["failures"]:
         print(f"  failed: {line}")
     for line in row["skips"]:
         print(f"  skipped: {line}")
-    print("README's table of support:", *table(result), sep="\n")
-    sys.exit(1 if row["failed"] or row["errors"] or not row["passed"] else 0)
+    sys.exit(0 if is_green else 1)
 
 
 if __name__ == "__main__":
