@@ -153,6 +153,24 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
     )
 
 
+def job_other_ties(folder: str) -> str:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    with torch.no_grad():
+        for layer in model.values():
+            nn.init.ones_(layer.get_parameter("weight"))
+    model["c"].weight = model["ab"[dist.get_rank()]].weight
+    with pytest.raises(anyrank.LoadError) as failed:
+        anyrank.convert(model, os.path.join(folder, "out"))
+    return str(failed.value)
+
+
+def test_other_ties_on_other_ranks_are_refused(tmp_path: Path) -> None:
+    first, second = run_ranks(2, job_other_ties, str(tmp_path))
+    assert first == second
+    assert "c.weight= differs between ranks: 'a.weight' on rank 0, 'b.weight' on rank 1" in first
+    assert not any(tmp_path.iterdir())
+
+
 def job_parts(folder: str) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, layout = Parts(rank, size), layouts(range(size), size)

@@ -21,7 +21,7 @@ BUDGETS = {
     "around/averaging": 100,
     "around/background": 212,
     "around/base": 220,
-    "around/conversion": 1800,
+    "around/conversion": 1803,
     "around/diverged": 92,
     "around/elsewhere": 140,
     "around/exact": 1680,

@@ -74,6 +74,11 @@ def convert_live(
         inventories = ranks.together("describing the model", lambda: inventory_of(tensors, ranks))
         title = "the ranks' models differ"
         coordinates = check_alike(title, tensors, inventories, ranks, LoadError)
+        pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
+        tied = {alias: name for alias, name in pairs if alias != name}
+        # Another rank's tie would be written as the first rank's is.
+        ties = {f"tie of {alias}": name for alias, name in tied.items()}
+        compare_arguments(ranks, "convert", ties, LoadError)
         buffers = {t.name: t for t in tensors if t.kind == "buffer" and t.layout is None}
         replicas = [pair for pair in shared(tensors, coordinates) if pair[0].name not in buffers]
         compare_replicas(replicas, ranks)
@@ -83,8 +88,6 @@ def convert_live(
             *(ShardedTensor(k, v, tuple(v.shape), None, None) for k, v in extras.items()),
         ]
         differ = differing_replicas([(t, ranks.ranks) for t in whole], ranks, content_hashes)
-        pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
-        tied = {alias: name for alias, name in pairs if alias != name}
 
         def convert(listing: Listing) -> ConvertReport:
             names = [*(tensor.name for tensor in tensors), *extras]
