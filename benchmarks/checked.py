@@ -31,8 +31,8 @@ from save import figures_of, load, state_bytes
 from save_contenders import SAVES, make_state
 
 import anyrank
-from anyrank.resume import checkpoints
-from anyrank.saving import collect
+from anyrank.runs.resume import checkpoints
+from anyrank.runs.saving import collect
 
 SAVES_IN_A_ROW = 10  # of which nine compare all of the replicas
 STEPS, EVERY, ROWS = 10, 100, 64  # of a training that compares once

@@ -19,8 +19,8 @@ from models import local_part
 from sync import Ends, ends_of
 
 import anyrank
-from anyrank.around.sync import lane
-from anyrank.around.sync.device_group import open_nccl
+from anyrank.live import lane
+from anyrank.live.device_group import open_nccl
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -157,26 +157,26 @@ LOAD = (
     ("agree", "all ranks compare, and raise the same error or go on", "world"),
     ("spans", "reads at offsets, joined where they are near, in file order", "files"),
     ("boxes", "straight into the tensor, or cast through a bounded buffer", "files"),
-    ("report", "what was read, cast, tied, initialised; equal on all ranks", "filling"),
+    ("report", "what was read, cast, tied, initialised; equal on all ranks", "loading"),
 )
 SAVE = (
-    ("layouts", "each rank says which boxes it holds of each tensor", "state"),
+    ("layouts", "each rank says which boxes it holds of each tensor", "runs/state"),
     ("plan", "every byte has one writer; replicas share the work evenly", "tensors"),
     ("agree", "all ranks compare; nothing is written if one cannot go on", "world"),
     ("spans", "each rank writes one file, with checksums, and syncs it", "files"),
     ("manifest", "the first rank writes sizes, checksums and all that is no tensor", "files"),
-    ("commit", "one rename: from here on the checkpoint exists", "saving"),
-    ("retention", "older steps beyond keep= are removed", "saving"),
+    ("commit", "one rename: from here on the checkpoint exists", "runs/saving"),
+    ("retention", "older steps beyond keep= are removed", "runs/saving"),
 )
 RESUME = (
-    ("choose", "the newest whole step; damaged ones are renamed and reported", "resume"),
+    ("choose", "the newest whole step; damaged ones are renamed and reported", "runs/resume"),
     ("manifest", "parts, layouts and checksums, as they were saved", "files"),
     ("plan", "saved boxes x this run's boxes; every difference at once", "tensors"),
     ("agree", "all ranks compare; the state is untouched if one cannot go on", "world"),
     ("spans", "each rank reads its share, wherever it was written", "files"),
-    ("boxes", "into fresh memory, put in place when every rank has all", "resume"),
-    ("random", "streams last: exact, or derived for another rank count", "random_state"),
-    ("report", "per part: exact, resharded, derived, skipped or fresh", "resume"),
+    ("boxes", "into fresh memory, put in place when every rank has all", "runs/resume"),
+    ("random", "streams last: exact, or derived for another rank count", "training/random_state"),
+    ("report", "per part: exact, resharded, derived, skipped or fresh", "runs/resume"),
 )
 STREETS = {"load": LOAD, "save": SAVE, "resume": RESUME}
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anyrank.around.hugging.quantised import ITEM, ComputedFile
 from anyrank.errors import LoadError
 from anyrank.files.listing import Fetch, FileInfo, Listing
-from anyrank.model.dialects import Case, Dialect
+from anyrank.models.dialects.dialect import Case, Dialect
+from anyrank.models.dialects.transformers.quantised import ITEM, ComputedFile
 from anyrank.tensors.spec import StoredTensor
 
 

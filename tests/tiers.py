@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves out: the slow ones of rooms around the core that did not change.
+"""Which tests `make test` leaves out: the slow ones of rooms that did not change.
 
 A test file that is in no room's list is in both tiers, so a new one is, until it takes its time.
 """
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Room(NamedTuple):
-    """What `make test` leaves out of a room around the core.
+    """What `make test` leaves out of a room.
 
     Attributes:
         paths: words of paths; a change of a file with one of them is a change of the room.
@@ -28,29 +28,29 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "hugging": Room("hugging quantised transformers", "unit/test_quantised"),
+    "transformers": Room("quantised transformers", "unit/test_quantised"),
     "layouts": Room("layouts", "ranks/test_given_layouts"),
-    "averaging": Room("averaging", "ranks/test_elastic_ranks"),
-    "background": Room("background", "ranks/test_background_save"),
-    "base": Room("base", "unit/test_box_digest"),
+    "averaging": Room("buckets", "ranks/test_elastic_ranks"),
+    "background": Room("background staging", "ranks/test_background_save"),
+    "base": Room("base box_digest", "unit/test_box_digest"),
     "cli": Room(
         paths="cli examples",
         smoke="cli/test_inspect",
         slow="cli/test_demo cli/test_run cli/test_wheel",
     ),
-    "conversion": Room("conversion", "unit/test_convert"),
+    "convert": Room("convert", "unit/test_convert"),
     "device": Room(
         paths="device gpu machines",
         smoke="unit/test_promise_3_own_device_only",
         slow="device/test_benchmarks device/test_simulated machines/test_two_machines",
     ),
-    "diverged": Room("diverged replicas", "ranks/test_replicas"),
+    "replicas": Room("diverged_replicas replicas", "ranks/test_replicas"),
     "docs": Room(
         paths="docs README CONTRIBUTING examples page_setups public",
         smoke="unit/test_docs",
         slow="unit/test_typing",
     ),
-    "elsewhere": Room("elsewhere", "unit/test_which_step"),
+    "path": Room("path begin", "unit/test_which_step"),
     "exact": Room(
         paths="exact exact_runs",
         smoke="unit/test_exact_checks",
@@ -60,8 +60,8 @@ ROOMS = {
         """,
     ),
     "first_values": Room("first_values", "unit/test_meta"),
-    "foreign": Room(
-        paths="foreign tools",
+    "adopt": Room(
+        paths="adopt foreign tools",
         smoke="unit/test_foreign",
         slow="""
             integrations/test_from_dcp integrations/test_from_deepspeed
@@ -70,7 +70,7 @@ ROOMS = {
     ),
     "frozen": Room("frozen", "unit/test_freeze"),
     "fsdp2": Room("fsdp2 fsdp_groups", "unit/test_fsdp_groups"),
-    "inspection": Room("inspection", "unit/test_inspect"),
+    "inspect": Room("inspect", "unit/test_inspect"),
     "integrations": Room(
         paths="integrations examples",
         smoke="unit/test_integrations",
@@ -89,10 +89,10 @@ ROOMS = {
             unit/test_memory_transforms unit/test_tiled_loss
         """,
     ),
-    "misfits": Room("misfits", "unit/test_promise_1_plan_first"),
-    "own_code": Room("own_code", "unit/test_module_state"),
-    "own_methods": Room("own_methods", "unit/test_optimizer_methods"),
-    "pace": Room("pace", "unit/test_run_log"),
+    "misfits": Room("misfit_errors near_names", "unit/test_promise_1_plan_first"),
+    "own_code": Room("own_code own_code_loading extra_state", "unit/test_module_state"),
+    "own_methods": Room("optimizer_own", "unit/test_optimizer_methods"),
+    "pace": Room("pace pace_listener", "unit/test_run_log"),
     "peers": Room(
         paths="peers run_memory",
         smoke="crash/test_peers",
@@ -104,26 +104,26 @@ ROOMS = {
         slow="integrations/test_peft_folders integrations/test_peft_resume",
     ),
     "readers": Room("readers", "hostile/test_bad_files"),
-    "regrouped": Room("regrouped", "unit/test_optimizer_state"),
-    "remote": Room("remote", "integrations/test_object_store"),
-    "script": Room("script", "unit/test_script_settings"),
+    "groups": Room("optimizer_groups", "unit/test_optimizer_state"),
+    "remote": Room("object_store", "integrations/test_object_store"),
+    "script": Room("settings", "unit/test_script_settings"),
     "sharing": Room("sharing", "unit/test_file_flows"),
     "streams": Room("streams", "unit/test_streams"),
-    "sync": Room("sync", "unit/test_sync_local"),
+    "sync": Room("live sync", "unit/test_sync_local"),
     "tables": Room("tables", "unit/test_load_tables"),
     "testing": Room(
         paths="testing",
         smoke="unit/test_faults",
         slow="crash/test_pool",
     ),
-    "verify": Room("verify", "unit/test_verify_and_diff"),
+    "verify": Room("verify checksums", "unit/test_verify_and_diff"),
     "watching": Room(
         paths="watching hangs",
         smoke="unit/test_hang_verdicts",
         slow="cli/test_check cli/test_stacks crash/test_watch ranks/test_slow_rank",
     ),
-    "weighted": Room("weighted", "unit/test_weighted"),
-    "workers": Room("workers", "unit/test_elastic"),
+    "weighted": Room("weighted_order", "unit/test_weighted"),
+    "workers": Room("worker_batches worker_exit", "unit/test_elastic"),
 }
 
 

@@ -12,18 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anyrank import integrations as integrations
-    from anyrank.around.conversion.convert import convert
-    from anyrank.around.first_values.materialize import materialize
-    from anyrank.around.frozen.cpu_only import cpu_only
-    from anyrank.around.frozen.freeze import freeze
-    from anyrank.around.inspection.diff import diff
-    from anyrank.around.inspection.inspect import inspect
-    from anyrank.around.inspection.verify import verify
-    from anyrank.around.streams.lanes import CUT
-    from anyrank.around.streams.row_counts import row_counts
-    from anyrank.around.streams.transforms import Buckets, Pack
-    from anyrank.around.sync.report import SyncReport
-    from anyrank.around.sync.sync import Sync, sync
     from anyrank.errors import (
         AnyrankError,
         CheckpointError,
@@ -33,19 +21,31 @@ if TYPE_CHECKING:
         RecomputeError,
         UnsafeFile,
     )
-    from anyrank.filling.load import load
-    from anyrank.filling.meta import meta
-    from anyrank.filling.plan import LoadPlan, plan
-    from anyrank.filling.report import LoadReport
+    from anyrank.live.report import SyncReport
+    from anyrank.live.sync import Sync, sync
+    from anyrank.loading.load import load
+    from anyrank.loading.materialize import materialize
+    from anyrank.loading.meta import meta
+    from anyrank.loading.plan import LoadPlan, plan
+    from anyrank.loading.report import LoadReport
     from anyrank.memory.loss import tiled_loss
     from anyrank.memory.offload import Offload, OffloadStats
     from anyrank.memory.patch import recompute_, tile_
     from anyrank.memory.recompute import recompute
     from anyrank.memory.tile import tile
-    from anyrank.resume.checkpoints import Checkpoints
-    from anyrank.state.resume_report import ResumeReport
-    from anyrank.state.train_state import TrainState
-    from anyrank.steps.loader import ElasticLoader
+    from anyrank.models.dialects.frozen.cpu_only import cpu_only
+    from anyrank.models.dialects.frozen.freeze import freeze
+    from anyrank.runs.resume.checkpoints import Checkpoints
+    from anyrank.runs.state.resume_report import ResumeReport
+    from anyrank.runs.state.train_state import TrainState
+    from anyrank.tools.convert.convert import convert
+    from anyrank.tools.inspect.diff import diff
+    from anyrank.tools.inspect.inspect import inspect
+    from anyrank.tools.inspect.verify import verify
+    from anyrank.training.steps.loader import ElasticLoader
+    from anyrank.training.streams.lanes import CUT
+    from anyrank.training.streams.row_counts import row_counts
+    from anyrank.training.streams.transforms import Buckets, Pack
     from anyrank.versions import __version__
     from anyrank.watching.check import check
     from anyrank.watching.hang import watch
@@ -100,43 +100,43 @@ __all__ = [
 HOMES = {
     "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
-    "Buckets": "anyrank.around.streams.transforms",
-    "CUT": "anyrank.around.streams.lanes",
+    "Buckets": "anyrank.training.streams.transforms",
+    "CUT": "anyrank.training.streams.lanes",
     "CheckpointError": "anyrank.errors",
-    "Checkpoints": "anyrank.resume.checkpoints",
+    "Checkpoints": "anyrank.runs.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",
-    "ElasticLoader": "anyrank.steps.loader",
+    "ElasticLoader": "anyrank.training.steps.loader",
     "LoadError": "anyrank.errors",
-    "LoadPlan": "anyrank.filling.plan",
-    "LoadReport": "anyrank.filling.report",
+    "LoadPlan": "anyrank.loading.plan",
+    "LoadReport": "anyrank.loading.report",
     "Offload": "anyrank.memory.offload",
     "OffloadStats": "anyrank.memory.offload",
-    "Pack": "anyrank.around.streams.transforms",
+    "Pack": "anyrank.training.streams.transforms",
     "RankError": "anyrank.errors",
     "RecomputeError": "anyrank.errors",
-    "ResumeReport": "anyrank.state.resume_report",
-    "Sync": "anyrank.around.sync.sync",
-    "SyncReport": "anyrank.around.sync.report",
-    "TrainState": "anyrank.state.train_state",
+    "ResumeReport": "anyrank.runs.state.resume_report",
+    "Sync": "anyrank.live.sync",
+    "SyncReport": "anyrank.live.report",
+    "TrainState": "anyrank.runs.state.train_state",
     "UnsafeFile": "anyrank.errors",
     "check": "anyrank.watching.check",
-    "convert": "anyrank.around.conversion.convert",
-    "diff": "anyrank.around.inspection.diff",
-    "freeze": "anyrank.around.frozen.freeze",
-    "inspect": "anyrank.around.inspection.inspect",
-    "load": "anyrank.filling.load",
-    "materialize": "anyrank.around.first_values.materialize",
-    "meta": "anyrank.filling.meta",
-    "plan": "anyrank.filling.plan",
+    "convert": "anyrank.tools.convert.convert",
+    "diff": "anyrank.tools.inspect.diff",
+    "freeze": "anyrank.models.dialects.frozen.freeze",
+    "inspect": "anyrank.tools.inspect.inspect",
+    "load": "anyrank.loading.load",
+    "materialize": "anyrank.loading.materialize",
+    "meta": "anyrank.loading.meta",
+    "plan": "anyrank.loading.plan",
     "recompute": "anyrank.memory.recompute",
     "recompute_": "anyrank.memory.patch",
-    "row_counts": "anyrank.around.streams.row_counts",
-    "cpu_only": "anyrank.around.frozen.cpu_only",
-    "sync": "anyrank.around.sync.sync",
+    "row_counts": "anyrank.training.streams.row_counts",
+    "cpu_only": "anyrank.models.dialects.frozen.cpu_only",
+    "sync": "anyrank.live.sync",
     "tile": "anyrank.memory.tile",
     "tile_": "anyrank.memory.patch",
     "tiled_loss": "anyrank.memory.loss",
-    "verify": "anyrank.around.inspection.verify",
+    "verify": "anyrank.tools.inspect.verify",
     "__version__": "anyrank.versions",
     "watch": "anyrank.watching.hang",
 }

@@ -23,9 +23,9 @@ from tests.scripts import run_script, wait_for_the_end_of
 from torch import nn
 
 from anyrank import TrainState
-from anyrank.around.inspection.inspect import inspect
 from anyrank.cli import demo, demo_runs, torchrun
 from anyrank.errors import AnyrankError
+from anyrank.tools.inspect.inspect import inspect
 from anyrank.watching.system import descendants
 
 ROOT = Path(__file__).parents[2]

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
-from anyrank.around.sharing import move
-from anyrank.around.sync import lane as lanes
+from anyrank.live import lane as lanes
+from anyrank.loading.sharing import move
 from anyrank.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sim]

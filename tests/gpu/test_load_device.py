@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import anyrank
-from anyrank.model.memory_meter import rss_anon
+from anyrank.models.memory_meter import rss_anon
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.around.sharing.places import LocalMemory
-from anyrank.around.sync import digests
-from anyrank.around.sync.digests import parts_of, sums_of_all
-from anyrank.around.sync.live import LiveSide
+from anyrank.live import digests
+from anyrank.live.digests import parts_of, sums_of_all
+from anyrank.live.live import LiveSide
+from anyrank.loading.sharing.places import LocalMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -22,9 +22,9 @@ from torch import nn
 
 import anyrank
 import anyrank.faults
-from anyrank.around.readers import pickles
-from anyrank.around.readers.pickles import check_bounds
 from anyrank.errors import UnsafeFile
+from anyrank.sources.readers import pickles
+from anyrank.sources.readers.pickles import check_bounds
 
 WEIGHTS = {"0.weight": torch.randn(4, 4), "0.bias": torch.randn(4)}
 

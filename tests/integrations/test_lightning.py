@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.scripts import run_script
 
-from anyrank.around.frozen.freeze import check_frozen
+from anyrank.models.dialects.frozen.freeze import check_frozen
 
 pytest.importorskip("lightning")
 

@@ -16,8 +16,8 @@ from tests.runs import save
 from torch import nn
 
 import anyrank
-from anyrank.around.remote import object_store
-from anyrank.around.remote.object_store import RemoteStorage
+from anyrank.files import object_store
+from anyrank.files.object_store import RemoteStorage
 from anyrank.files.storage import storage_for
 from anyrank.testing import Died, Fault, PeakMemory, run_ranks
 

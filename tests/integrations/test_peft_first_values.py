@@ -18,7 +18,7 @@ from peft import (
 from tests.integrations.families import build
 
 import anyrank
-from anyrank.model.tensors import find_tensors
+from anyrank.models.tensors import find_tensors
 from anyrank.versions import warn_if_untested
 
 OPTIONS: dict[str, dict[str, Any]] = {

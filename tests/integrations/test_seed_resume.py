@@ -15,8 +15,8 @@ from examples import diffusion_resume
 from tests.scripts import run_python
 
 import anyrank
-from anyrank.random_state import saved_streams
 from anyrank.testing import run_ranks
+from anyrank.training.random_state import saved_streams
 
 SAVED_ON, STOP, END = 7, 4, 9
 EPOCH = 7  # steps of 24 of the 168 images

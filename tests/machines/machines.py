@@ -27,7 +27,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 # Processes that have imported torch already
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "anyrank.filling.load", "anyrank.resume"])
+CONTEXT.set_forkserver_preload(["torch.distributed", "anyrank.loading.load", "anyrank.resume"])
 
 
 def reason_not_to() -> str:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.filling import headers
-from anyrank.model.share import ModelShare
+from anyrank.loading import headers
+from anyrank.models.share import ModelShare
 from anyrank.testing import run_ranks
 from anyrank.world.ranks import HEAD_BYTES, open_ranks
 

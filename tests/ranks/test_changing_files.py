@@ -165,7 +165,7 @@ def test_a_file_that_is_cut_off_in_the_middle_of_a_load_ends_no_rank(
 def test_a_conversion_of_a_file_that_changes_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anyrank.around.conversion.content import StoredContent
+    from anyrank.tools.convert.content import StoredContent
 
     path = write("pt", str(tmp_path), 1.0)
     os.utime(path, (1, 1))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.model.dialects import DIALECTS
+from anyrank.models.dialects.dialect import DIALECTS
 from anyrank.testing import run_ranks
 
 ROWS, COLUMNS, GROUPS = 5, 48, 3

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.data.order import Order
 from anyrank.testing import RanksFailed, run_ranks
+from anyrank.training.data.order import Order
 
 N, SIZE, MICRO = 22, 8, 2  # K = 4, and a last step of 6 samples in 3 microbatches
 

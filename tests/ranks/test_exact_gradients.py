@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.around.exact.run import WARNING
 from anyrank.testing import run_ranks
+from anyrank.training.exact.run import WARNING
 
 Change = Callable[[Any, Any], object]
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.around.exact import groups as exact_groups
 from anyrank.testing import run_ranks
+from anyrank.training.exact import groups as exact_groups
 
 DEPTH, WIDTH = 32, 16  # a tensor of 1 KiB in each layer: a group
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.around.exact import groups as exact_groups
 from anyrank.testing import run_ranks
+from anyrank.training.exact import groups as exact_groups
 
 ROWS, BATCH, MICRO = 13, 12, 2  # K = 6, and a last step of one sample
 

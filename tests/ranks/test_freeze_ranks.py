@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.around.frozen.freeze import check_frozen
-from anyrank.model.frozen_parts import frozen_parts
+from anyrank.models.dialects.frozen.freeze import check_frozen
+from anyrank.models.frozen_parts import frozen_parts
 from anyrank.testing import run_ranks
 
 SOURCE = "weights/vae.safetensors"

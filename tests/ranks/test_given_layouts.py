@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import anyrank
-from anyrank.around.layouts.given import RankMesh
+from anyrank.models.dialects.layouts.given import RankMesh
 from anyrank.testing import run_ranks
 
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.around.streams.lanes import LaneState, Report
 from anyrank.errors import CheckpointError
 from anyrank.testing import run_ranks
+from anyrank.training.streams.lanes import LaneState, Report
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),

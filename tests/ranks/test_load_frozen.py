@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.filling import headers
+from anyrank.loading import headers
 from anyrank.testing import run_ranks
 
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.formats.safetensors import DTYPES
-from anyrank.formats.sources import list_source
+from anyrank.sources.safetensors import DTYPES
+from anyrank.sources.source import list_source
 from anyrank.testing import run_ranks
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyrank
-from anyrank.around.sharing import decision
+from anyrank.loading.sharing import decision
 from anyrank.testing import PeakMemory, run_ranks
 
 MIB = 1 << 20

@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.data.fetch import MicrobatchDataset
-from anyrank.data.order import Order
-from anyrank.data.schedule import Schedule, StepPlan, Tail
-from anyrank.steps.position import Position, RankAccounts
 from anyrank.testing import run_ranks
+from anyrank.training.data.fetch import MicrobatchDataset
+from anyrank.training.data.order import Order
+from anyrank.training.data.schedule import Schedule, StepPlan, Tail
+from anyrank.training.steps.position import Position, RankAccounts
 from anyrank.world.ranks import Ranks, one_process, open_ranks
 
 # -- by arithmetic: any script of runs ------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.formats.sources import list_source
+from anyrank.sources.source import list_source
 from anyrank.testing import run_ranks
 
 

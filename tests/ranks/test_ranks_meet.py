@@ -22,8 +22,8 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
-from anyrank.data.order import Order
 from anyrank.testing import Fault, run_ranks
+from anyrank.training.data.order import Order
 from anyrank.world import waits
 from anyrank.world.ranks import open_ranks
 

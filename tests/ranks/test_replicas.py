@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.files import content_hash
-from anyrank.state.replicas import TURNS
+from anyrank.runs.state.replicas import TURNS
 from anyrank.testing import run_ranks
 
 

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import anyrank
-from anyrank.around.pace.pace import WINDOW, Pace
-from anyrank.steps.step_listeners import fetching_ahead
 from anyrank.testing import run_ranks
+from anyrank.training.steps.pace import WINDOW, Pace
+from anyrank.training.steps.step_listeners import fetching_ahead
 
 SLOW, SLOW_SEC = 2, 0.03
 STEPS = 30

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
-from anyrank.around.sharing import move
+from anyrank.loading.sharing import move
 from anyrank.testing import run_ranks
 
 SIZES = {"width": 7, "hidden": 9}

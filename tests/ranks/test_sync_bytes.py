@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import anyrank
-from anyrank.around.sharing import move
-from anyrank.around.sync import digests, live
+from anyrank.live import digests, live
+from anyrank.loading.sharing import move
 from anyrank.testing import PeakMemory, run_ranks
 
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
-from anyrank.around.sharing.passing import Passing
-from anyrank.around.sync import device_group, lane, live
-from anyrank.around.sync.digests import sums_of_all
+from anyrank.live import device_group, lane, live
+from anyrank.live.digests import sums_of_all
+from anyrank.loading.sharing.passing import Passing
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.connections import Connections
 from anyrank.world.connections import _close as close  # pyright: ignore[reportPrivateUsage]

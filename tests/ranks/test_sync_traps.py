@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import anyrank
-from anyrank.around.sharing import move
+from anyrank.loading.sharing import move
 from anyrank.testing import Died, Fault, run_ranks
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import anyrank
 from anyrank import faults
-from anyrank.around.sharing.passing import Passing, exchange
+from anyrank.loading.sharing.passing import Passing, exchange
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world import connections
 from anyrank.world.group import default_store

@@ -24,7 +24,7 @@ from anyrank.files.block_sums import (
 from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
-from anyrank.formats.run_step import list_step
+from anyrank.sources.run_step import list_step
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import plan_reads

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.around.base import box_digest
-from anyrank.around.base.box_digest import digest_of_box
+from anyrank.runs.state import box_digest
+from anyrank.runs.state.box_digest import digest_of_box
 from anyrank.tensors.box import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.bool, torch.int64]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.around.readers.memory import list_memory
 from anyrank.files.reader import Reader
+from anyrank.sources.readers.memory import list_memory
 from anyrank.tensors.box import Box
 
 SIZES = st.lists(st.integers(1, 5), max_size=3).map(tuple)

@@ -17,7 +17,7 @@ from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.local import LocalFile
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import storage_for
-from anyrank.formats.sources import list_source
+from anyrank.sources.source import list_source
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import plan_reads

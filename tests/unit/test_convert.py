@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
 from anyrank import faults
-from anyrank.around.conversion.content import all_finite
-from anyrank.around.conversion.output import OutputTensor
-from anyrank.around.conversion.planned_files import plan_torch_file
 from anyrank.errors import CheckpointError, LoadError
+from anyrank.tools.convert.content import all_finite
+from anyrank.tools.convert.output import OutputTensor
+from anyrank.tools.convert.planned_files import plan_torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 

@@ -47,7 +47,7 @@ from tests.scripts import run_script
 import anyrank
 from anyrank import cli, settings
 from anyrank.files.manifest import FileRecord, Manifest
-from anyrank.formats.weight_files import FILES
+from anyrank.sources.weight_files import FILES
 from anyrank.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -642,7 +642,7 @@ def test_the_reference_has_every_public_name_and_every_class_that_these_return()
     listed = re.findall(r"^\.\. auto\w+:: anyrank\.([\w.]+)(?:\(\))?$", read("api.md"), flags=re.M)
     assert asked - set(listed) == set()
     assert {name for name in listed if "." not in name} == set(public_names())
-    assert "steps.step.Step" in asked
+    assert "training.steps.step.Step" in asked
     assert len(listed) == len(set(listed))
 
 
@@ -657,8 +657,8 @@ def test_every_page_is_on_the_front_page() -> None:
 def find_lost_rooms(text: str) -> list[str]:
     """Rooms that CONTRIBUTING.md does not name, and files and classes in it that are gone."""
     spans = set(re.findall(r"`([^`\n]+)`", text))
-    rooms = {path.name for path in SRC.glob("around/*") if (path / "__init__.py").exists()}
-    folders = (ROOT, SRC.parent, SRC, SRC / "around")
+    rooms = {path.parent.name for path in SRC.glob("*/__init__.py")}
+    folders = (ROOT, SRC.parent, SRC)
     files = {span for span in spans if re.fullmatch(r"[\w/]+/\w+\.py", span)}
     gone = {file for file in files if not any((folder / file).exists() for folder in folders)}
     source = "\n".join(path.read_text(encoding="utf-8") for path in SRC.rglob("*.py"))
@@ -676,9 +676,9 @@ def test_the_map_of_the_rooms_is_that_of_the_tree() -> None:
 
 
 def test_a_lost_room_is_found() -> None:
-    found = find_lost_rooms("`steps/step.py` `steps/no.py` `Step.loss` `NoStep.loss`")
-    assert {"exact", "steps/no.py", "NoStep.loss"} <= {*found}
-    assert not {"steps/step.py", "Step.loss"} & {*found}
+    found = find_lost_rooms("`training/steps/step.py` `steps/no.py` `Step.loss` `NoStep.loss`")
+    assert {"training", "steps/no.py", "NoStep.loss"} <= {*found}
+    assert not {"training/steps/step.py", "Step.loss"} & {*found}
 
 
 # -- private names of other packages --------------------------------------------------------------

@@ -26,10 +26,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anyrank
-from anyrank.around.workers.exit import WorkerExit
-from anyrank.data.order import Order
-from anyrank.data.schedule import slots_of_rank
-from anyrank.random_state.streams import ambient
+from anyrank.training.data.order import Order
+from anyrank.training.data.schedule import slots_of_rank
+from anyrank.training.data.worker_exit import WorkerExit
+from anyrank.training.random_state.streams import ambient
 
 pytestmark = [
     # Workers on a machine with one core, and from Python 3.12 on.

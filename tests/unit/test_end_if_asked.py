@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.resume.signals import PendingSignals
+from anyrank.runs.resume.signals import PendingSignals
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, anyrank.TrainState]:

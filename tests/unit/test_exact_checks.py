@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.around.exact.checks import check_model
+from anyrank.training.exact.checks import check_model
 from anyrank.world.ranks import one_process
 
 

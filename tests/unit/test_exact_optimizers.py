@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from anyrank.around.exact.optimizers import DEPENDING, PROVED, judge
+from anyrank.training.exact.optimizers import DEPENDING, PROVED, judge
 
 CUTS = (2, 3, 5)  # pieces
 SHAPES = [(133,), (7, 13), (1031,)]

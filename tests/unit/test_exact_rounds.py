@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.around.exact.rounds import Rounds
-from anyrank.around.exact.tree_sum import TreeSum
-from anyrank.data.schedule import StepPlan, slots_of_rank
+from anyrank.training.data.schedule import StepPlan, slots_of_rank
+from anyrank.training.exact.rounds import Rounds
+from anyrank.training.exact.tree_sum import TreeSum
 from anyrank.world.ranks import Ranks
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.around.sharing.decision import decide
-from anyrank.around.sharing.flows import FileFlows, Wanted
-from anyrank.around.sharing.shared_reads import in_one_chunk, shared_reads
 from anyrank.files.listing import FileInfo, Listing
-from anyrank.filling.reading import caches_of, why_own
+from anyrank.loading.reading import caches_of, why_own
+from anyrank.loading.sharing.decision import decide
+from anyrank.loading.sharing.flows import FileFlows, Wanted
+from anyrank.loading.sharing.shared_reads import in_one_chunk, shared_reads
 from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
-from anyrank.around.foreign.checkpoint import Collector
 from anyrank.files.storage import storage_for
-from anyrank.formats.sources import list_source
+from anyrank.sources.source import list_source
+from anyrank.sources.tools.checkpoint import Collector
 
 
 class Payload:

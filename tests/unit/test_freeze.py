@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.around.frozen import freeze
-from anyrank.around.frozen.freeze import check_frozen
 from anyrank.files.content_hash import content_hash
-from anyrank.model.frozen_parts import FrozenInfo, frozen_parts
-from anyrank.model.wrappers import plain_class
+from anyrank.models.dialects.frozen import freeze
+from anyrank.models.dialects.frozen.freeze import check_frozen
+from anyrank.models.frozen_parts import FrozenInfo, frozen_parts
+from anyrank.models.wrappers import plain_class
 
 SOURCE = "weights/vae.ckpt"
 

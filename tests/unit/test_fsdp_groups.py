@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from anyrank.around.fsdp2 import groups as fsdp_groups
+from anyrank.training.gradients import fsdp2 as fsdp_groups
 
 
 def record(**changes: Any) -> SimpleNamespace:

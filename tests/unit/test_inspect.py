@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import anyrank
-from anyrank.around.inspection.groups import group
+from anyrank.tools.inspect.groups import group
 from anyrank.wording import in_units, printable
 
 SCREEN_LINES = 50

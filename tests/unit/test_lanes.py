@@ -20,10 +20,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anyrank.around.streams.deal import Deal
-from anyrank.around.streams.lanes import CUT, OUT, Lane, LaneState, Report
-from anyrank.around.streams.transforms import Buckets, Pack, resize
 from anyrank.errors import CheckpointError
+from anyrank.training.streams.deal import Deal
+from anyrank.training.streams.lanes import CUT, OUT, Lane, LaneState, Report
+from anyrank.training.streams.transforms import Buckets, Pack, resize
 
 EXAMPLES = int(os.environ.get("LANES_EXAMPLES", "60"))
 SEEDS = int(os.environ.get("LANES_SEEDS", "80"))

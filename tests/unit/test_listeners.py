@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 
 import anyrank
-from anyrank.resume.listener import RunListener
-from anyrank.resume.listeners import Listeners
-from anyrank.resume.search import StepOfRun
-from anyrank.state.resume_report import ResumeReport
+from anyrank.runs.resume.listener import RunListener
+from anyrank.runs.resume.listeners import Listeners
+from anyrank.runs.resume.search import StepOfRun
+from anyrank.runs.state.resume_report import ResumeReport
 
 
 class Hearing(RunListener):
@@ -47,7 +47,7 @@ def test_each_hears_of_a_run_in_order_and_of_its_own_news(
     def opened(*_: object) -> Listeners:
         return Listeners([Hearing("a", heard), Hearing("b", heard)])
 
-    monkeypatch.setattr("anyrank.resume.checkpoints.open_listeners", opened)
+    monkeypatch.setattr("anyrank.runs.resume.checkpoints.open_listeners", opened)
     state = anyrank.TrainState(nn.Linear(2, 1))
 
     def train() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.runs import save
 
 import anyrank
-from anyrank.formats.sources import list_source
+from anyrank.sources.source import list_source
 
 COUNT = 16
 METADATA_CALLS = ("stat", "open", "fstat", "listdir", "scandir", "readlink")
@@ -89,7 +89,7 @@ def test_what_a_folder_is_is_asked_without_the_room_of_other_tools(tmp_path: Pat
 import sys, anyrank
 for path in ({str(tmp_path / "shards")!r}, {str(tmp_path / "dcp")!r}):
     anyrank.inspect(path)
-print(*[name for name in sys.modules if name.startswith("anyrank.around.foreign")])
+print(*[name for name in sys.modules if name.startswith("anyrank.sources.tools")])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anyrank
-from anyrank.steps import norm
-from anyrank.steps.norm import clip_gradients, total_norm
+from anyrank.training.gradients import norm
+from anyrank.training.gradients.norm import clip_gradients, total_norm
 
 
 def values(count: int, seed: int, spread: int = 20) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.data.order import Order
 from anyrank.tensors.hashing import derive, mix64, signed
+from anyrank.training.data.order import Order
 
 SEEDS = st.integers(-(2**70), 2**70)
 

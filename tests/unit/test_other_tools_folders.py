@@ -16,9 +16,9 @@ from tests.runs import resume, save
 from torch import nn
 
 import anyrank
-from anyrank.around.foreign.folders import MAX_FOLDERS, find_other_content
-from anyrank.around.remote.object_store import RemoteStorage
 from anyrank.files.manifest import STEP
+from anyrank.files.object_store import RemoteStorage
+from anyrank.runs.adopt.folders import MAX_FOLDERS, find_other_content
 from anyrank.testing import run_ranks
 
 DIST = {"model": {"weight": torch.ones(2)}}

@@ -14,10 +14,10 @@ from tests.quantised import BLOCK, COLUMNS, FP8, MXFP4, ROWS, fp8, mxfp4, read_b
 from torch import nn
 
 import anyrank
-from anyrank.around.hugging.dequantise import dequantised
-from anyrank.around.hugging.quantised import MAX_NUMEL
 from anyrank.files.reader import Reader
-from anyrank.formats.sources import list_source
+from anyrank.models.dialects.transformers.dequantise import dequantised
+from anyrank.models.dialects.transformers.quantised import MAX_NUMEL
+from anyrank.sources.source import list_source
 
 
 class Holder(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.data.receipts import EpochVerdict, Receipt, epochs_in_words, receipt_of
+from anyrank.training.data.receipts import EpochVerdict, Receipt, epochs_in_words, receipt_of
 
 IDS = st.lists(st.integers(0, 2**50), max_size=40)
 

@@ -27,9 +27,9 @@ import anyrank
 from anyrank import faults
 from anyrank.files.local import LocalFile
 from anyrank.files.storage import LocalStorage, storage_for
-from anyrank.resume.signals import GRACE_SEC, WATCHED, PendingSignals
-from anyrank.saving.lock import RunLock
-from anyrank.saving.run_folder import RunFolder
+from anyrank.runs.resume.signals import GRACE_SEC, WATCHED, PendingSignals
+from anyrank.runs.saving.lock import RunLock
+from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.testing import RanksFailed, run_ranks
 from anyrank.world.ranks import open_ranks
 

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from torch import nn
 
 import anyrank
-from anyrank.around.inspection.plot import draw
-from anyrank.around.inspection.run_time import sum_up
-from anyrank.around.pace.pace import PARTS, WINDOW, Pace, slow_rank
 from anyrank.cli import main
-from anyrank.formats.run_log import LogLine, read_log
+from anyrank.runs.resume.run_log import LogLine, read_log
+from anyrank.runs.resume.run_time import sum_up
+from anyrank.tools.inspect.plot import draw
+from anyrank.training.steps.pace import PARTS, WINDOW, Pace, slow_rank
 
 SECONDS = {"steps_sec", "saves_sec", "restart_sec", "waiting_sec"}
 KEYS = {"time", "step", "ranks", "redone_steps"} | SECONDS
@@ -191,7 +191,7 @@ def test_a_plot_that_cannot_be_drawn_says_why(
     for path in ("out.what", "nowhere/out.svg"):
         with pytest.raises(anyrank.AnyrankError, match=f"{path}: the picture cannot be written"):
             draw(str(tmp_path / "run"), str(tmp_path / path))
-    monkeypatch.setattr("anyrank.around.inspection.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("anyrank.tools.inspect.plot.find_spec", lambda name: None)
     with pytest.raises(anyrank.AnyrankError, match=r"pip install 'anyrank\[plot\]'"):
         draw(str(tmp_path), "out.svg")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anyrank
-from anyrank.around.streams.shards import ShardOrder, Shards
+from anyrank.training.streams.shards import ShardOrder, Shards
 
 pytestmark = [
     # Workers on a machine with one core, and from Python 3.12 on.

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anyrank
-from anyrank.random_state import saved_streams, streams
-from anyrank.random_state.saved_streams import (
+from anyrank.training.random_state import saved_streams, streams
+from anyrank.training.random_state.saved_streams import (
     RankCoords,
     SavedStreams,
     Scope,
@@ -33,7 +33,7 @@ from anyrank.random_state.saved_streams import (
     from_json,
     restore,
 )
-from anyrank.random_state.streams import PythonStream, TorchStream, ambient, seeded
+from anyrank.training.random_state.streams import PythonStream, TorchStream, ambient, seeded
 
 ONE = RankCoords(0, 1, 0, 1)
 NAMES = ["python", "numpy", "torch"]

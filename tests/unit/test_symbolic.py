@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.around.hugging.symbolic import SymbolicTensor
 from anyrank.errors import LoadError
+from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
 from anyrank.tensors.spec import StoredTensor
 
 

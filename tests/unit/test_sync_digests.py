@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anyrank.around.sync.digests import (
+from anyrank.files.content_hash import BLOCK_BYTES
+from anyrank.live.digests import (
     choose_digest,
     hashes_of_all,
     parts_of,
     sums_of_all,
 )
-from anyrank.files.content_hash import BLOCK_BYTES
 
 VALUES = {
     "float32": torch.arange(23.0),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import anyrank
-from anyrank.around.sync.ends import find_end
+from anyrank.live.ends import find_end
 from anyrank.world.ranks import one_process
 
 

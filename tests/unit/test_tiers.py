@@ -33,7 +33,7 @@ def test_each_promise_has_its_files_in_both_tiers() -> None:
 @pytest.mark.parametrize(
     ("file", "rooms"),
     [
-        ("src/anyrank/around/exact/sums.py", {"exact"}),
+        ("src/anyrank/training/exact/sums.py", {"exact"}),
         ("src/anyrank/world/ranks.py", set[str]()),
         ("tests/crash/test_pool.py", {"testing"}),
         ("tests/unit/test_faults.py", {"testing"}),

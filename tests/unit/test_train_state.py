@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import anyrank
 from anyrank.files.json_codec import from_json, to_json
-from anyrank.resume.options import parse_cadence
+from anyrank.runs.resume.options import parse_cadence
 from anyrank.testing import RanksFailed, run_ranks
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyrank.around.sharing.transfers import Strip, Transfer, places_of, strips_of, transfers_of
 from anyrank.errors import LoadError
+from anyrank.loading.sharing.transfers import Strip, Transfer, places_of, strips_of, transfers_of
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import (
     IntervalShard,

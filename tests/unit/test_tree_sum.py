@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.around.exact.tree_sum import Span, TreeSum, merged, ordered
-from anyrank.data.schedule import slots_of_rank
-from anyrank.steps.norm import sum_dtype
+from anyrank.training.data.schedule import slots_of_rank
+from anyrank.training.exact.tree_sum import Span, TreeSum, merged, ordered
+from anyrank.training.gradients.norm import sum_dtype
 
 
 def terms(count: int, seed: int) -> list[torch.Tensor]:

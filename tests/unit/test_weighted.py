@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.around.weighted.order import exact_sum, weighted_order
+from anyrank.training.data.weighted_order import exact_sum, weighted_order
 
 VALUES = [(3 * i % 101) ** 2 / 7 + 1e-9 * i for i in range(40_000)]
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.model.dtensors import as_sharded
+from anyrank.models.dtensors import as_sharded
 from anyrank.tensors import writes
 from anyrank.tensors.sharded_tensor import coordinates_of
 from anyrank.tensors.writes import plan_writes

@@ -65,8 +65,8 @@ def command(
 
     SOURCES is what `load` reads: a file, a folder, a run, a URL, or several files.
     """
-    from anyrank.around.conversion.convert import convert
     from anyrank.cli.console import show
+    from anyrank.tools.convert.convert import convert
 
     if not sources:  # click gives the only argument to the last name
         raise click.UsageError("Missing argument 'DESTINATION'.")

@@ -26,9 +26,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import anyrank
-from anyrank.around.inspection.inspect import inspect
-from anyrank.around.inspection.stream import boxes_of, open_values
-from anyrank.around.readers.runs import steps_in
 from anyrank.cli import torchrun
 from anyrank.cli.demo import RESULTS
 from anyrank.cli.launcher import end_with
@@ -36,8 +33,11 @@ from anyrank.errors import AnyrankError
 from anyrank.files.manifest import read_manifest, step_name
 from anyrank.files.reader import memory_of
 from anyrank.files.storage import storage_for
-from anyrank.formats.run_step import list_step
-from anyrank.model.memory_meter import PeakMemory
+from anyrank.models.memory_meter import PeakMemory
+from anyrank.sources.readers.runs import steps_in
+from anyrank.sources.run_step import list_step
+from anyrank.tools.inspect.inspect import inspect
+from anyrank.tools.inspect.stream import boxes_of, open_values
 
 SCRIPT = "finetune.py"
 STEPS, SAVE_STEPS, ROWS = 6, 1, 36  # of training, between two saves, of the dataset: two epochs

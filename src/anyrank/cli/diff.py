@@ -22,8 +22,8 @@ def command(a: str, b: str, ignore: tuple[str, ...], as_json: bool) -> None:
 
     Two runs are compared step by step, with all that they hold. Exit status 1 if anything differs.
     """
-    from anyrank.around.inspection.diff import diff
     from anyrank.cli.console import show
+    from anyrank.tools.inspect.diff import diff
 
     report = diff(a, b, ignore=ignore)
     show(report, as_json)

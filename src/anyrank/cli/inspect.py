@@ -17,12 +17,12 @@ def command(path: str, show_all: bool, quiet: bool, as_json: bool, plot: str | N
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
     or a URL. It is never loaded, and no code in it runs.
     """
-    from anyrank.around.inspection.inspect import inspect, notes, summary, tensor_rows
     from anyrank.cli.console import out, write
+    from anyrank.tools.inspect.inspect import inspect, notes, summary, tensor_rows
     from anyrank.wording import printable
 
     if plot is not None:
-        from anyrank.around.inspection.plot import draw
+        from anyrank.tools.inspect.plot import draw
 
         draw(path, plot)
         click.echo(plot)

@@ -52,7 +52,7 @@ def command(
     import torch
 
     from anyrank.cli.console import out, write
-    from anyrank.filling.plan import Forecast, forecast
+    from anyrank.loading.plan import Forecast, forecast
     from anyrank.wording import count, in_units
 
     floats = None if dtype is None else getattr(torch, FLOATS[dtype])

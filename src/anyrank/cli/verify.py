@@ -17,8 +17,8 @@ def command(path: str, finite: bool, as_json: bool) -> None:
     Structure, sizes, offsets, the index against the files, and every checksum that came with them;
     of a run, every step. Exit status 1 if anything is wrong.
     """
-    from anyrank.around.inspection.verify import verify
     from anyrank.cli.console import show
+    from anyrank.tools.inspect.verify import verify
 
     report = verify(path, finite=finite)
     show(report, as_json)

@@ -247,7 +247,7 @@ def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
     Copies may have any time, and other files the same one, as in images of containers.
     """
     if listed.fingerprint and now.location != listed.location:
-        from anyrank.around.sharing.copies import fingerprint  # a door: see test_house
+        from anyrank.files.fingerprints import fingerprint  # a door: see test_house
 
         copy = replace(now, blocks=listed.blocks)
         return now.size == listed.size and fingerprint(copy) == listed.fingerprint

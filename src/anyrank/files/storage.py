@@ -14,7 +14,7 @@ from anyrank.errors import CheckpointError, LoadError, WrongValue
 from anyrank.files.local import LocalStorage, NewLocalFile
 
 if TYPE_CHECKING:
-    from anyrank.around.remote.object_store import NewRemoteFile, RemoteStorage
+    from anyrank.files.object_store import NewRemoteFile, RemoteStorage
 
 Storage: TypeAlias = "LocalStorage | RemoteStorage"
 NewFile: TypeAlias = "NewLocalFile | NewRemoteFile"
@@ -48,7 +48,7 @@ def storage_for(path: str) -> Storage:
         raise WrongValue(f"{path}: give a local path without file://")
     if "://" not in path:
         return LocalStorage()
-    from anyrank.around.remote.object_store import RemoteStorage  # a door: see test_house
+    from anyrank.files.object_store import RemoteStorage  # a door: see test_house
 
     return RemoteStorage(path)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
-from anyrank.random_state.streams import Source, ambient, is_in_use
+from anyrank.training.random_state.streams import Source, ambient, is_in_use
 
 
 class Ambient:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyrank.checks import check_type
-from anyrank.random_state.streams import (
+from anyrank.training.random_state.streams import (
     NumpyStream,
     PythonStream,
     Source,

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from anyrank.around.misfits.near_names import near
 from anyrank.checks import check_model, check_type
 from anyrank.memory.generators import as_sources
 from anyrank.memory.offload import Offload
@@ -24,6 +23,7 @@ from anyrank.memory.region import Contexts
 from anyrank.memory.tile import Tiled
 from anyrank.memory.tiling_dims import check_dims
 from anyrank.tensors.names import WRAPPERS, candidates
+from anyrank.tensors.near_names import near
 from anyrank.tensors.walk import walk
 
 log = logging.getLogger("anyrank.memory")

@@ -16,7 +16,7 @@ _ADDED = re.compile("|".join((*WRAPPERS, *PEFT_SEGMENTS, r"^module\b", re.escape
 _OWN_FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.(?!weight$)[^.]+")
 _TRAINED_COPY = re.compile(r"\bmodules_to_save\.[^.]+\.")
 
-# What `rename=` takes, see `renamer` of formats/tables.py.
+# What `rename=` takes, see `renamer` of sources/tables/renamer.py.
 Renaming = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 Rename = Renaming | None
 

@@ -6,7 +6,7 @@ milliseconds once the ranks have been started. Nothing else in anyrank imports t
 
 from __future__ import annotations
 
-from anyrank.model.memory_meter import PeakMemory, rss_anon
+from anyrank.models.memory_meter import PeakMemory, rss_anon
 from anyrank.testing.fault import Fault, InjectedFault
 from anyrank.testing.memory import pss_anon
 from anyrank.testing.pool import RankPool, close_pool, run_ranks

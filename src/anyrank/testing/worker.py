@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from anyrank.around.workers.exit import kill
 from anyrank.testing import fault, transport
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
+from anyrank.training.data.worker_exit import kill
 
 THREAD_SECONDS = 1.0
 CACHE: type[Any] = type(functools.lru_cache(len))

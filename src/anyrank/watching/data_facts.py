@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from anyrank.steps.loader import ElasticLoader
+from anyrank.training.steps.loader import ElasticLoader
 
 MOST_DATASETS = 8  # that are around each other
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.random_state.streams import own_accelerator
-from anyrank.state.digests import digests_of
-from anyrank.steps.loader import ElasticLoader
+from anyrank.models.digests import digests_of
 from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.training.random_state.streams import own_accelerator
+from anyrank.training.steps.loader import ElasticLoader
 from anyrank.watching import data_facts, model_rules
 from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.findings import Finding

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
-from anyrank.steps.step_listeners import on_step
+from anyrank.training.steps.step_listeners import on_step
 from anyrank.watching.looks import Eyes, Look, look_from_outside
 from anyrank.watching.mismatch import CallDigests, calls_of_block
 from anyrank.watching.options import EXIT_CODE, VERDICT, read_options

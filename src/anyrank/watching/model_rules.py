@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import AnyrankError
-from anyrank.model.dtensors import as_sharded
-from anyrank.model.tensors import REGISTRIES, NamedModule, find_modules
-from anyrank.state.digests import check_has_memory
+from anyrank.models.digests import check_has_memory
+from anyrank.models.dtensors import as_sharded
+from anyrank.models.tensors import REGISTRIES, NamedModule, find_modules
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.torch_classes import is_fsdp2

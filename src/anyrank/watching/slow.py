@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from anyrank.around.pace.pace import Pace
+from anyrank.training.steps.pace import Pace
 from anyrank.world.store import Store
 
 FIRST_SEC = 0.1  # between looks while the others' first medians are awaited

@@ -1,0 +1,279 @@
+"""The two ends of a sync as their ranks hold them, and what the other ranks need to know of them.
+
+An end that is sharded over many ranks is described once: ranks with the same rows differ in their
+coordinates only, which are a few numbers each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.models.options import GivenLayout
+from anyrank.models.tensors import ModelTensor, find_tensors
+from anyrank.models.wrappers import plain_class
+from anyrank.tensors.layout import Layout
+from anyrank.tensors.names import is_trained_copy
+from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_released
+from anyrank.world.alike import digest_of
+from anyrank.world.device import name_device
+from anyrank.world.ranks import Ranks
+
+Module = nn.Module | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What one adapter adds to a weight of `src`; see `Factors`, whose positions are names here."""
+
+    adapter: str
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+    narrows: bool
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of an end, the same on all ranks that hold a part of it.
+
+    Attributes:
+        keys: its names, several when it is tied.
+        shape: global.
+        dtype: of its elements.
+        layout: how it lies on its mesh; None: whole on each rank.
+        kind: "parameter", "buffer" or "derived"; "factor" for what is added to others, and
+            "dropped" for what a merged model has not.
+        is_meta: whether it has no values yet.
+        is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
+        is_merged: whether the values of an adapter that is still there are part of it.
+        is_pinned: whether it belongs to a frozen part, and is never written to.
+        added: what adapters add to it on the way.
+        scaling: by which the model multiplies what this factor of an adapter is part of.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None
+    kind: str
+    is_meta: bool
+    is_adapter: bool
+    is_merged: bool
+    is_pinned: bool
+    added: tuple[Added, ...] = ()
+    scaling: float | None = None
+
+
+@dataclass(frozen=True)
+class EndDescription:
+    """One side of a sync on this rank, in words; equal where it is the same to other ranks.
+
+    Attributes:
+        rows: its tensors.
+        coordinates: this rank's, in the mesh of each.
+        title: of the model's class, what else a match asks of it.
+    """
+
+    rows: tuple[TensorInfo, ...]
+    coordinates: Coordinates
+    title: str
+
+    @cached_property
+    def digest(self) -> str:
+        """By which ranks with the same rows find each other; empty without tensors."""
+        if not self.rows:
+            return ""
+        layouts: dict[int, str] = {}  # by identity, as many rows have one
+        text = [self.title]
+        for row in self.rows:
+            known = layouts.get(id(row.layout))
+            if known is None:
+                known = layouts[id(row.layout)] = repr(row.layout)
+            text.append(f"{row._replace(layout=None)}{known}")
+        return digest_of(text)
+
+
+@dataclass(frozen=True)
+class End:
+    """One side of a sync on this rank.
+
+    Attributes:
+        module: what was given, or a module that holds the dict's tensors; empty for None.
+        tensors: of the module.
+        described: the same tensors, as other ranks know them.
+    """
+
+    module: nn.Module
+    tensors: list[ModelTensor]
+    described: EndDescription
+
+    @property
+    def rows(self) -> tuple[TensorInfo, ...]:
+        """The tensors, as other ranks know them."""
+        return self.described.rows
+
+    @property
+    def digest(self) -> str:
+        """Of the rows; empty without tensors."""
+        return self.described.digest
+
+
+def find_end(
+    model: Module,
+    ranks: Ranks,
+    *,
+    layout: GivenLayout = None,
+    merge: bool = False,
+    known: EndDescription | None = None,
+) -> End:
+    """One end as this rank has it.
+
+    Args:
+        model: the module, the dict, or None.
+        ranks: of the call.
+        layout: what its plain tensors are parts of.
+        merge: see the end as the model that it is with its adapters merged.
+        known: what it was before, which it still is if nothing has changed; its digest is known.
+
+    Raises:
+        LoadError: tensors that cannot be read or written, named with their type; parts that are
+            not those of the layout; adapters that cannot be merged.
+        TypeError, ValueError: as `apply_layout`.
+    """
+    module = _as_module(model)
+    tensors = find_tensors(module)
+    if layout is not None:
+        from anyrank.models.dialects.layouts.given import apply_layout, cut_as_source
+
+        apply_layout(tensors, layout, ranks)
+        for tensor, row in zip(tensors, known.rows if known is not None else (), strict=False):
+            cut_as_source(tensor, row.shape)  # as the ranks have found out together
+    described = describe(module, tensors, merge=merge)
+    return End(module, tensors, known if known is not None and known == described else described)
+
+
+def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> EndDescription:
+    """An end for other ranks; see `find_end`, also for what is raised."""
+    rows = _rows(tensors)
+    rows = _as_merged(tensors, rows) if merge else rows
+    kind = plain_class(module)
+    title = f"{kind.__module__}.{kind.__qualname__}"
+    return EndDescription(tuple(rows), coordinates_of(tensors), title)
+
+
+def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
+    """The rows of an end."""
+    rows: list[TensorInfo] = []
+    merging = _merging()
+    for tensor in tensors:
+        first, *others = tensor.registrations
+        keys = (first.unwrapped,)
+        if others:
+            keys = tuple(dict.fromkeys(entry.unwrapped for entry in tensor.registrations))
+        rows.append(
+            TensorInfo(
+                keys,
+                tensor.shape,
+                tensor.tensor.dtype,
+                tensor.layout,
+                tensor.kind,
+                tensor.is_meta,
+                tensor.adapter or any(map(is_trained_copy, keys)),
+                merging is not None and merging.is_merged(tensor),
+                tensor.is_pinned,
+                (),
+                merging.scaling_of(tensor) if merging is not None and tensor.adapter else None,
+            )
+        )
+    return rows
+
+
+def _merging() -> ModuleType | None:
+    """What is known of PEFT's merged adapters; None in a process without PEFT, which has none."""
+    return import_module("anyrank.models.dialects.peft.merging") if "peft" in sys.modules else None
+
+
+def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[TensorInfo]:
+    """The rows of a model as it is with its adapters merged.
+
+    Raises:
+        LoadError: as `find_lora`.
+    """
+    from anyrank.models.dialects.peft.merging import find_lora, merged_name
+
+    lora = find_lora(tensors)
+    factors = {n for pairs in lora.added.values() for pair in pairs for n in (pair.a, pair.b)}
+    merged: list[TensorInfo] = []
+    for index, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
+        if index in factors:
+            merged.append(row._replace(kind="factor"))
+        elif index in lora.dropped:
+            merged.append(row._replace(kind="dropped"))
+        else:
+            keys = tuple(
+                dict.fromkeys(merged_name(registration) for registration in tensor.registrations)
+            )
+            added = tuple(
+                Added(
+                    adapter=pair.adapter,
+                    a=rows[pair.a].keys[0],
+                    b=rows[pair.b].keys[0],
+                    scaling=pair.scaling,
+                    transposed=pair.transposed,
+                    narrows=pair.narrows,
+                )
+                for pair in lora.added.get(index, ())
+            )
+            merged.append(row._replace(keys=keys, added=added, is_adapter=False))
+    return merged
+
+
+def check_values(end: End) -> None:
+    """Refuse a source that has no values to send.
+
+    Raises:
+        LoadError: tensors on meta, or whose memory was released.
+    """
+    wanted = [row for row in end.rows if row.kind != "derived"]
+    on_meta = [n for n, row in enumerate(end.rows) if row.is_meta and row.kind != "derived"]
+    if on_meta:
+        names = ", ".join(end.tensors[n].name for n in on_meta[:10])
+        raise LoadError(
+            f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
+            "load or materialize it first"
+        )
+    for tensor in end.tensors:
+        if tensor.kind != "derived" and not tensor.is_dtensor and is_released(tensor.tensor):
+            raise LoadError(
+                f"{tensor.name}: its memory was released (untyped_storage().resize_): sync before"
+            )
+
+
+def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
+    """On which device of its own a rank has all tensors that may move; "" for the CPU's, "meta"
+    where the others are on meta, and "several" where they are not in one place.
+    """
+    devices = {tensor.tensor.device for tensor in tensors if tensor.kind != "derived"}
+    if len(devices) > 1:
+        return "meta" if all(d.type in ("cpu", "meta") for d in devices) else "several"
+    return name_device(devices.pop()) if devices else ""
+
+
+def _as_module(model: Module) -> nn.Module:
+    """A module whose tensors are those given; names of a dict are kept as they are."""
+    if isinstance(model, nn.Module):
+        return model
+    module = nn.Module()
+    # Not by register_parameter, which refuses dots, and tensors that are no Parameter.
+    module.__dict__["_parameters"].update(model or {})
+    return module

@@ -1,0 +1,387 @@
+"""The bytes of a sync from device to device, in rounds of one all-to-all each.
+
+Each pair of ranks has one stream of bytes, cut into slots of one size at both ends; round k moves
+slot k of every pair. So a rank knows each round's splits from its own part of the plan, no buffer
+is longer than the bound, and the ranks agree on the number of rounds alone. While a round is under
+way the one before is unpacked and the one after it packed: two buffers to send, two to receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from anyrank import faults
+from anyrank.errors import RankError
+from anyrank.live.device_group import (
+    DeviceGroup,
+    Open,
+    Round,
+    on_device,
+    open_group,
+    open_nccl,
+)
+from anyrank.live.route import Route
+from anyrank.loading.sharing.flows import Flow
+from anyrank.loading.sharing.messages import ALIGN, WHAT, Message, aligned, messages_of
+from anyrank.loading.sharing.move import Mover
+from anyrank.loading.sharing.places import LocalMemory
+from anyrank.world.alike import digest_of
+from anyrank.world.ranks import Interrupted, Ranks
+
+LANE_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected
+BUFFER_BYTES = 32 << 20  # of each of the four buffers
+LANE_ROUND = -1  # of a route's messages
+
+T = TypeVar("T")
+Try = Callable[[Callable[[], object]], object]
+
+
+@dataclass(frozen=True)
+class LaneKind:
+    """How ranks could pass bytes from device to device.
+
+    Attributes:
+        name: of the library.
+        open_raw: opens torch's group between all ranks of the call.
+        from_bytes: that a rank sends or receives at least, for the group to be worth it.
+        buffer_bytes: of each of the four buffers.
+    """
+
+    name: str
+    open_raw: Open
+    from_bytes: int = LANE_BYTES
+    buffer_bytes: int = BUFFER_BYTES
+
+
+def choose_lane(devices: Sequence[str]) -> LaneKind | None:
+    """The lane that ranks may take; None where all goes over gloo.
+
+    Two ranks on one device are known by its uuid, as each may call it cuda:0; NCCL refuses them, or
+    serves one after the other.
+
+    Args:
+        devices: of each rank: type and uuid of the accelerator that holds all its tensors; "" or
+            another text where they are elsewhere. The same on all ranks.
+    """
+    are_own = len(set(devices)) == len(devices) > 1
+    if are_own and all(device.startswith("cuda:") for device in devices):
+        return LaneKind("nccl", open_nccl)
+    return None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What the ranks agreed on for a plan, and keep with it.
+
+    Attributes:
+        kind: of the lane.
+        name: of the group: the kind and the ranks' devices.
+        slot_bytes: that a pair of ranks passes on in a round, at most.
+        rounds: how many, the same on all ranks.
+    """
+
+    kind: LaneKind
+    name: str
+    slot_bytes: int
+    rounds: int
+
+    def messages(self, flows: Sequence[Flow], places: LocalMemory, route: Route) -> list[Message]:
+        """This rank's slots, and what it copies for itself; kept with the route."""
+        return route.messages(
+            LANE_ROUND, lambda: messages_of(flows, self.slot_bytes, places.piece_bytes)
+        )
+
+
+def _find_lane(
+    devices: Sequence[str],
+    flows: Sequence[Flow],
+    places: LocalMemory,
+    ranks: Ranks,
+    route: Route,
+) -> Lane | None:
+    """The lane of a plan, agreed on at its first call and kept. All ranks.
+
+    Args:
+        devices: see `choose_lane`.
+        flows: all that are moved, with this rank's transfers.
+        places: this rank's memory.
+        ranks: of the call.
+        route: of the plan.
+
+    Raises:
+        RankError: two ranks would cut what they pass on in different ways, which no library sees.
+    """
+    if route.lane is None:
+        kind = choose_lane(devices) if ranks.size > 1 else None
+        lane = None if kind is None else _agree(kind, devices, flows, places, ranks, route)
+        route.lane = lane or False
+    return route.lane or None
+
+
+def _agree(
+    kind: LaneKind,
+    devices: Sequence[str],
+    flows: Sequence[Flow],
+    places: LocalMemory,
+    ranks: Ranks,
+    route: Route,
+) -> Lane | None:
+    rank = ranks.rank
+    sent, received = dict[int, int](), dict[int, int]()  # bytes by peer
+    for flow in flows:
+        for transfer in flow.transfers:
+            nbytes = transfer.box.numel * flow.wire_dtype.itemsize
+            if transfer.sender != rank:
+                received[transfer.sender] = received.get(transfer.sender, 0) + nbytes
+            elif transfer.receiver != rank:
+                sent[transfer.receiver] = sent.get(transfer.receiver, 0) + nbytes
+    peers = max(len(sent), len(received))
+    nbytes = max(sum(sent.values()), sum(received.values()))
+    answers = ranks.gather((peers, nbytes, places.is_on_one_device), WHAT)
+    if max(nbytes for _, nbytes, _ in answers) < kind.from_bytes:
+        return None
+    if not all(is_on_one for *_, is_on_one in answers):
+        return None
+    peers = max(1, *(number for number, *_ in answers))
+    slot = max(ALIGN, kind.buffer_bytes // peers // ALIGN * ALIGN)
+    name = " ".join((kind.name, *devices))
+    out, into, _ = _sorted(Lane(kind, name, slot, 0).messages(flows, places, route), rank)
+    number = max(map(len, (*out.values(), *into.values())), default=0)
+    answers_on_slots = ranks.gather((number, _digests(out), _digests(into)), WHAT)
+    by_rank = dict(zip(ranks.ranks, answers_on_slots, strict=True))
+    for sender, (_, digests, _) in by_rank.items():
+        for receiver in ranks.ranks:
+            if digests.get(receiver) != by_rank[receiver][2].get(sender):
+                raise RankError(
+                    f"{WHAT}: ranks {sender} and {receiver} would cut their messages in different "
+                    "ways: report it, and give the tensors on the CPU meanwhile"
+                )
+    return Lane(kind, name, slot, max(number for number, *_ in answers_on_slots))
+
+
+Slots = dict[int, list[Message]]
+
+
+def _sorted(messages: Sequence[Message], rank: int) -> tuple[Slots, Slots, list[Message]]:
+    """Receiver -> slots, sender -> slots, and what the rank copies for itself."""
+    out, into, copies = Slots(), Slots(), list[Message]()
+    for message in messages:
+        if message.sender == message.receiver:
+            copies.append(message)
+        elif message.sender == rank:
+            out.setdefault(message.receiver, []).append(message)
+        else:
+            into.setdefault(message.sender, []).append(message)
+    return out, into, copies
+
+
+def _digests(slots: Slots) -> dict[int, str]:
+    """Of the lengths of each pair's slots."""
+    return {peer: digest_of(m.nbytes for m in messages) for peer, messages in slots.items()}
+
+
+class LaneRun:
+    """One call's rounds on a rank.
+
+    Args:
+        lane: that the ranks agreed on.
+        messages: this rank's.
+        places: its memory.
+        ranks: of the call.
+        attempt: does work that may fail, and keeps the error; nothing once one is kept.
+        has_failed: whether it has kept one.
+
+    Attributes:
+        sent, received, copied: bytes so far.
+        buffer_bytes, group_bytes: of the device's memory: the four buffers, and the group.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        messages: Sequence[Message],
+        places: LocalMemory,
+        ranks: Ranks,
+        attempt: Try,
+        has_failed: Callable[[], bool],
+    ) -> None:
+        self.lane, self.places, self.ranks = lane, places, ranks
+        self.attempt, self.has_failed = attempt, has_failed
+        self.out, self.into, self.copies = _sorted(messages, ranks.rank)
+        self.device = next(iter(places.devices), torch.device("cpu"))
+        self.buffers: list[torch.Tensor] = []
+        self.sent = self.received = self.copied = self.buffer_bytes = self.group_bytes = 0
+
+    def run(self, sample: Callable[[], None]) -> None:
+        """Move everything, and wait for it. All ranks.
+
+        Args:
+            sample: called after each round, to measure memory.
+
+        Raises:
+            Interrupted: a rank has failed, this one or another.
+            RankError: a rank died.
+        """
+        with on_device(self.device):
+            self._run(sample)
+
+    def _run(self, sample: Callable[[], None]) -> None:
+        self.attempt(self._allocate)
+        lane = self.lane
+        group = open_group(self.ranks.ready(), lane.name, lane.kind.open_raw, self.device, WHAT)
+        self.group_bytes = group.nbytes
+        # Nothing of this rank's is under way on its device, and no rank begins before all are here:
+        # what a user's group still does on one of them could wait for what comes behind a round.
+        if self.ranks.any(self.has_failed(), WHAT):
+            raise Interrupted
+        last = self._rounds(group, sample)
+        for round_under_way in last:
+            round_under_way.finish()
+        group.settle(WHAT)()
+
+    def _rounds(self, group: DeviceGroup, sample: Callable[[], None]) -> list[Round]:
+        """The rounds, of which the last two may be under way still."""
+        count = self.lane.rounds
+        rounds: list[Round] = []
+        flags: dict[int, Callable[[], bool]] = {}
+        for k in range(count + 1):
+            if k >= 2:  # the host is never more than two rounds ahead, nor are the buffers
+                rounds[k - 2].finish()
+                if k in flags and flags[k]():
+                    rounds[k - 1].finish()  # all ranks stop here, with one round under way
+                    raise Interrupted
+            if k < count:
+                rounds.append(self._start(group, k))
+                if k + 2 < count:
+                    flags[k + 2] = self.ranks.start_any(self.has_failed(), WHAT)
+            if k == 0:
+                for message in self.copies:  # while the first round is under way
+                    self.attempt(lambda m=message: self._copy(m))
+            else:
+                rounds[k - 1].follow()
+                self._unpack(k - 1)
+                sample()
+        return rounds[-2:]
+
+    def _allocate(self) -> None:
+        """Two buffers to send and two to receive, of the longest round of this rank."""
+        rounds = range(self.lane.rounds)
+        for side in (self.out, self.into):
+            most = max((sum(self._splits(side, k)) for k in rounds), default=0)
+            self.buffers += [
+                torch.empty(most, dtype=torch.uint8, device=self.device)
+                for _ in range(min(2, len(rounds)))
+            ]
+        self.buffer_bytes = sum(buffer.numel() for buffer in self.buffers)
+
+    def _start(self, group: DeviceGroup, k: int) -> Round:
+        """Pack a round, and start it; a rank that has failed sends memory of no meaning."""
+        half = len(self.buffers) // 2
+        source, target = self.buffers[k % half], self.buffers[half + k % half]
+        for message, start in self._slots(self.out, k):
+            part = source[start : start + message.nbytes]
+            self.attempt(lambda m=message, p=part: self._pack(m, p))
+            self.sent += message.payload
+        outs, ins = self._splits(self.into, k), self._splits(self.out, k)
+        return group.start(target, source, outs, ins, WHAT)
+
+    def _pack(self, message: Message, memory: torch.Tensor) -> None:
+        faults.point("sync.send")
+        self.places.pack(message, memory)
+
+    def _unpack(self, k: int) -> None:
+        half = len(self.buffers) // 2
+        target = self.buffers[half + k % half]
+        for message, start in self._slots(self.into, k):
+            part = target[start : start + message.nbytes]
+            self.attempt(lambda m=message, p=part: self._put(m, p))
+            self.received += message.payload
+
+    def _put(self, message: Message, memory: torch.Tensor) -> None:
+        faults.point("sync.receive")
+        self.places.unpack(message, memory)
+
+    def _copy(self, message: Message) -> None:
+        self.places.copy(message)
+        self.copied += message.target_bytes
+
+    def _slots(self, side: Slots, k: int) -> Iterator[tuple[Message, int]]:
+        """What a rank sends or receives in a round, and where it starts in the buffer."""
+        start = 0
+        for rank in self.ranks.ranks:
+            slots = side.get(rank, ())
+            if k < len(slots):
+                yield slots[k], start
+                start += aligned(slots[k].nbytes)
+
+    def _splits(self, side: Slots, k: int) -> list[int]:
+        """Bytes to or from each rank, zero where there are none."""
+        lengths = dict.fromkeys(self.ranks.ranks, 0)
+        for rank, slots in side.items():
+            lengths[rank] = aligned(slots[k].nbytes) if k < len(slots) else 0
+        return [*lengths.values()]
+
+
+class LaneMover(Mover):
+    """Fills the targets of a plan that is kept: by a lane where there is one, else over gloo.
+
+    Args:
+        rounds, places, ranks, window_bytes, sample: as for `Mover`.
+        route: keeps the messages for a later call with the same rounds.
+        accelerators: of all ranks, as `choose_lane` takes them.
+
+    Attributes:
+        lane: the name of the library by which bytes went from device to device; else "".
+        buffer_bytes, group_bytes: of the device's memory that this took.
+    """
+
+    def __init__(
+        self,
+        rounds: Iterable[Sequence[Flow]],
+        places: LocalMemory,
+        ranks: Ranks,
+        window_bytes: int,
+        sample: Callable[[], None],
+        route: Route,
+        accelerators: Sequence[str],
+    ) -> None:
+        self.route = route
+        self.accelerators = accelerators
+        self.lane = ""
+        self.buffer_bytes = self.group_bytes = 0
+        super().__init__(rounds, places, ranks, window_bytes, sample)
+
+    def _move(self) -> None:
+        flows = [flow for flows in self.rounds for flow in flows]
+        lane = _find_lane(self.accelerators, flows, self.places, self.ranks, self.route)
+        if lane is None:
+            super()._move()
+        else:
+            self._take(lane, flows)
+
+    def _take(self, lane: Lane, flows: Sequence[Flow]) -> None:
+        """From device to device. Raises as `run`."""
+        messages = lane.messages(flows, self.places, self.route)
+        run = LaneRun(
+            lane, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
+        )
+        self.lane = lane.kind.name
+        try:
+            run.run(self.sample)
+        finally:
+            self.sent, self.received, self.copied = run.sent, run.received, run.copied
+            self.buffer_bytes, self.group_bytes = run.buffer_bytes, run.group_bytes
+            if self.problem is not None:
+                raise self.problem
+
+    def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
+        return self.route.messages(
+            number, lambda: messages_of(flows, self.message_bytes, self.places.piece_bytes)
+        )
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return super()._allocate(0 if self.route.lane else nbytes)  # a lane has buffers of its own

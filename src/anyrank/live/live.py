@@ -1,0 +1,224 @@
+"""A live source: each rank sends what it holds, and receives what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.live.digests import choose_digest, parts_of
+from anyrank.live.lane import LaneMover
+from anyrank.live.live_flows import in_rounds
+from anyrank.live.merge import Adapters, LiveMemory
+from anyrank.live.planning import Agreement, SyncCall
+from anyrank.live.report import SyncReport
+from anyrank.live.verify import check_before, check_equal
+from anyrank.loading.fill import Moved, Side, fill
+from anyrank.loading.sharing.flows import Flow
+from anyrank.loading.sharing.messages import MESSAGE_BYTES, WHAT
+from anyrank.loading.sharing.move import Mover
+from anyrank.loading.sharing.places import LocalMemory
+from anyrank.models.fits import SourceMemory, check_overlaps, unwritable
+from anyrank.models.memory_meter import Meter
+from anyrank.models.share import ModelShare
+from anyrank.settings import BUFFER_BYTES
+from anyrank.tensors.box import row_major
+from anyrank.world.ranks import Ranks
+
+OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again before use"
+
+
+def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) -> SyncReport:
+    """Give `dst` the values of `src`. All ranks, with the plan that they agreed on.
+
+    Raises:
+        AnyrankError: of any rank, on all ranks.
+    """
+    plan, dst = agreed.plan, agreed.dst
+    share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
+    side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
+    side.gather_factors()
+    result = fill(share, side, ranks, rebuild=plan.rebuild)
+    if isinstance(call.dst, dict):  # its tensors on meta may be new objects
+        call.dst.update(dst.module.__dict__["_parameters"])
+    return replace(
+        plan.facts,
+        **result.fields(),
+        bytes_received=[moved.received for moved in result.moved],
+        bytes_copied=[moved.copied for moved in result.moved],
+        lane=result.moved[0].lane,
+        lane_bytes=[moved.buffers for moved in result.moved],
+        group_bytes=[moved.group for moved in result.moved],
+        is_planned=agreed.is_planned,
+        verified=side.verified,
+    )
+
+
+class LiveSide(Side):
+    """A live model, held in shares by the ranks that have it.
+
+    Attributes:
+        verified: what `verify=True` compared, in words.
+    """
+
+    moving = WHAT
+    is_one_model = False  # ranks may have other parts of dst, or none
+
+    def __init__(
+        self, agreed: Agreement, ranks: Ranks, meter: Meter, verify: bool, atomic: bool
+    ) -> None:
+        self.agreed, self.plan = agreed, agreed.plan
+        self.ranks = ranks
+        self.meter = meter
+        self.verify = verify
+        self.atomic = atomic
+        self.digest_all = choose_digest(self.plan.accelerators)
+        self.verified = ""
+        self.factors: dict[int, torch.Tensor] = {}
+        self.for_factors: Mover | None = None
+        self.places: LocalMemory
+        self.mover: LaneMover
+
+    def gather_factors(self) -> None:
+        """Receive the factors of adapters that this rank needs, whole. All ranks."""
+        if not self.plan.factors:
+            return
+
+        def allocate() -> Mover:
+            sources = self._memory
+            self.factors = {
+                flow.index: torch.empty(
+                    flow.strips[0].box.sizes,
+                    dtype=flow.target_dtype,
+                    device=sources[flow.index].device,
+                )
+                for flow in self.plan.factors
+                if any(transfer.receiver == self.ranks.rank for transfer in flow.transfers)
+            }
+            rounds, window = self._rounds(self.plan.factors)
+            places = LocalMemory(sources, self.factors)
+            return Mover(rounds, places, self.ranks, window, self.meter.sample)
+
+        self.for_factors = self.ranks.run("allocating memory", allocate)
+        self.ranks.run("gathering the adapters", self.for_factors.run)
+
+    def prepare(self, share: ModelShare) -> None:
+        """Allocate, and refuse memory of `dst` that cannot be filled as it is.
+
+        Raises:
+            LoadError: names the tensor.
+        """
+        match, plan = share.match, self.plan
+        real = share.real()
+        memory = self._memory
+        where = [(m.data_ptr(), m.stride(), m.device) for m in (*real.values(), *memory.values())]
+        for index in real:  # a kept plan knows no memory
+            if problem := unwritable(match.tensors[index]):
+                raise LoadError(problem)
+        if where != plan.route.checked:  # what lies as it did then has been compared
+            # Merged values may not go into the memory of src: its adapters would count twice.
+            by_element = not self.atomic or plan.added
+            check_overlaps(match.tensors, match.stored, real, self._sources() if by_element else {})
+        share.allocate(match.stored if self.atomic else ())
+        targets = {index: share.local(index) for index, _ in match.wanted}
+        plan.route.begin(where, [(m.stride(), m.device) for m in targets.values()])
+        self.places = LiveMemory(memory, targets, Adapters(self.factors, plan.added))
+        rounds, window = self._rounds(plan.flows)
+        self.mover = LaneMover(
+            rounds,
+            self.places,
+            self.ranks,
+            window,
+            self.meter.sample,
+            plan.route,
+            plan.accelerators,
+        )
+
+    def compare(self) -> None:
+        """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
+        check_before(self.plan.flows, self.places, self.ranks, self.digest_all)
+        if self.verify:
+            from anyrank.loading.verify import compare_replicas  # most syncs verify nothing
+
+            tensors, plan = self.agreed.src.tensors, self.plan
+            own_replicas = (
+                (tensors[plan.locals[number]], members)
+                for number, members in plan.shared
+                if self.ranks.rank in members
+            )
+            compare_replicas(
+                own_replicas,
+                self.ranks,
+                lambda parts: [
+                    d.hex() for d in self.digest_all(parts_of(p.local()) for p in parts)
+                ],
+            )
+            moved = sum(not flow.is_compared for flow in plan.flows)
+            self.verified = (
+                f"{moved} tensors at both ends, {len(plan.shared)} among the ranks of src"
+            )
+
+    def move(self) -> None:
+        """Send and receive.
+
+        Raises:
+            Interrupted: another rank failed.
+        """
+        self.mover.run()
+
+    def check(self) -> None:
+        """With `verify`, compare both ends."""
+        if self.verify:
+            moved = [flow for flow in self.plan.flows if not flow.is_compared]
+            check_equal(moved, self.places, self.ranks, self.digest_all)
+
+    def moved(self) -> Moved:
+        """Bytes so far."""
+        movers = [mover for mover in (self.mover, self.for_factors) if mover is not None]
+        sent, received = (
+            sum(mover.sent for mover in movers),
+            sum(mover.received for mover in movers),
+        )
+        return Moved(
+            sent=sent,
+            received=received,
+            copied=self.mover.copied,
+            buffers=self.mover.buffer_bytes,
+            group=self.mover.group_bytes,
+            lane=self.mover.lane,
+        )
+
+    def left(self) -> str:
+        """What an error says of `dst`."""
+        return "dst keeps its values" if self.atomic else OVERWRITTEN
+
+    def _rounds(self, flows: Sequence[Flow]) -> tuple[list[list[Flow]], int]:
+        """The rounds of a mover, and its window's bytes; what is only compared is left out."""
+        moved = [flow for flow in flows if not flow.is_compared]
+        transfers = (transfer for flow in moved for transfer in flow.transfers)
+        is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
+        # A few of the longest messages have room.
+        window = 0 if is_alone else max(4 * MESSAGE_BYTES, BUFFER_BYTES.get())
+        return [*in_rounds(moved, self.plan.receivers)], window
+
+    @cached_property
+    def _memory(self) -> dict[int, torch.Tensor]:
+        """This rank's memory of `src`, by number of the source tensor."""
+        tensors = self.agreed.src.tensors
+        return {number: tensors[index].local() for number, index in self.plan.locals.items()}
+
+    def _sources(self) -> dict[int, SourceMemory]:
+        """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
+
+        One that is merged on the way is in no tensor as it is, and so has no strides.
+        """
+        tensors, plan = self.agreed.src.tensors, self.plan
+        sources: dict[int, SourceMemory] = {}
+        for number, memory in self._memory.items():
+            tensor = tensors[plan.locals[number]]
+            strides = () if number in plan.added else row_major(tensor.shape)
+            sources[number] = SourceMemory(tensor, memory, strides)
+        return sources

@@ -1,0 +1,371 @@
+"""Which tensor of `src` flows into which of `dst`: the plan of a sync, worked out by each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from anyrank.errors import LoadError, WrongValue
+from anyrank.live.ends import Added, End, TensorInfo
+from anyrank.live.match import (
+    EndMatch,
+    Inflow,
+    SourceTensor,
+    check_all_shards,
+    joined,
+    listing_of,
+    match_ends,
+    sources_of,
+)
+from anyrank.live.report import SyncReport
+from anyrank.live.route import Route
+from anyrank.loading.sharing.flows import Flow, wire_dtype
+from anyrank.loading.sharing.transfers import (
+    HeldBox,
+    Strip,
+    Transfer,
+    places_of,
+    transfers_of,
+)
+from anyrank.models.alike import Inventory
+from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.match import warn_of_idle
+from anyrank.models.options import LoadOptions
+from anyrank.sources.tables.renamer import renamer
+from anyrank.tensors.layout import Layout, Piece, local_pieces
+from anyrank.tensors.sharded_tensor import Members
+from anyrank.world.failures import ranks_by_value
+from anyrank.world.ranks import Ranks
+
+ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """A sync of two ends that can only fail by the loss of a rank or of memory from here on.
+
+    Attributes:
+        match: what fills this rank's `dst`, without its tensors.
+        flows: all tensors of all ranks' `dst`, in the order in which they are sent.
+        factors: of adapters to be merged, whole for each rank that has a part of a weight that they
+            are added to; `index` is the number of the source tensor.
+        added: number of a source tensor -> what adapters add to it, and the numbers of the factors.
+        locals: source tensor -> its position among this rank's tensors of `src`.
+        shared: the source tensors that several ranks hold alike, and the ranks; but for buffers.
+        facts: of all `dst` together: the report, as far as the plan knows it.
+        rebuild: whether any rank has non-persistent buffers on meta.
+        receivers: how many ranks have a `dst`.
+        renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
+        accelerators: of all ranks, in the group's order; see `choose_lane`.
+        route: the messages of `flows`, once they are made.
+    """
+
+    match: ModelMatch
+    flows: tuple[Flow, ...]
+    factors: tuple[Flow, ...]
+    added: dict[int, tuple[tuple[Added, int, int], ...]]
+    locals: dict[int, int]
+    shared: tuple[tuple[int, Members], ...]
+    facts: SyncReport
+    rebuild: bool
+    receivers: int
+    renamed: dict[str, str]
+    accelerators: tuple[str, ...]
+    route: Route = field(default_factory=Route, compare=False)
+
+
+@dataclass(frozen=True)
+class EndsSummary:
+    """What a rank lets the others know of its ends.
+
+    Attributes:
+        src, dst: their inventories; without a digest for None.
+        accelerator: on which all its tensors are; see `accelerator_of`.
+    """
+
+    src: Inventory
+    dst: Inventory
+    accelerator: str
+
+
+def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
+    """Flows in runs of about ROUND_BYTES a receiver; the same on all ranks."""
+    most = ROUND_BYTES * max(1, receivers)
+    run: list[Flow] = []
+    total = 0
+    for flow in flows:
+        run.append(flow)
+        total += flow.nbytes
+        if total >= most:
+            yield run
+            run, total = [], 0
+    if run:
+        yield run
+
+
+def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
+    """What `rename=` makes of each name."""
+    rename = renamer(options.rename)
+    return {name: rename(name) for name in names}
+
+
+class Planner:
+    """Makes one plan. Every rank comes to the same flows, each with its own transfers."""
+
+    def __init__(
+        self, summaries: Sequence[EndsSummary], ranks: Ranks, options: LoadOptions
+    ) -> None:
+        self.ranks = ranks
+        self.options = options
+        self.summaries = dict(zip(ranks.ranks, summaries, strict=True))
+        self.nodes = dict(zip(ranks.ranks, ranks.nodes, strict=True))
+        self.places: dict[Any, tuple[HeldBox, ...]] = {}
+        self.wanted: dict[Any, tuple[dict[int, tuple[Piece, ...]], int]] = {}
+        self.transfers: dict[Any, tuple[Transfer, ...]] = {}
+
+    def plan(self, dst: End, src: End) -> SyncPlan:
+        """The plan. All ranks.
+
+        Raises:
+            LoadError: on any rank, on all.
+            ValueError: all ranks lack one end.
+        """
+        from_ranks = _alike({rank: summary.src for rank, summary in self.summaries.items()})
+        to_ranks = _alike({rank: summary.dst for rank, summary in self.summaries.items()})
+        for name, groups in (("src", from_ranks), ("dst", to_ranks)):
+            if not groups:
+                raise WrongValue(
+                    f"{name} is None, or holds no tensors, on every rank: give it on those that "
+                    "hold its tensors"
+                )
+
+        groups = [
+            (
+                self.ranks.run_on_one("describing src", lambda: src.rows, group[0]),
+                {rank: self.summaries[rank].src.coordinates for rank in group},
+            )
+            for group in from_ranks
+        ]
+        sources = sources_of(groups)
+        match, matched, renamed = self._matched(dst, sources, to_ranks)
+        ends = [
+            self.ranks.run_on_one("describing dst", lambda: matched, group[0]) for group in to_ranks
+        ]
+        coordinates = [
+            {rank: self.summaries[rank].dst.coordinates for rank in group} for group in to_ranks
+        ]
+        check_all_shards(ends, coordinates, len(self.summaries))
+        for end, known in zip(ends, coordinates, strict=True):
+            if any(row.layout is not None and row.layout.is_given for row in end.rows):
+                from anyrank.models.dialects.layouts.given import check_parts
+
+                check_parts([(row.keys[0], row.layout) for row in end.rows], known)
+        flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
+        facts = joined(ends, self.options.unexpected)
+        flows += tuple(self._twins(facts.duplicates, sources))
+        numbers = {row.keys: index for index, row in enumerate(src.rows)}
+        added = _added(sources)
+        return SyncPlan(
+            match=match,
+            flows=flows,
+            factors=tuple(self._factors(added, sources)),
+            added=added,
+            locals={
+                number: numbers[source.row.keys]
+                for number, source in enumerate(sources)
+                if source.row.keys in numbers
+            },
+            shared=tuple(
+                (number, members)
+                for number, source in enumerate(sources)
+                if source.row.kind != "buffer"  # which nothing keeps equal
+                for members in source.holders().values()
+                if len(members) > 1
+            ),
+            facts=facts,
+            rebuild=any(row.is_meta and row.kind == "derived" for end in ends for row in end.rows),
+            receivers=sum(map(len, to_ranks)),
+            renamed=renamed,
+            accelerators=tuple(summary.accelerator for summary in self.summaries.values()),
+        )
+
+    def _matched(
+        self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
+    ) -> tuple[ModelMatch, EndMatch, dict[str, str]]:
+        """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
+
+        Raises:
+            LoadError: as `plan`; or ranks give one `dst` different names.
+        """
+        listing, options = listing_of(sources), self.options
+        if len(to_ranks) > 1:  # what one dst does not take, another may
+            options = replace(options, unexpected="ignore")
+
+        def match_here() -> tuple[tuple[ModelMatch, EndMatch, dict[str, str]], str]:
+            match, matched = match_ends(dst, sources, listing, options)
+            renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
+            return (match, matched, renamed), matched.digest if dst.digest else ""
+
+        own_match, digests = self.ranks.run_and_gather("matching dst with src", match_here)
+        if self.ranks.index == 0:
+            warn_of_idle(own_match[0])
+        by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
+        for group in to_ranks:
+            if len({by_rank[rank] for rank in group}) > 1:
+                raise LoadError(
+                    "the ranks' renaming functions give different names for one dst: give all "
+                    "ranks the same rename="
+                )
+        return own_match
+
+    def flows(
+        self,
+        ends: Sequence[EndMatch],
+        to_ranks: Sequence[Sequence[int]],
+        sources: Sequence[SourceTensor],
+    ) -> tuple[Flow, ...]:
+        """All tensors of all `dst`, each with this rank's transfers; this rank by itself.
+
+        Args:
+            ends: each different `dst`.
+            to_ranks: the ranks that have it.
+            sources: the tensors of `src`.
+
+        Raises:
+            LoadError: an element that this rank wants and nobody holds.
+        """
+        entries = [
+            (inflow.index, number, inflow)
+            for number, end in enumerate(ends)
+            for inflow in end.inflows
+        ]
+        # By position first: ranks that hold different parts of a model receive side by side.
+        entries.sort(key=lambda entry: entry[:2])
+        return tuple(
+            self._flow(inflow, ends[number].rows[index], to_ranks[number], number, sources)
+            for index, number, inflow in entries
+        )
+
+    def _flow(
+        self,
+        inflow: Inflow,
+        row: TensorInfo,
+        to_ranks: Sequence[int],
+        group: int,
+        sources: Sequence[SourceTensor],
+    ) -> Flow:
+        coordinates = {
+            rank: self.summaries[rank].dst.coordinates.coordinate(inflow.index) for rank in to_ranks
+        }
+        wanted_key = (row.shape, row.layout, tuple(coordinates.values()), group)
+        if wanted_key not in self.wanted:
+            pieces = {c: local_pieces(row.shape, row.layout, c) for c in {*coordinates.values()}}
+            wanted = {rank: pieces[coordinate] for rank, coordinate in coordinates.items()}
+            self.wanted[wanted_key] = wanted, _numel(wanted)
+        wanted, numel = self.wanted[wanted_key]
+        known = [self._places(sources[strip.source]) for strip in inflow.strips]
+        shape = tuple((s.box, s.start, s.dims) for s in inflow.strips)
+        key = (wanted_key, shape, tuple(places_key for places_key, _ in known))
+        transfers = self.transfers.get(key)
+        if transfers is None:
+            places = [boxes for _, boxes in known]
+            try:
+                planned = transfers_of(self.ranks.rank, inflow.strips, places, wanted)
+            except LoadError as error:
+                raise LoadError(f"{row.keys[0]}: {error}") from error
+            transfers = self.transfers[key] = tuple(planned)
+        wire = wire_dtype(inflow.stored_dtype, row.dtype)
+        return Flow(
+            name=row.keys[0],
+            index=inflow.index if self.ranks.rank in to_ranks else -1,
+            strips=inflow.strips,
+            transfers=transfers,
+            stored_dtype=inflow.stored_dtype,
+            wire_dtype=wire,
+            target_dtype=row.dtype,
+            nbytes=numel * wire.itemsize,
+            is_compared=inflow.is_compared,
+        )
+
+    def _twins(
+        self, duplicates: Mapping[str, str], sources: Sequence[SourceTensor]
+    ) -> Iterator[Flow]:
+        """Source tensors that dst ties, to be compared with one another.
+
+        Raises:
+            LoadError: two that cannot be equal.
+        """
+        numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
+        for key, loaded in duplicates.items():
+            tied, other = sources[numbers[key]], sources[numbers[loaded]]
+            if (tied.shape, tied.row.dtype) != (other.shape, other.row.dtype):
+                raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
+            wanted = {
+                rank: local_pieces(other.shape, other.layout, coordinate)
+                for rank, coordinate in other.coordinates.items()
+            }
+            whole = self._whole(tied, numbers[key], wanted)
+            name, twin = f"{key} and {loaded}", numbers[loaded]
+            yield replace(whole, name=name, index=-1, is_compared=True, twin=twin)
+
+    def _factors(
+        self,
+        added: Mapping[int, Sequence[tuple[Added, int, int]]],
+        sources: Sequence[SourceTensor],
+    ) -> Iterator[Flow]:
+        """The factors of adapters, to all ranks that have a part of what they are added to."""
+        to_ranks: dict[int, set[int]] = {}
+        for number, adapters in added.items():
+            groups = sources[number].holders().values()
+            for factor in {factor for _, *factors in adapters for factor in factors}:
+                to_ranks.setdefault(factor, set()).update(*groups)
+        for factor, ranks in sorted(to_ranks.items()):
+            pieces = local_pieces(sources[factor].shape, None, None)
+            yield self._whole(sources[factor], factor, dict.fromkeys(sorted(ranks), pieces))
+
+    def _whole(
+        self, source: SourceTensor, number: int, wanted: Mapping[int, Sequence[Piece]]
+    ) -> Flow:
+        """A source tensor as it is, to ranks that want pieces of it."""
+        strip = Strip.whole(number, source.shape)
+        transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
+        return Flow(
+            name=source.row.keys[0],
+            index=number,
+            strips=(strip,),
+            transfers=tuple(transfers),
+            stored_dtype=source.row.dtype,
+            wire_dtype=source.row.dtype,
+            target_dtype=source.row.dtype,
+            nbytes=_numel(wanted) * source.row.dtype.itemsize,
+            is_compared=False,
+        )
+
+    def _places(self, source: SourceTensor) -> tuple[Any, tuple[HeldBox, ...]]:
+        layout: Layout | None = source.layout
+        key = (source.shape, layout, tuple(source.coordinates.items()))
+        if key not in self.places:
+            self.places[key] = places_of(source.shape, layout, source.coordinates, self.nodes)
+        return key, self.places[key]
+
+
+def _alike(ends: Mapping[int, Inventory]) -> list[list[int]]:
+    """The ranks by what they hold; those that hold nothing are left out."""
+    digests = {rank: end.digest for rank, end in ends.items() if end.digest}
+    return [*ranks_by_value(digests).values()]
+
+
+def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int, int], ...]]:
+    """What adapters add to each source tensor, with the numbers of both factors."""
+    numbers = {source.row.keys[0]: number for number, source in enumerate(sources)}
+    return {
+        number: tuple((low, numbers[low.a], numbers[low.b]) for low in source.row.added)
+        for number, source in enumerate(sources)
+        if source.row.added
+    }
+
+
+def _numel(wanted: Mapping[int, Sequence[Piece]]) -> int:
+    """Elements that all ranks want."""
+    return sum(piece.box.numel for pieces in wanted.values() for piece in pieces)

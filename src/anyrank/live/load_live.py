@@ -1,0 +1,53 @@
+"""A load from a dict of sharded tensors, which is a sync: no rank has all bytes of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.live.live import execute_sync
+from anyrank.live.planning import SyncCall, agree_plan
+from anyrank.loading.report import FillReport, LoadReport
+from anyrank.models.dialects.dialect import LIVE
+from anyrank.models.memory_meter import Meter
+from anyrank.models.options import LoadOptions
+from anyrank.models.own_code import NOT_RUN, own_code_of
+from anyrank.models.tensors import find_modules
+from anyrank.sources.tables.renamer import renamer
+from anyrank.world.ranks import Ranks
+
+
+def load_live(
+    model: nn.Module, source: object, options: LoadOptions, ranks: Ranks, meter: Meter
+) -> LoadReport:
+    """Load from tensors that lie on several ranks. All ranks.
+
+    Raises:
+        LoadError: as `anyrank.load`.
+    """
+    entries: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    tensors = {
+        key: value
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
+    }
+    layout = (options.layout, None)  # it is of the model; sharded tensors know theirs
+    call = SyncCall(model, tensors, options, layout, atomic=False)
+    done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
+    own_code = own_code_of(find_modules(model), Listing(LIVE, (), {}), renamer(options.rename))
+    skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]
+    shared: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(FillReport)}
+    return LoadReport(
+        **shared,
+        own_code_not_run=dict.fromkeys(own_code.modules, NOT_RUN),
+        format="sharded tensors in memory",
+        strategy="sync",
+        reason="no rank has all bytes of the source",
+        skipped=sorted(set().union(*ranks.gather(skipped, "naming what was skipped"))),
+        bytes_read=done.bytes_copied,
+    )

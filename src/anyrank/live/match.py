@@ -1,0 +1,330 @@
+"""What of `src` fills which tensor of `dst`: the names of both ends, matched as a file's are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.live.ends import End, TensorInfo
+from anyrank.live.report import SyncReport
+from anyrank.loading.sharing.transfers import Coordinate, Strip, strips_of
+from anyrank.models.dialects.dialect import LIVE, ModelMatch
+from anyrank.models.match import match_model
+from anyrank.models.options import LoadOptions
+from anyrank.models.tensors import in_state_dict
+from anyrank.sources.tables.renamer import renamer
+from anyrank.tensors.layout import Layout, Piece
+from anyrank.tensors.names import candidates, is_of_base_layer, match_keys
+from anyrank.tensors.sharded_tensor import Coordinates, Members, holders
+from anyrank.tensors.spec import StoredTensor, dtype_name
+from anyrank.wording import listed
+from anyrank.world.alike import digest_of
+
+
+@dataclass
+class SourceTensor:
+    """One tensor of `src`, over all ranks.
+
+    Attributes:
+        row: as its ranks describe it.
+        coordinates: global rank -> coordinate in its mesh, for the ranks that have a part of it.
+    """
+
+    row: TensorInfo
+    coordinates: dict[int, Coordinate]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.row.shape
+
+    @property
+    def layout(self) -> Layout | None:
+        """How it lies on its ranks."""
+        return self.row.layout
+
+    def holders(self) -> Mapping[tuple[Piece, ...], Members]:
+        """The ranks that hold the same pieces, by pieces."""
+        return holders(self.shape, self.layout, tuple(self.coordinates.items()))
+
+
+@dataclass(frozen=True)
+class Inflow:
+    """How one tensor of `dst` is filled.
+
+    Attributes:
+        index: position among the tensors of this `dst`.
+        strips: where its elements are in the tensors of `src`.
+        stored_dtype: in `src`.
+        is_compared: whether it belongs to a frozen part, which has to be equal already.
+    """
+
+    index: int
+    strips: tuple[Strip, ...]
+    stored_dtype: torch.dtype
+    is_compared: bool
+
+
+@dataclass(frozen=True)
+class EndMatch:
+    """One `dst` as all ranks know it: the rows of its tensors, and how each is filled.
+
+    Attributes:
+        rows: of its tensors.
+        inflows: of those that `src` holds.
+        facts: the report, as far as the match knows it.
+        adapters: names in `src` of tensors of adapters that this `dst` has no place for.
+    """
+
+    rows: tuple[TensorInfo, ...]
+    inflows: tuple[Inflow, ...]
+    facts: SyncReport
+    adapters: list[str]
+
+    @property
+    def digest(self) -> str:
+        """Equal where ranks have matched alike."""
+        return digest_of([self.inflows, self.facts])
+
+
+def sources_of(
+    groups: Sequence[tuple[tuple[TensorInfo, ...], Mapping[int, Coordinates]]],
+) -> list[SourceTensor]:
+    """The tensors of `src` over all ranks that have a part of it.
+
+    Args:
+        groups: rows that ranks hold alike, with each such rank's coordinates.
+
+    Raises:
+        LoadError: ranks that hold a tensor of the same name in different ways.
+    """
+    known: dict[tuple[str, ...], SourceTensor] = {}
+    for rows, ranks in groups:
+        for index, row in enumerate(rows):
+            if row.kind in ("derived", "dropped"):
+                continue
+            tensor = known.setdefault(row.keys, SourceTensor(row, {}))
+            words, other_words = _describe(tensor.row), _describe(row)
+            if (words, tensor.row.added) != (other_words, row.added):
+                first, other = next(iter(tensor.coordinates)), next(iter(ranks))
+                raise LoadError(
+                    f"{row.keys[0]}: ranks hold it in different ways in src: rank {first} as "
+                    f"{words}, rank {other} as {other_words}: give src on the ranks of one layout, "
+                    "with the same adapters merged, and None on the others"
+                )
+            tensor.coordinates.update(
+                {rank: known.coordinate(index) for rank, known in ranks.items()}
+            )
+    for tensor in known.values():
+        if tensor.row.kind == "buffer" and tensor.layout is None:
+            # Plain buffers may differ between ranks: those of the first one count, as in a save.
+            first = min(tensor.coordinates)
+            tensor.coordinates = {first: tensor.coordinates[first]}
+    return list(known.values())
+
+
+def _describe(row: TensorInfo) -> str:
+    layout = "whole" if row.layout is None else str(row.layout)
+    adapters = _merged([row]) and f", to be merged with {_merged([row])}"
+    adapters = ", with its adapter merged into it" if row.is_merged else adapters
+    return f"{dtype_name(row.dtype)}{list(row.shape)} {layout}{adapters}"
+
+
+def listing_of(sources: Sequence[SourceTensor]) -> Listing:
+    """The tensors of `src` by all their names, as a file's would be listed.
+
+    Raises:
+        LoadError: two of them have the same name.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for number, source in enumerate(sources):
+        row = source.row
+        for key in row.keys if row.kind != "factor" else ():
+            if key in tensors:
+                raise LoadError(f"src holds {key} twice, as different tensors on different ranks")
+            tensors[key] = StoredTensor.contiguous(key, row.shape, row.dtype, number, 0)
+    return Listing(LIVE, (), tensors)
+
+
+def match_ends(
+    dst: End, sources: Sequence[SourceTensor], listing: Listing, options: LoadOptions
+) -> tuple[ModelMatch, EndMatch]:
+    """Match this rank's `dst` with `src`, by this rank alone.
+
+    Returns:
+        The match, without the tensors themselves, and what the other ranks need to know of it.
+
+    Raises:
+        LoadError: all problems with names, shapes and dtypes, in one list.
+    """
+    names = [target.all_names() for target in in_state_dict(dst.tensors)]
+    if options.merge:
+        _check_merged(dst, sources)
+    adapters = [
+        key
+        for source in sources
+        if source.row.is_adapter and source.row.kind != "factor"
+        for key in source.row.keys
+    ]
+    left = match_keys(names, adapters, renamer(options.rename)).unexpected
+    if left or not dst.tensors:  # the first is refused below for all dst, with words of its own
+        options = replace(options, unexpected="ignore")
+    match = match_model(dst.module, listing, options, dst.tensors)
+    for index, stored in match.stored.items():
+        rows = [sources[chunk.file].row for chunk in stored.chunks]
+        at_base = any(map(is_of_base_layer, dst.rows[index].keys))
+        if at_base and any(row.is_merged != dst.rows[index].is_merged for row in rows):
+            both = ("src", "dst") if rows[0].is_merged else ("dst", "src")
+            raise LoadError(
+                f"{dst.tensors[index].name}: the adapter is merged into the base weights of "
+                f"{both[0]}, and not of {both[1]}: call merge_adapter() or unmerge_adapter() on "
+                "one of them"
+            )
+        scaling, src_scaling = dst.rows[index].scaling, rows[0].scaling
+        if scaling is not None and src_scaling is not None and scaling != src_scaling:
+            raise LoadError(
+                f"{dst.tensors[index].name}: its adapter is scaled by {src_scaling:g} in src, and "
+                f"by {scaling:g} in dst, another model: give both the same LoraConfig"
+            )
+    shapes = [source.shape for source in sources]
+    inflows = tuple(
+        Inflow(index, strips_of(stored, shapes), stored.dtype, index in match.compared)
+        for index, stored in sorted({**match.stored, **match.compared}.items())
+    )
+    facts = _facts(dst, match, len(inflows), sources)
+    matched = EndMatch(dst.rows, inflows, facts, left)
+    return match.with_tensors([]), matched
+
+
+def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
+    """Refuse merge=True where there is nothing to merge, or an adapter would count twice.
+
+    Raises:
+        LoadError: names the adapter of dst.
+    """
+    if not any(source.row.added or source.row.is_merged for source in sources):
+        raise LoadError("merge=True, and src has no active adapter (PEFT): leave it out")
+    adapters = [row.keys[0] for row in dst.rows if row.is_adapter]
+    if adapters:
+        raise LoadError(
+            f"merge=True, and dst has an adapter as well, as {adapters[0]}: leave out merge=True "
+            "to give it the values of the adapter of src, or give a dst without"
+        )
+
+
+def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTensor]) -> SyncReport:
+    tensors = dst.tensors
+    numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
+    wanted = dict(match.wanted)
+    return SyncReport(
+        tensors=count,
+        missing=match.missing,
+        unexpected=match.unexpected,
+        kept=[tensors[i].name for i in match.keep],
+        renamed={
+            tensors[i].name: stored.name
+            for i, stored in wanted.items()
+            if not {*tensors[i].flat_names()}.intersection(candidates(stored.name))
+        },
+        tied=match.tied,
+        duplicates={
+            key: loaded
+            for key, loaded in match.duplicates.items()
+            if numbers.get(key) != numbers.get(loaded)
+        },
+        cast={
+            tensors[i].name: f"{dtype_name(stored.dtype)} -> {dtype_name(tensors[i].dtype)}"
+            for i, stored in wanted.items()
+            if stored.dtype != tensors[i].dtype
+        },
+        frozen=[tensors[i].name for i in match.compared],
+        merged={
+            tensors[i].name: words
+            for i, stored in wanted.items()
+            if (words := _merged(sources[chunk.file].row for chunk in stored.chunks))
+        },
+    )
+
+
+def check_all_shards(
+    ends: Sequence[EndMatch], coordinates: Sequence[Mapping[int, Coordinates]], called: int
+) -> None:
+    """Refuse a dst of which some ranks of its mesh pass None.
+
+    Where not all ranks are called, the others may have a call of their own; where each passes
+    something, each gets what it asked for.
+
+    Args:
+        ends: each different `dst`.
+        coordinates: of each rank that has it.
+        called: number of ranks in the call.
+
+    Raises:
+        LoadError: names a tensor of such a mesh.
+    """
+    if sum(map(len, coordinates)) == called or called < dist.get_world_size():
+        return
+    holders: dict[Layout, tuple[str, set[Any]]] = {}
+    for end, known in zip(ends, coordinates, strict=True):
+        for index, row in enumerate(end.rows):
+            if row.layout is not None:
+                present = holders.setdefault(row.layout, (row.keys[0], set()))[1]
+                present.update(
+                    own_coordinates.coordinate(index) for own_coordinates in known.values()
+                )
+    for layout, (name, present) in holders.items():
+        count, num_present = math.prod(layout.mesh_shape), len(present - {None})
+        if num_present < count:
+            raise LoadError(
+                f"{name}: dst lies on {count} ranks, and {num_present} of them passed it, so the "
+                "others would keep old values: give dst on all ranks of its mesh"
+            )
+
+
+def _merged(rows: Iterable[TensorInfo]) -> str:
+    """The adapters that are merged into a tensor, in words."""
+    words = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
+    return ", ".join(dict.fromkeys(words))
+
+
+def joined(ends: Sequence[EndMatch], unexpected: str) -> SyncReport:
+    """The facts of all `dst` together: a tensor of `src` is used if one of them uses it.
+
+    Raises:
+        LoadError: adapters of `src` that no `dst` has; or other tensors, unless they may be left.
+    """
+    first, *others = (end.facts for end in ends)
+    for facts in others:
+        first = replace(
+            first,
+            tensors=first.tensors + facts.tensors,
+            missing=list(dict.fromkeys([*first.missing, *facts.missing])),
+            unexpected=[key for key in first.unexpected if key in facts.unexpected],
+            kept=list(dict.fromkeys([*first.kept, *facts.kept])),
+            renamed={**first.renamed, **facts.renamed},
+            tied={**first.tied, **facts.tied},
+            duplicates={**first.duplicates, **facts.duplicates},
+            cast={**first.cast, **facts.cast},
+            frozen=list(dict.fromkeys([*first.frozen, *facts.frozen])),
+            merged={**first.merged, **facts.merged},
+        )
+    left = [key for key in ends[0].adapters if all(key in end.adapters for end in ends)]
+    if left:
+        raise LoadError(
+            f"src has {len(left)} tensors of adapters (PEFT) that dst has not, as {left[0]}: the "
+            "base weights without them are other weights: sync with merge=True, or give dst the "
+            "same adapter"
+        )
+    if first.unexpected and unexpected == "error":
+        raise LoadError(
+            f"src does not fit dst:\n{listed('unexpected in the source', first.unexpected)}\n  to "
+            "go on: rename=..., or unexpected='ignore'"
+        )
+    return first

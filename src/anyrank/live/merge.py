@@ -1,0 +1,106 @@
+"""What adapters add to the weights of `src` while these are read (`merge=True`).
+
+The factors are whole on each rank that sends; their product is computed by tile, so that an element
+has the same bits whichever rank sends it, in whatever box.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from anyrank.live.ends import Added
+from anyrank.live.low_rank import product, tiles
+from anyrank.loading.sharing.flows import Flow
+from anyrank.loading.sharing.places import LocalMemory, turned
+from anyrank.loading.sharing.transfers import Transfer
+from anyrank.tensors.box import Box
+
+KEPT_TILES = (
+    8  # of 1 MiB at most in float32: boxes end within a tile, and the next one begins there
+)
+
+
+class Adapters:
+    """The adapters of this rank's source tensors.
+
+    Args:
+        factors: by number of the source tensor, whole.
+        added: number of a source tensor -> what is added, with the numbers of A and B.
+    """
+
+    def __init__(
+        self,
+        factors: Mapping[int, torch.Tensor],
+        added: Mapping[int, Sequence[tuple[Added, int, int]]],
+    ) -> None:
+        self.factors = factors
+        self.added = added
+        self.kept: OrderedDict[tuple[int, int, Box], torch.Tensor] = OrderedDict()
+
+    def add_to(self, view: torch.Tensor, number: int, box: Box) -> torch.Tensor:
+        """The elements of a box of a source tensor, merged, as PEFT rounds them.
+
+        PEFT adds one adapter after the other to the weight in its own dtype. A product of float32
+        factors is added in float32, that of an embedding only after it was rounded.
+        """
+        merged = view.clone()
+        for low, a, b in self.added[number]:
+            shape = (self.factors[b].shape[0], self.factors[a].shape[1])
+            for tile in tiles(shape[::-1] if low.transposed else shape, box):
+                common = tile.intersect(box)
+                assert common is not None
+                part = self._tile(low, a, b, tile)[common.relative_to(tile.offsets).slices()]
+                part = part.to(merged.dtype) if low.narrows else part
+                merged[common.relative_to(box.offsets).slices()].add_(part)
+        return merged
+
+    def _tile(self, low: Added, a: int, b: int, tile: Box) -> torch.Tensor:
+        known = self.kept.get((a, b, tile))
+        if known is None:
+            known = _product(self.factors[a], self.factors[b], tile, low)
+            self.kept[a, b, tile] = known
+            if len(self.kept) > KEPT_TILES:
+                self.kept.popitem(last=False)
+        return known
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, box: Box, low: Added) -> torch.Tensor:
+    """scaling * B @ A; on a CPU PEFT computes it in float32, and rounds it to the dtype of B."""
+    is_wide = not b.is_cpu or b.dtype not in (torch.float16, torch.bfloat16)
+    wide = (a, b) if is_wide else (a.float(), b.float())
+    return product(*wide, box, low.scaling, transposed=low.transposed).to(b.dtype)
+
+
+class LiveMemory(LocalMemory):
+    """This rank's memory of `src` and `dst`, of which adapters may add to `src`.
+
+    Args:
+        sources: number of a source tensor -> what this rank holds of it.
+        targets: position in `dst` -> what this rank has to fill of it.
+        adapters: what is added to sources while they are read.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[int, torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
+        adapters: Adapters,
+    ) -> None:
+        super().__init__(sources, targets)
+        self.adapters = adapters
+
+    def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
+        """The elements of a box, merged, in the order of `dst`."""
+        if not self.is_computed(flow, transfer):
+            return super().source_view(flow, transfer, box)
+        strip = flow.strips[transfer.strip]
+        view = self.view_of(transfer, strip, box)
+        merged = self.adapters.add_to(view, strip.source, strip.to_source(box))
+        return turned(merged, strip, box.sizes)
+
+    def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
+        """Whether adapters are added to the values, so that nothing holds them."""
+        return flow.strips[transfer.strip].source in self.adapters.added

@@ -1,0 +1,262 @@
+"""The plan of a sync: agreed by all ranks, and kept for the next call of the same object.
+
+Whether the plan of the call before still serves is told in the message that compares the arguments:
+each rank looks at its own ends, and gives the plan's key if nothing has changed. The key is a
+digest of what all ranks said when the plan was made. Where one rank gives another key, or none, all
+plan anew: one rank of each layout describes it to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from anyrank.checks import check_bool
+from anyrank.errors import LoadError, WrongType
+from anyrank.live.ends import (
+    End,
+    EndDescription,
+    accelerator_of,
+    check_values,
+    describe,
+    find_end,
+)
+from anyrank.live.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
+from anyrank.models.alike import Inventory
+from anyrank.models.options import GivenLayout, LoadOptions
+from anyrank.world.alike import digest_of
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.ranks import Ranks
+
+Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for both ends, or one for each
+COMPARED = ("missing", "unexpected", "cast", "rename", "verify", "merge")
+
+
+@dataclass(frozen=True)
+class SyncCall:
+    """What a caller asked for; see `anyrank.sync`."""
+
+    dst: nn.Module | Mapping[str, torch.Tensor] | None
+    src: nn.Module | Mapping[str, torch.Tensor] | None
+    options: LoadOptions
+    layout: Layouts
+    atomic: bool
+
+    def check(self) -> None:
+        """Refuse arguments that are wrong in themselves.
+
+        Raises:
+            ValueError, TypeError: names the argument.
+        """
+        for name, end in (("dst", self.dst), ("src", self.src)):
+            _check_end(name, end)
+        check_bool(atomic=self.atomic)
+        self.options.check()
+        if isinstance(self.layout, tuple) and len(self.layout) != 2:
+            raise WrongType(
+                f"layout= is a tuple of {len(self.layout)}: give one for each of dst, src"
+            )
+        if any(layout is not None for layout in self.layouts):
+            from anyrank.models.dialects.layouts.given import check_layout
+
+            for layout in self.layouts:
+                check_layout(layout)
+
+    @property
+    def layouts(self) -> Sequence[GivenLayout]:
+        """Of dst and of src."""
+        return self.layout if isinstance(self.layout, tuple) else (self.layout, self.layout)
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan, and all that it was made for; it holds no tensors.
+
+    Attributes:
+        key: of the plan; the same on all ranks.
+        where: the ranks, and the machine of each.
+        plan: this rank's part.
+        described: dst and src, for other ranks.
+        accelerator: of this rank.
+    """
+
+    key: str
+    where: tuple[tuple[int, ...], tuple[int, ...]]
+    plan: SyncPlan
+    described: tuple[EndDescription, EndDescription]
+    accelerator: str
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks agreed on before the first byte.
+
+    Attributes:
+        kept: the plan, for the next call.
+        dst, src: as they are on this rank.
+        is_planned: whether the plan was made now.
+        seed: the first rank's torch seed.
+    """
+
+    kept: KeptPlan
+    dst: End
+    src: End
+    is_planned: bool
+    seed: int
+
+    @property
+    def plan(self) -> SyncPlan:
+        """This rank's part of it."""
+        return self.kept.plan
+
+
+@dataclass(frozen=True)
+class _CallMessage:
+    """What a rank tells the others with its arguments.
+
+    Attributes:
+        key: of the plan that serves this rank; empty if there is none.
+        seed: its torch seed.
+        ends: both, as they are now.
+        has_layout: whether it has given a `layout=`.
+    """
+
+    key: str
+    seed: int
+    ends: EndsSummary
+    has_layout: bool
+
+
+def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
+    """The plan that all ranks follow. All ranks; nothing is changed.
+
+    Args:
+        call: what this rank was asked for.
+        ranks: of the call.
+        kept: the plan of the call before, if there is one.
+
+    Raises:
+        LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+    """
+    where = ranks.ranks, ranks.nodes
+    own_ends: list[End] = []  # dst and src
+    accelerators: list[str] = []
+
+    def tell() -> _CallMessage:
+        own_ends.extend(_find_ends(call, ranks, kept))
+        dst, src = own_ends
+        check_values(src)
+        accelerators.append(accelerator_of([*dst.tensors, *src.tensors]))
+        key = ""
+        if kept is not None and kept.accelerator == accelerators[0]:
+            key = kept.key if _serves(kept, where, (dst, src), call.options) else ""
+        has_layout = any(layout is not None for layout in call.layouts)
+        summary = _summary(dst, src, accelerators[0])
+        return _CallMessage(key, torch.initial_seed(), summary, has_layout)
+
+    arguments = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
+    messages: list[_CallMessage] = compare_arguments(
+        ranks, "sync", arguments, LoadError, call.check, tell
+    )
+    dst, src = own_ends
+    first = messages[0]
+    if kept is not None and all(message.key == kept.key for message in messages):
+        return Agreement(kept, dst, src, False, first.seed)
+    ends = [message.ends for message in messages]
+    if any(message.has_layout for message in messages):
+        dst, src = _join(dst, src, ranks, merge=call.options.merge)
+        ends = ranks.gather(_summary(dst, src, accelerators[0]))
+    plan = Planner(ends, ranks, call.options).plan(dst, src)
+    if any(layout is not None for layout in call.layouts):
+        _warn_of_unused(call, dst, src)
+    key = digest_of([where, ends])
+    new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
+    return Agreement(new_plan, dst, src, True, first.seed)
+
+
+def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
+    """What the other ranks are to know of both ends."""
+    return EndsSummary(
+        src=Inventory(src.digest, src.described.coordinates),
+        dst=Inventory(dst.digest, dst.described.coordinates),
+        accelerator=accelerator,
+    )
+
+
+def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
+    """Both ends with the whole shapes that all ranks' parts make together. All ranks.
+
+    Raises:
+        LoadError: as `join_parts`.
+    """
+    from anyrank.models.dialects.layouts.given import join_parts
+
+    join_parts((dst.tensors, src.tensors), ranks)
+    return (
+        replace(dst, described=describe(dst.module, dst.tensors, merge=False)),
+        replace(src, described=describe(src.module, src.tensors, merge=merge)),
+    )
+
+
+def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
+    """Both ends as they are on this rank; digests that the kept plan knows are not made again.
+
+    Raises:
+        LoadError, ValueError, TypeError: as `find_end`.
+    """
+    known = kept.described if kept is not None else (None, None)
+    dst_layout, src_layout = call.layouts
+    merge = call.options.merge
+    dst = find_end(call.dst, ranks, layout=dst_layout, known=known[0])
+    return dst, find_end(call.src, ranks, layout=src_layout, merge=merge, known=known[1])
+
+
+def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
+    """Warn of what `layout=` names, and no tensor of its end, or of both ends, has."""
+    from anyrank.models.dialects.layouts.given import warn_of_unused
+
+    if isinstance(call.layout, tuple):
+        for layout, end in zip(call.layout, (dst, src), strict=True):
+            warn_of_unused(layout, end.tensors)
+    else:
+        warn_of_unused(call.layout, dst.tensors, src.tensors)
+
+
+def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadOptions) -> bool:
+    """Whether a kept plan is for the ends as they are on this rank now."""
+    return (
+        kept.where == where
+        and kept.plan.route.lane is not None  # its first call came to move something
+        and kept.described == tuple(end.described for end in ends)
+        and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
+    )
+
+
+def _check_end(name: str, end: Any) -> None:
+    """Refuse what is neither a model nor a dict of tensors nor None.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if end is None or isinstance(end, nn.Module):
+        return
+    if not isinstance(end, Mapping):
+        raise TypeError(
+            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not {type(end).__name__}"
+        )
+    unnamed = [key for key in end if not isinstance(key, str)]
+    if unnamed:
+        raise TypeError(
+            f"{name}= has the key {unnamed[0]!r}, a {type(unnamed[0]).__name__}: give a dict from "
+            "names (str) to tensors"
+        )
+    wrong = [key for key, value in end.items() if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise TypeError(
+            f"{name}= holds {wrong[0]!r}, a {type(end[wrong[0]]).__name__}: give a dict of tensors"
+        )

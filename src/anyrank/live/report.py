@@ -1,0 +1,81 @@
+"""What a sync did: equal on all ranks and printable as one screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from anyrank.loading.report import FillReport, mib_by_rank
+from anyrank.wording import count
+
+
+@dataclass(frozen=True)
+class SyncReport(FillReport):
+    """What a sync did. Equal on all ranks. Lists have one entry a rank, in the group's order.
+
+    Example::
+
+        new, old = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        report = anyrank.sync(old, new)
+        assert report.tensors == 2
+        print(report)  # one screen
+
+    Attributes:
+        tensors: of `dst` that have the values of `src` now.
+        missing: tensors of `dst` that `src` does not hold.
+        unexpected: names in `src` that fill no tensor of `dst`.
+        kept: missing tensors that kept the values they had.
+        initialised: missing tensors that were on meta, with the rule that filled them.
+        rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
+        renamed: tensor of `dst` -> its name in `src`, where the two differ.
+        tied: tensor of `dst` -> its other names.
+        duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
+        cast: tensor -> "dtype in src -> dtype in dst".
+        merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
+            values of `src`, each with its scaling.
+        frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
+        renewed: tensors that were on meta whose objects torch could not keep.
+        bytes_sent, bytes_received: between ranks, in the smaller of the two dtypes.
+        bytes_copied: what each rank had itself, in the dtype of `dst`.
+        peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
+            allocated for tensors on meta is part of it.
+        lane: the library by which bytes went from device to device: "nccl"; "" where they went over
+            gloo.
+        lane_bytes: of each rank's device memory that the lane's buffers took during the call.
+        group_bytes: of each rank's device memory that the lane's group keeps, where the device says
+            how much is free.
+        is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
+        verified: what `verify=True` compared, in words; "" without it.
+        seconds: of the slowest rank.
+    """
+
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    merged: dict[str, str] = field(default_factory=dict[str, str])
+    frozen: list[str] = field(default_factory=list[str])
+    bytes_received: list[int] = field(default_factory=list[int])
+    bytes_copied: list[int] = field(default_factory=list[int])
+    lane: str = ""
+    lane_bytes: list[int] = field(default_factory=list[int])
+    group_bytes: list[int] = field(default_factory=list[int])
+    is_planned: bool = True
+
+    def __str__(self) -> str:
+        plan = "a new plan" if self.is_planned else "the plan of an earlier call"
+        lines = [f"synced {count(self.tensors, 'tensor')} in {self.seconds:.2f} s, by {plan}"]
+        for title, values in (
+            ("sent", self.bytes_sent),
+            ("received", self.bytes_received),
+            ("copied", self.bytes_copied),
+            ("host peak", self.peak_host_bytes),
+            ("device peak", self.peak_device_bytes),
+            (f"{self.lane} buffers", self.lane_bytes),
+            (f"{self.lane} group", self.group_bytes),
+        ):
+            if any(values):
+                lines.append(f"  {title:<12} {mib_by_rank(values)}")
+        others = {
+            "renamed": [f"{name} from {key}" for name, key in self.renamed.items()],
+            "merged": [f"{name} + {words}" for name, words in self.merged.items()],
+            "frozen": self.frozen,
+        }
+        lines += self.lines(others)
+        return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""The messages of a plan that is kept, as long as the memory lies as it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anyrank.loading.sharing.messages import Message
+
+Geometry = Sequence[tuple[Any, ...]]
+
+
+class Route:
+    """The messages of a plan, kept with it for as long as the memory lies as it did.
+
+    Attributes:
+        checked: where the memory of the two ends lay in the last call: address, strides, device.
+    """
+
+    def __init__(self) -> None:
+        self.checked: Geometry = ()
+        self._targets: Geometry = ()
+        self._kept: dict[int, list[Message]] = {}
+        self.lane: Any = None  # see `lane.py`; False where it was asked for, and there is none
+
+    def begin(self, checked: Geometry, targets: Geometry) -> None:
+        """Forget the messages if strides or devices of either end have changed.
+
+        Args:
+            checked: of the two ends; addresses may change.
+            targets: strides and device of what is filled, which may be memory for this call alone.
+        """
+        lies = [entry[1:] for entry in self.checked]
+        if [entry[1:] for entry in checked] != lies or targets != self._targets:
+            self._kept.clear()
+        self.checked, self._targets = checked, targets
+
+    def messages(self, number: int, make: Callable[[], list[Message]]) -> list[Message]:
+        """The messages of a round, made at the first call."""
+        if number not in self._kept:
+            self._kept[number] = make()
+        return self._kept[number]

@@ -1,0 +1,179 @@
+"""`anyrank.sync`: live weights of one model into another, in whatever layout each of them is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anyrank.live.live import execute_sync
+from anyrank.live.planning import KeptPlan, Layouts, SyncCall, agree_plan
+from anyrank.live.report import SyncReport
+from anyrank.loading.report import log_report
+from anyrank.models.memory_meter import Meter
+from anyrank.models.options import LoadOptions
+from anyrank.tensors.names import Rename
+from anyrank.world.group import Group
+from anyrank.world.ranks import open_ranks
+
+log = logging.getLogger("anyrank.sync")
+
+
+def sync(
+    dst: nn.Module | Mapping[str, torch.Tensor] | None,
+    src: nn.Module | Mapping[str, torch.Tensor] | None,
+    *,
+    rename: Rename = None,
+    cast: Literal["float", "any"] = "float",
+    missing: Literal["error", "init", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    layout: Layouts = None,
+    merge: bool = False,
+    verify: bool = False,
+    atomic: bool = False,
+    process_group: Group = None,
+) -> SyncReport:
+    """Give `dst` the weights that `src` has now: from trainer to generator, from model to teacher.
+
+    Every rank of the group calls it. `src` and `dst` may be on the same ranks, on others, or on
+    some of the same, each plain, DDP, FSDP2, tensor parallel or a mixture: each byte goes straight
+    from a rank that has it to the ranks that lack it, in the smaller of the two dtypes, through a
+    window of 8 MiB (ANYRANK_BUFFER_BYTES). Names, shapes and dtypes are compared on all ranks
+    before the first byte moves. What is to be synced again and again
+    is a `Sync`, which keeps its plan.
+
+    Example::
+
+        trainer, generator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        report = anyrank.sync(generator, trainer)  # on ranks without a trainer: (generator, None)
+        assert torch.equal(generator.weight, trainer.weight)
+
+    Args:
+        dst: a model, or a dict of tensors, that is written to in place; what is on meta gets
+            memory. None on ranks that have no part of it.
+        src: a model, or a dict of tensors. None on ranks that have no part of it.
+        rename: from the names of `src` to those of `dst`: a dict of names or prefixes, a list of
+            (regex, replacement), or a callable.
+        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
+            can.
+        missing: what to do with tensors of `dst` that `src` does not hold: "error"; "keep" leaves
+            them; "init" gives them the model's own initial values.
+        unexpected: what to do with tensors of `src` that fill nothing: "error" or "ignore".
+        layout: for plain tensors that are this rank's part of a whole: a dict of name or pattern to
+            (mesh, placements), or a function of the name; a pair of these for `dst` and `src`
+            where the two differ. Ranks may give different ones.
+        merge: send the model that `src` is with its adapters merged, as PEFT's `merge_and_unload()`
+            makes it: the product of the LoRA factors is added to what is sent, and `src` stays as
+            it is. Each rank that sends holds the factors whole meanwhile.
+        verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
+        atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
+            a second share.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+            Default: all, or this process alone where no group is initialised.
+
+    Returns:
+        The report, equal on all ranks.
+
+    Raises:
+        LoadError: the two do not fit each other, cannot be read or written, or ranks were called
+            with different arguments; on all ranks. Nothing has changed, or the message says that
+            `dst` is partly overwritten. With `verify`: both ends are not equal.
+        RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
+            on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+    """
+    return Sync(
+        dst,
+        src,
+        rename=rename,
+        cast=cast,
+        missing=missing,
+        unexpected=unexpected,
+        layout=layout,
+        merge=merge,
+        verify=verify,
+        atomic=atomic,
+        process_group=process_group,
+    )()
+
+
+class Sync:
+    """A sync that is called again and again, as at each iteration of a trainer and a generator.
+
+    It takes what `anyrank.sync` takes, and keeps the plan: a later call compares a few bytes
+    between the ranks and moves the weights. Every rank makes one, which costs nothing, and every
+    rank of the group calls it. Each call looks at both ends as they are then: what was replaced,
+    sharded, tied, frozen or given another dtype since the last call, on any rank, is seen on all,
+    and a new plan made.
+
+    Example::
+
+        trainer, generator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        weights = anyrank.Sync(generator, trainer)
+        for step in range(3):
+            report = weights()
+        assert weights.version == 3
+        assert not report.is_planned  # the plan is that of the first call
+
+    Args:
+        dst, src, rename, cast, missing, unexpected, layout, merge, verify, atomic, process_group:
+            as for `anyrank.sync`; they are checked, and compared between the ranks, at each call.
+
+    Attributes:
+        version: how many calls have finished. One that raises does not count.
+    """
+
+    def __init__(
+        self,
+        dst: nn.Module | Mapping[str, torch.Tensor] | None,
+        src: nn.Module | Mapping[str, torch.Tensor] | None,
+        *,
+        rename: Rename = None,
+        cast: Literal["float", "any"] = "float",
+        missing: Literal["error", "init", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        layout: Layouts = None,
+        merge: bool = False,
+        verify: bool = False,
+        atomic: bool = False,
+        process_group: Group = None,
+    ) -> None:
+        options = LoadOptions(
+            missing=missing,
+            unexpected=unexpected,
+            cast=cast,
+            rename=rename,
+            verify=verify,
+            merge=merge,
+        )
+        self.version = 0
+        self._call = SyncCall(dst, src, options, layout, atomic)
+        self._group = process_group
+        self._kept: KeptPlan | None = None
+
+    def __call__(self) -> SyncReport:
+        """Give `dst` the weights that `src` has now. All ranks.
+
+        Returns:
+            The report, equal on all ranks.
+
+        Raises:
+            AnyrankError, ValueError, TypeError: as `anyrank.sync`; on all ranks.
+        """
+        meter = Meter()
+        # Under inference mode new parameters would never get gradients.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            open_ranks(self._group, "sync()") as ranks,
+        ):
+            agreed = agree_plan(self._call, ranks, self._kept)
+            self._kept = agreed.kept
+            report = execute_sync(self._call, agreed, ranks, meter)
+        self.version += 1
+        if ranks.index == 0:
+            log_report(report, log, "src", "dst")
+        return report

@@ -1,0 +1,124 @@
+"""Both ends of a sync, compared by digests of the same elements, whatever the two layouts are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import BLOCK_BYTES
+from anyrank.live.digests import DIGEST_BYTES, DigestAll
+from anyrank.loading.sharing.flows import Flow
+from anyrank.loading.sharing.passing import exchange
+from anyrank.loading.sharing.places import LocalMemory
+from anyrank.loading.sharing.transfers import Transfer
+from anyrank.world.ranks import Ranks
+
+
+def differing(
+    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
+) -> list[str]:
+    """Names of the tensors whose two ends do not hold the same values, on any rank. All ranks.
+
+    Each transfer is digested where it comes from, cast as it was for the other end, and where it
+    went to: every element of `dst` once, on each rank that holds it.
+    """
+    rank = ranks.rank
+    pairs = [(flow, transfer) for flow in flows for transfer in flow.transfers]
+    sends = [(flow, transfer) for flow, transfer in pairs if transfer.sender == rank]
+    receives = [(flow, transfer) for flow, transfer in pairs if transfer.receiver == rank]
+
+    def digest_here() -> list[bytes]:
+        sources = (_source(flow, transfer, places) for flow, transfer in sends)
+        targets = (_target(flow, transfer, places) for flow, transfer in receives)
+        return digest_all(chain(sources, targets))
+
+    digests = ranks.run("digesting both ends", digest_here)
+    sources, targets = digests[: len(sends)], digests[len(sends) :]
+    sent, own_digests = dict[int, bytes](), list[bytes]()
+    for (_, transfer), digest in zip(sends, sources, strict=True):
+        if transfer.receiver == rank:
+            own_digests.append(digest)
+        else:
+            sent[transfer.receiver] = sent.get(transfer.receiver, b"") + digest
+    counts = Counter(transfer.sender for _, transfer in receives if transfer.sender != rank)
+    received = {
+        sender: torch.empty(count * DIGEST_BYTES, dtype=torch.uint8, device="cpu")
+        for sender, count in counts.items()
+    }
+    if ranks.size > 1:
+        outgoing = [(_as_tensor(data), receiver) for receiver, data in sent.items()]
+        incoming = [(tensor, sender) for sender, tensor in received.items()]
+        exchange(ranks, outgoing, incoming, "comparing both ends")
+    expected = {sender: _digests_in(tensor) for sender, tensor in received.items()}
+    expected[rank] = iter(own_digests)
+    wrong = {
+        flow.name
+        for (flow, transfer), digest in zip(receives, targets, strict=True)
+        if next(expected[transfer.sender]) != digest
+    }
+    by_rank = ranks.gather(sorted(wrong), "comparing both ends")
+    return sorted(set().union(*by_rank))
+
+
+def check_equal(
+    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
+) -> None:
+    """Refuse a `dst` that does not hold what `src` holds. All ranks.
+
+    Raises:
+        LoadError: names the tensors; on all ranks.
+    """
+    wrong = differing(flows, places, ranks, digest_all)
+    if wrong:
+        raise LoadError(
+            f"{len(wrong)} tensors of dst do not hold what src holds: {', '.join(wrong[:10])}: "
+            "something wrote to one of the two during the call, or tensors of dst share memory"
+        )
+
+
+def check_before(
+    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
+) -> None:
+    """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
+
+    Raises:
+        LoadError: names the tensors; on all ranks.
+    """
+    compared = [flow for flow in flows if flow.is_compared]
+    wrong = differing(compared, places, ranks, digest_all) if compared else []
+    twins = {flow.name for flow in compared if flow.twin >= 0}
+    if twins.intersection(wrong):
+        raise LoadError(
+            f"{', '.join(name for name in wrong if name in twins)}: one tensor in dst, and "
+            "different values in src: untie them in dst, or tie them in src"
+        )
+    if wrong:
+        raise LoadError(
+            f"{', '.join(wrong[:10])}: frozen in dst, and src holds other values: freeze the part "
+            "with the weights that belong to src, or do not freeze it"
+        )
+
+
+def _source(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
+    """What a rank sends, in parts, as it is to arrive."""
+    for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
+        yield places.source_view(flow, transfer, box).to(flow.wire_dtype).to(flow.target_dtype)
+
+
+def _target(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
+    """What has arrived, in the same parts."""
+    for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
+        yield places.target_view(flow, transfer, box)
+
+
+def _digests_in(data: torch.Tensor) -> Iterator[bytes]:
+    """Those that another rank has sent, in the order of both."""
+    return (bytes(row) for row in data.view(-1, DIGEST_BYTES).tolist())
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,155 @@
+"""What ranks were given as a source, who of them sees it, and what its headers say."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from anyrank.errors import AnyrankError, LoadError, WrongValue
+from anyrank.files.listing import Listing
+from anyrank.files.storage import storage_for
+from anyrank.models.frozen_parts import FrozenSource, frozen_sources
+from anyrank.sources.source import Source, list_source
+from anyrank.world.ranks import Ranks
+
+SMALL_BYTES = 64 << 10  # of headers that go with the first message; longer ones are broadcast
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What one rank has read for all.
+
+    Attributes:
+        listing: what the source holds; None where all ranks know it already.
+        parts: what the sources of frozen parts hold.
+    """
+
+    listing: Listing | None
+    parts: dict[FrozenSource, Listing]
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """What a rank was given as a source, and whether it is there.
+
+    Attributes:
+        source: the paths, or "a dict of tensors", or "" for None or an empty dict.
+        location: of local paths, where they are; ranks with others have copies.
+        visible: whether this rank can read it.
+        seed: this rank's torch seed.
+        is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
+        headers: what it holds, if this rank has read them for all, and they are few bytes.
+    """
+
+    source: str
+    visible: bool
+    seed: int
+    location: str = ""
+    is_live: bool = False
+    headers: Headers | None = None
+
+
+def header_reader(
+    model: nn.Module, source: Source | None, ranks: Ranks, known: Listing | None = None
+) -> Callable[[], Headers]:
+    """What reads the headers of a load, once.
+
+    Args:
+        model, source, ranks: of the load.
+        known: what the source holds, where all ranks know that already.
+    """
+
+    def to_send(source: Source) -> Listing:
+        return list_source(source).without_memory() if ranks.size > 1 else list_source(source)
+
+    def read() -> Headers:
+        listing = None if known else to_send(require_source(source))
+        parts = {path: to_send(path) for path in frozen_sources(model)}
+        return Headers(listing, parts)
+
+    return functools.cache(read)
+
+
+def look_at_source(
+    source: Source | None, ranks: Ranks, read_headers: Callable[[], Headers]
+) -> SourceInfo:
+    """What this rank was given, for the others; it does not wait for them.
+
+    The first rank reads the headers at once, as it is the one whose headers count wherever it sees
+    the source. What is wrong with them is raised where all ranks ask for them.
+
+    Raises:
+        LoadError: the source cannot be reached.
+    """
+    info = _locate(source)
+    if ranks.index or not info.visible or info.is_live:
+        return info
+    try:
+        headers = read_headers()
+    except Exception:
+        return info
+    is_long = ranks.size > 1 and len(pickle.dumps(headers)) > SMALL_BYTES
+    return info if is_long else replace(info, headers=headers)
+
+
+def agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
+    """The rank whose headers count: the first that sees the source.
+
+    Raises:
+        LoadError: ranks were given different sources.
+    """
+    first_ranks: dict[str, int] = {}  # source -> the first rank that was given it
+    for info, rank in zip(sources, ranks.ranks, strict=True):
+        if info.source:
+            first_ranks.setdefault(info.source, rank)
+    if len(first_ranks) > 1:
+        (source, rank), (other, other_rank) = list(first_ranks.items())[:2]
+        raise LoadError(
+            f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
+            f"{other!r}; give all ranks the same source, or None to ranks that have no source"
+        )
+    seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
+    return next(iter([*seeing, *first_ranks.values(), *ranks.ranks]))
+
+
+def for_copies(headers: Headers) -> Headers:
+    """The same, by which ranks that see copies of the files know them."""
+    from anyrank.files.fingerprints import with_fingerprints  # a door
+
+    listing = None if headers.listing is None else with_fingerprints(headers.listing)
+    return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
+
+
+def require_source(source: Source | None) -> Source:
+    if source is None:
+        raise WrongValue(
+            "the source is None on every rank: give a path, a list of paths or a dict of tensors"
+        )
+    return source
+
+
+def _locate(source: Source | None) -> SourceInfo:
+    seed = torch.initial_seed()
+    if source is None or isinstance(source, Mapping):
+        is_live = any(hasattr(value, "placements") for value in (source or {}).values())
+        name = "a dict of tensors" if source else ""
+        return SourceInfo(name, bool(source), seed, is_live=is_live)
+    is_list = isinstance(source, Sequence) and not isinstance(source, str)
+    paths = [os.fspath(path) for path in source] if is_list else [os.fspath(source)]  # type: ignore[arg-type]
+    visible, places = True, list[str]()
+    for path in paths:
+        try:
+            storage = storage_for(path)
+            visible = visible and (storage.is_file(path) or storage.is_dir(path))
+            places.append(storage.location(path) if visible else "")
+        except (AnyrankError, ImportError):
+            raise
+        except Exception as error:  # each of fsspec's file systems has errors of its own
+            raise LoadError(f"{path}: cannot be reached: {error}") from error
+    return SourceInfo(", ".join(paths), visible, seed, ", ".join(places))

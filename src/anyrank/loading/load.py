@@ -1,0 +1,194 @@
+"""`anyrank.load`: weights from any source into any model, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anyrank.loading.fill import FillResult
+from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
+from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.loading.read import fill_from_files
+from anyrank.loading.report import LoadReport, log_report
+from anyrank.models.memory_meter import Meter
+from anyrank.models.options import GivenLayout, LoadOptions
+from anyrank.sources.source import Source
+from anyrank.tensors.names import Rename
+from anyrank.tensors.spec import dtype_name
+from anyrank.world.group import Group
+from anyrank.world.ranks import Ranks, open_ranks
+
+log = logging.getLogger("anyrank.load")
+
+
+def load(
+    model: nn.Module,
+    source: Source | None,
+    *,
+    missing: Literal["error", "init", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    cast: Literal["float", "any"] = "float",
+    rename: Rename = None,
+    layout: GivenLayout = None,
+    strategy: Literal["auto", "own", "stripe", "scatter"] = "auto",
+    buffer_bytes: int | None = None,
+    process_group: Group = None,
+    progress: bool | Callable[[int, int], None] | None = None,
+    verify: bool = False,
+) -> LoadReport:
+    """Load weights into a model, before or after it was wrapped, sharded, compiled or put on meta.
+
+    Every rank of the group calls it with the same model and source. Each rank ends with its own
+    share and reads, where it can, nothing else. Parameter objects stay the same ones. Names,
+    shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
+    meta stays as it was when a load fails, also in the middle of reading.
+
+    Example::
+
+        with anyrank.meta():  # no memory for parameters yet
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        # Wrap or shard it here: fully_shard(model), DistributedDataParallel(model), ...
+        weights = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).state_dict()
+        report = anyrank.load(model, weights)  # or a path or URL
+        assert torch.equal(model[1].weight, weights["1.weight"])
+        missing, unexpected = report
+        assert not missing and not unexpected
+
+    Args:
+        model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
+            real or on meta, or half of both.
+        source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
+            folder, anyrank run), a list of files, or a dict of tensors, plain or sharded. None on
+            ranks that have no source: they receive their share from ranks that do.
+        missing: what to do with tensors that the source does not hold: "error"; "init" gives them
+            the model's own initial values, the same on any number of ranks; "keep" leaves them.
+        unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
+        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
+            can.
+        rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
+            (regex, replacement), or a callable; a key that becomes "" is left out. Of a source with
+            several tables of tensors it chooses: {"ema": ""}.
+        layout: for plain tensors that are this rank's part of a whole, as Megatron and vLLM hold
+            them: a dict of name or pattern to (mesh, placements), or a function of the name. The
+            parts are checked over the ranks: no hole, no overlap.
+        strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
+            exchange them; "scatter": one rank reads and sends each its rows; "auto" decides.
+        buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+            Default: all, or this process alone where no group is initialised.
+        progress: True, False, or called with (bytes done, bytes in all) on the first rank.
+            Default: a bar on the first rank when a terminal is there.
+        verify: compare the files with the checksums that came with them before anything is loaded,
+            and replicas with one another afterwards; count NaN and infinities.
+
+    Returns:
+        The report, equal on all ranks. `missing, unexpected = load(...)` works as well.
+
+    Raises:
+        LoadError: the source does not fit, cannot be read, or is corrupt, or ranks were called with
+            different arguments; on all ranks.
+        UnsafeFile: a pickle that would run code, or a header that lies; on all ranks.
+        RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
+            on all ranks.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+    """
+    meter = Meter()
+    options = LoadOptions(
+        missing=missing,
+        unexpected=unexpected,
+        cast=cast,
+        rename=rename,
+        strategy=strategy,
+        buffer_bytes=buffer_bytes,
+        progress=progress,
+        verify=verify,
+        layout=layout,
+    )
+    # Under inference mode new parameters would never get gradients.
+    with (
+        torch.inference_mode(False),
+        open_ranks(process_group, "load()", may_be_alone=True) as ranks,
+    ):
+        headers = header_reader(model, source, ranks)
+        tell = partial(look_at_source, source, ranks, headers)
+        sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)
+        if any(info.is_live for info in sources):
+            from anyrank.live.load_live import load_live  # a door: see test_house
+
+            report = load_live(model, source, options, ranks, meter)
+            _log(report, ranks)
+            return report
+        plan = plan_load(model, source, ranks, options, sources, headers)
+        if plan.match.stored_twice:
+            from anyrank.loading.verify import compare_ties  # a door
+
+            compare_ties(plan.match, plan.reading.readers, ranks)
+        verified, nonfinite = list[str](), dict[str, int]()
+        if verify:
+            # Files are compared before anything is filled, what they have given afterwards.
+            from anyrank.loading.verify import verify_loaded, verify_source  # a door
+
+            verified = verify_source(plan.match, plan.reading.readers, ranks)
+            result = fill_from_files(model, plan, ranks, meter, progress)
+            nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
+        else:
+            result = fill_from_files(model, plan, ranks, meter, progress)
+        report = _report(plan, result, ", ".join(verified), nonfinite)
+    _log(report, ranks)
+    return report
+
+
+def _report(
+    plan: AgreedPlan, result: FillResult, verified: str, nonfinite: dict[str, int]
+) -> LoadReport:
+    """The report of a load.
+
+    Args:
+        plan: what was carried out.
+        result: what that did.
+        verified: what `verify=True` compared, in words.
+        nonfinite: tensor -> number of NaN and infinite values.
+    """
+    match, tensors = plan.match, plan.match.tensors
+    return LoadReport(
+        **result.fields(),
+        missing=match.missing,
+        unexpected=match.unexpected,
+        kept=[n for i in match.keep if (n := tensors[i].name) not in result.rules],
+        tied=match.tied,
+        cast={
+            tensors[i].name: f"{kind} -> {dtype_name(tensors[i].dtype)}"
+            for i, stored in match.stored.items()
+            if (kind := match.listing.kind_of(stored)) != dtype_name(tensors[i].dtype)
+        },
+        own_code=result.own_code.ran,
+        own_code_not_run=result.own_code.not_run,
+        frozen=match.frozen,
+        format=match.listing.format,
+        strategy=plan.reading.strategy,
+        reason=plan.reading.reason,
+        nonfinite=nonfinite,
+        verified=verified,
+        skipped=[
+            *match.listing.skipped,
+            *(f"{key}: of no use" for key in match.ignored),
+            *match.idle,
+        ],
+        duplicates=match.stored_twice,
+        tensors=len({*match.stored, *match.compared}),
+        bytes_read=[moved.read for moved in result.moved],
+    )
+
+
+def _log(report: LoadReport, ranks: Ranks) -> None:
+    """Log on the first rank."""
+    if ranks.index:
+        return
+    log_report(report, log, "the source", "the model")
+    if "no checksums" in report.verified:
+        log.warning("%s", report.verified)

@@ -1,0 +1,135 @@
+"""`anyrank.materialize`: initial values for a model on meta, the same for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from anyrank.checks import check_choice, check_model
+from anyrank.errors import LoadError
+from anyrank.loading.fill import Side, fill
+from anyrank.loading.report import LoadReport
+from anyrank.models.dialects.dialect import ModelMatch, match_of_rules
+from anyrank.models.first_values.parametrised import parametrised
+from anyrank.models.fits import shared_on_meta
+from anyrank.models.memory_meter import Meter
+from anyrank.models.share import ModelShare
+from anyrank.models.tensors import ModelTensor, find_tensors
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.group import Group
+from anyrank.world.ranks import open_ranks
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
+    process_group: Group = None,
+) -> LoadReport:
+    """Give every tensor on meta its initial values; what is real already stays as it is.
+
+    Every rank of the group calls it. Values depend on the first rank's torch seed and on the
+    tensors' names alone, so a model that is sharded over any number of ranks starts with the same
+    ones, bit by bit on the same kind of device, as on one rank. A rank holds its share and one
+    whole tensor at a time.
+
+    Example::
+
+        with anyrank.meta():
+            model = torch.nn.Linear(8, 8)
+        torch.manual_seed(0)
+        report = anyrank.materialize(model, device="cpu")
+        assert report.initialised["weight"] == "Linear.reset_parameters"
+
+    Args:
+        model: plain or sharded (FSDP2, tensor parallel), before or after.
+        device: where plain tensors go. Default: to the model's real parameters, else to the rank's
+            own device. Sharded tensors go where their mesh and offload policy say.
+        init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
+            `init_weights`); a callable is called with each module that owns a tensor to fill.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+            Default: all, or this process alone where no group is initialised.
+
+    Returns:
+        A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all
+        ranks.
+
+    Raises:
+        LoadError: tensors that no rule writes, named, or of a frozen part that has a source, or
+            arguments that differ between ranks; on all ranks, and nothing is changed.
+        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+    """
+    meter = Meter()
+
+    def check() -> None:
+        check_model(model)
+        if not callable(init):
+            check_choice("init", init, ("auto",))
+        if device is not None:
+            _device_of(device)
+
+    with (
+        torch.inference_mode(False),
+        open_ranks(process_group, "materialize()", may_be_alone=True) as ranks,
+    ):
+        arguments = {"init": init}
+        seed, *_ = compare_arguments(
+            ranks, "materialize", arguments, LoadError, check, torch.initial_seed
+        )
+
+        def make_share() -> ModelShare:
+            match = _match(find_tensors(model))
+            where = None if device is None else _device_of(device)
+            rule = None if init == "auto" else init
+            return ModelShare(model, match, meter, seed, init=rule, device=where)
+
+        share = ranks.run("looking at the model", make_share)
+        result = fill(share, Side(), ranks, rebuild=True)
+    return LoadReport(
+        **result.fields(),
+        format="initial values",
+        strategy="own",
+        reason="each rank computes its own share",
+        tensors=len(result.rules),
+        bytes_read=[moved.read for moved in result.moved],
+    )
+
+
+def _match(tensors: list[ModelTensor]) -> ModelMatch:
+    """What rules fill: all that is on meta.
+
+    Raises:
+        LoadError: a tensor whose values are in a file, or that has no rule of its own.
+    """
+    on_meta = [i for i, t in enumerate(tensors) if t.is_meta and t.kind != "derived"]
+    for index in on_meta:
+        _check_no_source(tensors[index])
+    problems = shared_on_meta(tensors) + parametrised(tensors[index] for index in on_meta)
+    if problems:
+        raise LoadError("\n".join(problems))
+    return match_of_rules(tensors, on_meta)
+
+
+def _check_no_source(tensor: ModelTensor) -> None:
+    """Refuse a tensor of a frozen part whose values are in a file of its own."""
+    part: Any = tensor.frozen
+    if part is not None and part.anyrank_frozen.source is not None:
+        raise LoadError(
+            f"{tensor.name}: belongs to a frozen part whose weights are in "
+            f"{part.anyrank_frozen.source}, so initial "
+            "values would be others: call anyrank.load on the part, with that source, before"
+        )
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    value: Any = device  # whatever it is
+    if isinstance(value, bool) or not isinstance(value, (torch.device, str, int)):
+        raise TypeError(f"device= takes a torch.device or its name, not {type(value).__name__}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error

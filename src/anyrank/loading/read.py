@@ -1,0 +1,191 @@
+"""A source in files, or in a dict: each rank reads its own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import content_hash
+from anyrank.files.listing import TensorFill
+from anyrank.files.pages import use_large_pages
+from anyrank.files.progress import progress_for
+from anyrank.files.reader import Job, Reader
+from anyrank.loading.fill import FillResult, Moved, Side, fill
+from anyrank.loading.plan_load import AgreedPlan
+from anyrank.models.dtensors import as_sharded
+from anyrank.models.fits import SourceMemory, check_overlaps
+from anyrank.models.memory_meter import Meter
+from anyrank.models.share import ModelShare
+from anyrank.tensors.plan import plan_reads
+from anyrank.world.device import read_threads
+from anyrank.world.ranks import Ranks
+
+OVERWRITTEN = "tensors that were real are partly overwritten: load again before use"
+
+ProgressTo: TypeAlias = "bool | Callable[[int, int], None] | None"
+
+
+def read_own(wanted: Sequence[TensorFill], reader: Reader, ranks: Ranks) -> None:
+    """Fill this rank's shares from the files, which are open. Each rank by itself.
+
+    Ranks start at different files, so that they do not all wait for the same file.
+
+    Raises:
+        LoadError: this rank failed to read.
+    """
+    use_large_pages((entry.local for entry in wanted), ranks.ranks_on_node)
+    jobs = [
+        Job(read, read.view_of(entry.local))
+        for entry in wanted
+        for read in plan_reads(entry.stored, entry.target.pieces)
+    ]
+    reader.run(jobs, ranks.index * len(reader.listing.files) // ranks.size)
+    reader.check_unchanged()
+
+
+class OwnBytes(Side):
+    """A source in files, or in a dict, of which each rank reads its own bytes.
+
+    Args:
+        plan: what all ranks agreed on.
+        ranks: of the call.
+        meter: of the load.
+        progress: as for `load`.
+    """
+
+    preparing = "opening the files"
+    moving = "reading the weights"
+
+    def __init__(self, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo) -> None:
+        self.plan, self.match = plan, plan.match
+        self.ranks = ranks
+        self.meter = meter
+        self.stack = ExitStack()
+        self.share: ModelShare
+        self.wanted: list[TensorFill] = []
+        self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
+        nbytes = sum(
+            self.match.tensors[index].local_numel * stored.dtype.itemsize
+            for index, stored in self.match.stored.items()
+        )
+        bar = self.stack.enter_context(progress_for(progress, ranks.index == 0, nbytes))
+
+        def count(nbytes: int) -> None:
+            bar.add(nbytes)
+            meter.sample()
+
+        self.reader = self.stack.enter_context(
+            Reader(
+                self.match.listing,
+                buffer_bytes=plan.buffer_bytes,
+                threads=read_threads(ranks.ranks_on_node),
+                progress=count,
+            )
+        )
+
+    def prepare(self, share: ModelShare) -> None:
+        """Open the files, which must be unchanged, and allocate.
+
+        Raises:
+            LoadError: a file changed; or the model's tensors share memory, with one another or with
+                a source in memory.
+        """
+        self.share = share
+        self.open_files()
+        sources: dict[int, SourceMemory] = {}
+        for number, info in enumerate(self.match.listing.files):
+            if info.tensor is not None:
+                tensor = as_sharded(info.path, info.tensor)
+                sources[number] = SourceMemory(tensor, tensor.local(), info.tensor.stride())
+        check_overlaps(self.match.tensors, self.match.stored, share.real(), sources)
+        share.allocate()
+        for index in self.match.compared:
+            self.to_compare[index] = share.memory_for(index)
+        self.wanted = self._wanted()
+
+    def open_files(self) -> None:
+        """Open those that hold what is wanted.
+
+        Raises:
+            LoadError: one changed.
+        """
+        self.reader.open({chunk.file for _, stored in self.match.wanted for chunk in stored.chunks})
+
+    def move(self) -> None:
+        """Read.
+
+        Raises:
+            LoadError: this rank failed to read; or a frozen part holds other values.
+        """
+        self.fill_shares()
+        self._compare_frozen()
+        self.meter.sample()
+
+    def fill_shares(self) -> None:
+        """Fill what is wanted, from files that are open.
+
+        Raises:
+            LoadError: this rank failed to read.
+        """
+        read_own(self.wanted, self.reader, self.ranks)
+
+    def _wanted(self) -> list[TensorFill]:
+        match = self.match
+        rows = [(i, stored, self.share.local(i)) for i, stored in match.stored.items()]
+        rows += [(i, stored, self.to_compare[i]) for i, stored in match.compared.items()]
+        return [TensorFill(match.tensors[i], s, local, match.listing, i) for i, s, local in rows]
+
+    def _compare_frozen(self) -> None:
+        """Refuse a source that holds other values of a frozen part.
+
+        Raises:
+            LoadError: it does; the part is left as it is.
+        """
+        for index, stored_value in self.to_compare.items():
+            target = self.match.tensors[index]
+            if content_hash(stored_value) != content_hash(self.share.local(index)):
+                raise LoadError(
+                    f"{target.name}: is frozen, and the source holds other values: freeze the part "
+                    "with the weights that belong to this source, or remove them from the source"
+                )
+        self.to_compare.clear()
+
+    def finish(self) -> None:
+        """Read extra state. All ranks."""
+        own_code, reader = self.match.own_code, self.plan.reading.readers[0]
+        own_code.read_extras(self.match.listing, self.ranks, reader)
+
+    def moved(self) -> Moved:
+        """Bytes so far."""
+        return Moved(self.reader.bytes_read)
+
+    def left(self) -> str:
+        """What an error says of the model."""
+        return OVERWRITTEN if self.plan.in_place else ""
+
+    def close(self) -> None:
+        """Close the files, and end the progress bar."""
+        self.stack.close()
+
+
+def fill_from_files(
+    model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
+) -> FillResult:
+    """Carry out an agreed plan. All ranks.
+
+    Raises:
+        LoadError: of any rank, on all ranks.
+    """
+    share = ModelShare(model, plan.match, meter, plan.seed)
+    if plan.reading.flows is None:
+        side = OwnBytes(plan, ranks, meter, progress)
+    else:
+        from anyrank.loading.sharing.shared_blocks import SharedBlocks  # a door: see test_house
+
+        side = SharedBlocks(plan, plan.reading.flows, ranks, meter, progress)
+    return fill(share, side, ranks, rebuild=plan.rebuild)

@@ -1,0 +1,52 @@
+"""Who reads the bytes of a load: each rank its own, unless something speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anyrank.loading.sharing.flows import FileFlows
+
+ONE_MACHINE = "all ranks share one machine, whose page cache holds each byte once"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A strategy, the reason in words, and what comes of it.
+
+    Attributes:
+        strategy: "own": each rank reads its own bytes. "stripe": ranks that want the same bytes, or
+            columns of the same rows, read disjoint parts and exchange them. "scatter": the ranks
+            that see the source read, and send each rank its own part.
+        readers: global ranks that read.
+        flows: what passes between ranks; None where each reads its own bytes.
+    """
+
+    strategy: str
+    reason: str
+    readers: tuple[int, ...]
+    flows: FileFlows | None = None
+
+
+def why_own(strategy: str, caches: Sequence[int], sees: Sequence[bool]) -> str | None:
+    """Why each rank reads its own bytes; None where that has yet to be decided.
+
+    Args:
+        strategy: what the caller asked for, of `model.options.STRATEGIES`.
+        caches: which page cache serves each rank: its machine's, or one of its own.
+        sees: whether each sees the source.
+    """
+    if len(sees) == 1:
+        return ONE_MACHINE  # there is nobody to pass bytes to, whatever was asked for
+    if not all(sees) or strategy not in ("own", "auto"):
+        return None
+    if strategy == "own":
+        return "asked for"
+    return ONE_MACHINE if len(set(caches)) == 1 else None
+
+
+def caches_of(ranks: Sequence[int], nodes: Sequence[int], paths: Sequence[str]) -> Sequence[int]:
+    """Which page cache serves each rank: its machine's, or none but its own for a remote source."""
+    return ranks if any("://" in path for path in paths) else nodes

@@ -1,0 +1,112 @@
+"""Who reads which bytes, where ranks may do other than read their own: the choice, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from anyrank.errors import LoadError
+from anyrank.loading.reading import Reading
+from anyrank.loading.sharing.flows import FileFlows, Wanted, gap_bytes
+from anyrank.loading.sharing.shared_reads import in_one_chunk, shared_reads
+from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.tensors.sharded_tensor import Coordinates, replicas
+from anyrank.world.ranks import Ranks
+
+# Below this, the latency of exchanging costs more than a second read of the same bytes saves.
+MIN_STRIPE_BYTES = 256 << 20
+
+
+def shared_reading(
+    strategy: str,
+    match: ModelMatch,
+    coordinates: Mapping[int, Coordinates],
+    caches: Sequence[int],
+    sees: Sequence[bool],
+    ranks: Ranks,
+    buffer_bytes: int,
+) -> Reading:
+    """Who reads, and what passes between ranks. Every rank comes to the same.
+
+    Args:
+        strategy: what the caller asked for.
+        match: of this rank's model.
+        coordinates: of every rank, by global rank.
+        caches, sees: of each rank, as for `why_own`.
+        ranks: of the call.
+        buffer_bytes: staging memory.
+
+    Raises:
+        LoadError: as `decide`.
+    """
+    repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
+    name, reason, readers = decide(strategy, ranks.ranks, caches, sees, repeated)
+    if name == "own":
+        return Reading(name, reason, ranks.ranks)
+    flows = FileFlows(
+        wanted=[Wanted(i, match.tensors[i], stored) for i, stored in match.wanted],
+        listing=match.listing,
+        coordinates=coordinates,
+        nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),
+        readers=readers,
+        stage_bytes=buffer_bytes // 2,  # the rest is the window's
+    )
+    return Reading(name, reason, readers or ranks.ranks, flows)
+
+
+def decide(
+    strategy: str,
+    ranks: Sequence[int],
+    caches: Sequence[int],
+    sees: Sequence[bool],
+    repeated_bytes: int,
+) -> tuple[str, str, tuple[int, ...] | None]:
+    """Choose who reads, where `why_own` has not.
+
+    Args:
+        strategy: what the caller asked for, of `model.options.STRATEGIES`.
+        ranks: global ranks, in the group's order.
+        caches, sees: of each, as for `why_own`.
+        repeated_bytes: bytes that ranks with different caches would each read.
+
+    Returns:
+        The strategy, the reason in words, and the ranks that read, where not those that want a
+        block take turns.
+
+    Raises:
+        LoadError: a strategy that needs the source where some ranks do not see it.
+    """
+    seeing = tuple(rank for rank, sees_it in zip(ranks, sees, strict=True) if sees_it)
+    blind = len(ranks) - len(seeing)
+    if strategy == "scatter":
+        return "scatter", "asked for", seeing[:1]
+    if blind:
+        named = ", ".join(str(rank) for rank in seeing[:8])
+        if strategy == "auto":
+            text = f"{blind} of {len(ranks)} ranks do not see the source; read by rank {named}"
+            return "scatter", text, seeing
+        raise LoadError(
+            f"strategy={strategy!r} needs the source on every rank; only rank {named} sees it: "
+            "use strategy='auto' or 'scatter'"
+        )
+    if strategy != "auto":
+        return strategy, "asked for", None
+    readers = "machines" if len(set(caches)) < len(ranks) else "ranks"
+    if repeated_bytes < MIN_STRIPE_BYTES:
+        return "own", f"{readers} read little or nothing alike", None
+    return "stripe", f"{readers} would read {repeated_bytes / 2**30:.1f} GiB alike", None
+
+
+def _repeated(
+    match: ModelMatch, coordinates: Mapping[int, Coordinates], cache_of: Mapping[int, int]
+) -> int:
+    """Bytes that ranks with different page caches would each read."""
+    if len(set(cache_of.values())) == 1:
+        return 0
+    total = 0
+    for index, stored in match.stored.items():
+        groups = replicas(index, match.tensors[index], coordinates)
+        whole = in_one_chunk(stored)  # as many steps as there are groups
+        for shared in shared_reads(whole, groups, gap_bytes(stored, match.listing)):
+            caches = {cache_of[rank] for rank in shared.takers}
+            total += shared.read.nbytes if len(caches) > 1 else 0
+    return total

@@ -1,0 +1,188 @@
+"""What is read is compared: two names of one tensor with one another, in each load; with
+`verify=True` the file with its checksums, replicas with one another, values with NaN."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import BLOCK_BYTES, content_hash
+from anyrank.files.listing import Listing
+from anyrank.files.reader import Reader
+from anyrank.loading.checksums import compared, mismatches
+from anyrank.models.alike import differing_replicas
+from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.tensors import ModelTensor
+from anyrank.tensors.box import Box
+from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, replicas, shared
+from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import join_first
+from anyrank.world.failures import ranks_by_value
+from anyrank.world.ranks import Ranks
+
+SHOWN = 5  # pairs in a message
+NO_CHECKSUMS = "the source has no checksums, so a flipped bit in it cannot be noticed"
+
+
+def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> list[str]:
+    """Compare a source with its checksums; what was compared, in words. All ranks.
+
+    Args:
+        match: what is loaded of it.
+        readers: the ranks that read, and share the work.
+        ranks: of the call.
+
+    Raises:
+        LoadError: as `_check_files`.
+    """
+
+    def check() -> list[str]:
+        if ranks.rank not in readers:
+            return []
+        return _check_files(match.listing, readers.index(ranks.rank), len(readers))
+
+    checked = next((words for words in ranks.together("checking the files", check) if words), [])
+    return ["replicas", *(checked or [NO_CHECKSUMS])]
+
+
+def verify_loaded(
+    match: ModelMatch, coordinates: Mapping[int, Coordinates], ranks: Ranks
+) -> dict[str, int]:
+    """Compare the replicas of what was loaded; its NaN and infinities by tensor. All ranks.
+
+    Args:
+        match: what was loaded.
+        coordinates: of every rank, by global rank.
+        ranks: of the call.
+
+    Raises:
+        LoadError: replicas differ.
+    """
+    known = shared(match.tensors, coordinates)
+    compare_replicas((pair for pair in known if pair[0].kind != "derived"), ranks)
+    # Each element on one rank: replicas are equal.
+    own_tensors = [
+        tensor
+        for index, tensor in enumerate(match.tensors)
+        for members in replicas(index, tensor, coordinates).values()
+        if tensor.kind != "derived" and members[0] == ranks.rank
+    ]
+    return count_nonfinite(own_tensors, ranks)
+
+
+def _check_files(listing: Listing, number: int, count: int) -> list[str]:
+    """Compare this rank's part of the files with the checksums that came with them.
+
+    Args:
+        listing: the source.
+        number: which of `count` equal parts of the work to do.
+        count: how many ranks share the work.
+
+    Returns:
+        What was compared, in words.
+
+    Raises:
+        LoadError: a checksum differs; names the file, and the record where the format knows it.
+    """
+    for path, what in mismatches(listing, number, count):
+        raise LoadError(f"{path}: {what}")
+    return compared(listing)
+
+
+def compare_ties(match: ModelMatch, readers: Sequence[int], ranks: Ranks) -> None:
+    """Compare what the source holds under several names of one tensor of the model. All ranks.
+
+    Args:
+        match: what is loaded of the source.
+        readers: the ranks that read, and share the work.
+        ranks: of the call.
+
+    Raises:
+        LoadError: two names hold different values, and the model can keep only one.
+    """
+    listing = match.listing
+
+    def compare() -> None:
+        if ranks.rank not in readers:
+            return
+        number, count = readers.index(ranks.rank), len(readers)
+        with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
+
+            def values(name: str, box: Box) -> torch.Tensor:
+                return reader.read(listing.tensors[name], box)
+
+            different = [
+                (key, first)
+                for key, first in match.stored_twice.items()
+                for box in [*_boxes(listing.tensors[first])][number::count]
+                if _differ(values(key, box), values(first, box))
+            ]
+        if different:
+            pairs = [f"{key} and {first}" for key, first in dict(different).items()]
+            raise LoadError(
+                f"{join_first(pairs, SHOWN)} are one tensor in the model, and hold different "
+                "values in the source: build the model without this tie (transformers: "
+                "tie_word_embeddings=False), or leave out what is wrong, as by "
+                f"rename={dict.fromkeys(dict(different), '')!r}"
+            )
+
+    ranks.run("comparing tied tensors", compare)
+
+
+def _boxes(stored: StoredTensor) -> Iterator[Box]:
+    """A tensor in blocks."""
+    return Box.whole(stored.shape).cut(BLOCK_BYTES // stored.dtype.itemsize)
+
+
+def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether values differ in a bit; NaN equals NaN."""
+    dtype = torch.promote_types(tensor.dtype, other.dtype)
+    first, second = (t.to(dtype).reshape(-1).view(torch.uint8) for t in (tensor, other))
+    return not torch.equal(first, second)
+
+
+def content_hashes(tensors: Iterable[ShardedTensor]) -> Iterable[str]:
+    """`content_hash` of what this rank holds of each."""
+    return (content_hash(tensor.local()) for tensor in tensors)
+
+
+def compare_replicas(
+    shared: Iterable[tuple[ShardedTensor, Members]],
+    ranks: Ranks,
+    digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]] = content_hashes,
+) -> None:
+    """Compare what several ranks hold alike; for the arguments see `differing_replicas`. All ranks.
+
+    Raises:
+        LoadError: replicas differ; names the tensors and the ranks.
+    """
+    different = differing_replicas(shared, ranks, digest_all)
+    if different:
+        groups = [(name, ranks_by_value(values)) for name, values in [*different.items()][:10]]
+        shown = [
+            f"{name}: " + " differs from ".join(f"ranks {members}" for members in known.values())
+            for name, known in groups
+        ]
+        raise LoadError(
+            f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
+        )
+
+
+def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
+    """NaN and infinite values by tensor, of what the ranks count together. All ranks."""
+
+    def count() -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for target in targets:
+            local = target.local()
+            if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
+                rows = local.reshape(-1).split(BLOCK_BYTES)
+                bad = sum(int((~row.isfinite()).sum()) for row in rows)
+                if bad:
+                    counts[target.name] = bad
+        return counts
+
+    return dict(sum(map(Counter, ranks.together("looking for NaN", count)), Counter()))

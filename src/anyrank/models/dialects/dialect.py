@@ -1,0 +1,218 @@
+"""Dialects: what one library does to a torch model, and the order in which a match asks them.
+
+A dialect knows the names, the files and the values of one library, and stands around the core. A
+match asks those that apply, each question of all of them, in the order of `DIALECTS`:
+
+1. `values`: numbers that a library stores in another form become the weights that they stand for.
+2. `names`: keys become the model's names. (Then the match gives each tensor its key.)
+3. `complete`: frozen parts get the bytes of sources of their own; then parts of a whole that
+   `layout=` names are cut as the source's tensors.
+4. `needs_no_tensor`: which keys are left over rightly.
+5. `problems`: what is wrong, when all else is known; of adapters last, as they are judged by what
+   fills their base.
+
+That order is a promise. A conversion of names may fuse weights, so they have to be weights by then;
+and a part's own source is asked for what the keys left open.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from anyrank.files.listing import Listing
+from anyrank.models.frozen_parts import FrozenSource
+from anyrank.models.options import LoadOptions
+from anyrank.models.own_code import OwnCode
+from anyrank.models.tensors import ModelTensor, NamedModule, in_state_dict
+from anyrank.sources.tables.renamer import renamer
+from anyrank.tensors.spec import StoredTensor
+
+LIVE = "live"  # format of a listing of a model's own tensors, which has no files
+Renamer = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one source, of which a match is made.
+
+    Attributes:
+        model: to be filled.
+        modules, tensors: all that it has.
+        source: the weights among what the source holds, by its own keys.
+        options: what the caller allows.
+        parts: what the sources of its frozen parts hold.
+    """
+
+    model: nn.Module
+    modules: Sequence[NamedModule]
+    tensors: list[ModelTensor]
+    source: Listing
+    options: LoadOptions
+    parts: Mapping[FrozenSource, Listing] = field(default_factory=dict[FrozenSource, Listing])
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the source is another model, and not what was stored of one."""
+        return self.source.format == LIVE
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of what a checkpoint holds of the model, by all of its names."""
+        return {name: t.dtype for t in in_state_dict(self.tensors) for name in t.flat_names()}
+
+    @cached_property
+    def derived(self) -> set[str]:
+        """Names of the non-persistent buffers, which no checkpoint has to hold."""
+        derived = (tensor for tensor in self.tensors if tensor.kind == "derived")
+        return {name for tensor in derived for name in tensor.flat_names()}
+
+    @cached_property
+    def rename(self) -> Renamer:
+        """From the source's keys to the names that the caller means."""
+        return renamer(self.options.rename)
+
+
+@dataclass(frozen=True)
+class ModelMatch:
+    """What fills each tensor of a model, as this rank sees its own model and the source.
+
+    Attributes:
+        tensors: every tensor of the model; the numbers below are positions in it.
+        listing: the source under the model's names, with the sources of frozen parts.
+        stored: tensor -> its bytes.
+        compared: tensor of a frozen part -> bytes that must be what the tensor holds in the end.
+        initialise: tensors that a rule fills.
+        keep: missing tensors that keep their values.
+        missing: names of the tensors that the source does not hold, adapters aside.
+        unexpected: keys of the source that the model has no use for.
+        duplicates: keys of a tied tensor's other ends -> the key that is loaded.
+        ignored: unexpected keys that need no tensor.
+        frozen: frozen parts -> the source of their own that fills them.
+        own_code: code of modules that load_state_dict would have run.
+        idle: entries of `rename=` that match no key, in words.
+    """
+
+    tensors: list[ModelTensor]
+    listing: Listing
+    stored: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
+    compared: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
+    initialise: list[int] = field(default_factory=list[int])
+    keep: list[int] = field(default_factory=list[int])
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    duplicates: dict[str, str] = field(default_factory=dict[str, str])
+    ignored: list[str] = field(default_factory=list[str])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
+    own_code: OwnCode = field(default_factory=OwnCode)
+    idle: list[str] = field(default_factory=list[str])
+
+    def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
+        """The same match of a model with the same tensors, or of none."""
+        return replace(self, tensors=tensors)
+
+    @property
+    def wanted(self) -> list[tuple[int, StoredTensor]]:
+        """Every tensor that bytes are read for: those of `stored`, then of `compared`."""
+        return [*self.stored.items(), *self.compared.items()]
+
+    @property
+    def tied(self) -> dict[str, list[str]]:
+        """Tensors that the model has in several places -> their other names."""
+        shared = (t for t in self.tensors if len(t.registrations) > 1)
+        return {t.name: [entry.name for entry in t.registrations[1:]] for t in shared}
+
+    @property
+    def stored_twice(self) -> dict[str, str]:
+        """Those of `duplicates` that have bytes of their own, which may be other values."""
+        chunks = {key: stored.chunks for key, stored in self.listing.tensors.items()}
+        return {key: k for key, k in self.duplicates.items() if chunks[key] != chunks[k]}
+
+
+class Dialect:
+    """One library's dialect, opened for one match. What a dialect does not answer changes nothing.
+
+    Args:
+        case: what is matched.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def values(self, listing: Listing) -> Listing:
+        """The source, by its own keys, with tensors in place of what the library stored for them.
+
+        Raises:
+            LoadError: a part of what stands for a tensor is not there, or does not fit.
+        """
+        return listing
+
+    def names(self, listing: Listing, rename: Renamer) -> tuple[Listing, Renamer]:
+        """The source under the model's names, and the renaming that is left to do.
+
+        Raises:
+            LoadError: a tensor of the model is not all in the source, or would be computed.
+        """
+        return listing, rename
+
+    def complete(self, match: ModelMatch) -> ModelMatch:
+        """The match, of which `tensors`, `listing`, `stored` and `compared` are known by now, with
+        what else fills a tensor. No tensor is changed.
+
+        Raises:
+            LoadError: what is to fill a tensor does not hold it.
+        """
+        return match
+
+    def needs_no_tensor(self, key: str, name: str) -> bool:
+        """Whether a key that fills nothing is left over rightly; `name` is what it was renamed."""
+        return False
+
+    def problems(self, match: ModelMatch) -> list[str]:
+        """What is wrong with a whole match, each with its way out; nothing is changed yet."""
+        return []
+
+
+def _has_small_numbers(case: Case) -> bool:
+    """Whether the source, or one of a frozen part, may be quantised, by its config.json or because
+    it stores 8-bit numbers."""
+    return any(
+        source.quantisation or any(t.dtype.itemsize == 1 for t in source.tensors.values())
+        for source in (case.source, *case.parts.values())
+    )
+
+
+def _has_frozen_parts(case: Case) -> bool:
+    return any(owner.frozen is not None for owner in case.modules)
+
+
+# Module of a dialect, which names its class DIALECT -> whether it can have something to say. The
+# tests are cheap, and import nothing: a plain load opens none of them.
+DIALECTS: dict[str, Callable[[Case], bool]] = {
+    "anyrank.models.dialects.transformers.values": _has_small_numbers,
+    "anyrank.models.dialects.transformers.conversions": lambda case: (
+        "transformers.modeling_utils" in sys.modules
+    ),
+    "anyrank.models.dialects.frozen.dialect": _has_frozen_parts,
+    "anyrank.models.dialects.layouts.dialect": lambda case: case.options.layout is not None,
+    "anyrank.models.dialects.peft.dialect": lambda case: any(
+        owner.naming for owner in case.modules
+    ),
+}
+
+
+def dialects_of(case: Case) -> list[Dialect]:
+    """The dialects that apply to a case, in the order in which they are asked."""
+    opened = [import_module(name) for name, may_apply in DIALECTS.items() if may_apply(case)]
+    return [module.DIALECT(case) for module in opened]
+
+
+def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
+    """A match without a source: rules fill some of the tensors, and the others stay as they are."""
+    return ModelMatch(tensors, Listing("initial values", (), {}), initialise=initialise)

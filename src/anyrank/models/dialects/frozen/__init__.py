@@ -1,0 +1,1 @@
+"""Parts that are not trained: `freeze`, `cpu_only`."""

@@ -1,0 +1,84 @@
+"""Frozen parts in a match: filled from sources of their own, or compared and never written to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, dialects_of
+from anyrank.models.frozen_parts import frozen_info
+from anyrank.models.options import LoadOptions
+from anyrank.models.tensors import find_modules, in_state_dict, tensors_of
+from anyrank.sources.readers.joining import join
+from anyrank.tensors.names import match_keys
+from anyrank.wording import listed
+
+
+class FrozenParts(Dialect):
+    """The frozen parts of a model that is filled."""
+
+    def complete(self, match: ModelMatch) -> ModelMatch:
+        """Frozen parts take bytes of their own sources; what the source holds of them is compared.
+
+        A live source holds them itself.
+        """
+        owners = reversed(self.case.modules) if not self.case.is_live else ()
+        for part, name in {owner.module: owner.raw for owner in owners}.items():
+            match = self._with_source(match, part, name)
+        # A part that is whole and real is never written to: what fills it is compared with it.
+        pinned = {i: t for i, t in match.stored.items() if match.tensors[i].is_pinned}
+        stored = {i: t for i, t in match.stored.items() if i not in pinned}
+        return replace(match, stored=stored, compared=match.compared | pinned)
+
+    def _with_source(self, match: ModelMatch, part: nn.Module, name: str) -> ModelMatch:
+        """The match, with a part's own source for what it needs of that.
+
+        Raises:
+            LoadError: the source lacks tensors of the part.
+        """
+        info = frozen_info(part)
+        if info is None or info.source is None:
+            return match
+        tensors = match.tensors
+        in_part = [i for i, t in enumerate(tensors) if t.frozen is part and t.kind != "derived"]
+        indices = [i for i in in_part if i not in match.stored or tensors[i].is_meta]
+        if not indices:
+            return match
+        source, keys = _matched(part, self.case.parts[info.source])
+        lacking = [tensors[i].name for i in indices if id(tensors[i].tensor) not in keys]
+        if lacking:
+            title = f"{name or 'the model'}: is frozen with source {info.source}, which does not"
+            raise LoadError(
+                listed(f"{title} hold", lacking) + "\n  freeze it with the file that holds it"
+            )
+        prefix = f"{name}/"  # no key of the source can be meant by it
+        renamed = {prefix + key: tensor for key, tensor in source.tensors.items()}
+        listing = join(match.listing.format, [match.listing, source.with_tensors(renamed)])
+        stored = {
+            index: listing.tensors[prefix + keys[id(tensors[index].tensor)]] for index in indices
+        }
+        return replace(
+            match,
+            listing=listing,
+            stored=match.stored | stored,
+            compared=match.compared | {i: t for i, t in match.stored.items() if i in stored},
+            frozen=match.frozen | {name: str(info.source)},
+        )
+
+
+def _matched(part: nn.Module, source: Listing) -> tuple[Listing, Mapping[int, str]]:
+    """What a part's own source holds, and the key of each of the part's tensors, by identity."""
+    modules = find_modules(part)
+    tensors = in_state_dict(tensors_of(modules))
+    case = Case(part, modules, tensors, source, LoadOptions())
+    for dialect in dialects_of(case):
+        source = dialect.values(source)
+    keys = match_keys([t.all_names() for t in tensors], source.tensors, lambda key: key).keys
+    return source, {id(tensors[n].tensor): key for n, key in keys.items()}
+
+
+DIALECT = FrozenParts

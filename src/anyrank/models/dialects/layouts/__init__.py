@@ -1,0 +1,1 @@
+"""`layout=`: tensors that are parts of a whole, as the caller says."""

@@ -1,0 +1,1 @@
+"""PEFT: adapters, their names and their values."""

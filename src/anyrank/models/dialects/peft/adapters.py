@@ -1,0 +1,166 @@
+"""PEFT's adapters and the base under them: what is merged, and an adapter's first values.
+
+An adapter begins as PEFT makes it, which may depend on the base weights. Of plain LoRA it does not:
+A is drawn, B is zeros, or both are drawn. Every other adapter is refused where it is on meta, or
+would stay while its base is exchanged: the base is loaded first, and the adapter made after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.models.dialects.peft.names import is_adapter_layer, is_peft
+from anyrank.models.wrappers import ModelTensor, Registration, plain_class
+from anyrank.tensors.spec import StoredTensor
+
+BASE_FIRST = "load the base first, then make the adapter"
+KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values need no base
+# Others (PiSSA, OLoRA, LoftQ, ...) take the adapter's first values out of the base weights.
+KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "mica", "orthogonal")
+INIT = "init_lora_weights"
+SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings, of which no file tells
+
+
+def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
+    """PEFT's layers whose base weights hold their adapters: what `unmerge` would take out of other
+    base weights, or with other adapters, is not what was put in.
+    """
+    return sorted(
+        {
+            entry.name.rpartition(".")[0]
+            for target in targets
+            for entry in target.registrations
+            if is_below_merged(entry)
+        }
+    )
+
+
+def is_below_merged(entry: Registration) -> bool:
+    """Whether a layer of PEFT that a tensor is in has its adapter merged into it."""
+    return any(is_peft(module) and getattr(module, "merged", False) for module in entry.path)
+
+
+def unknown_adapters(
+    tensors: Sequence[ModelTensor],
+    stored: Mapping[int, StoredTensor],
+    initialise: Collection[int],
+    keep: Collection[int],
+) -> list[str]:
+    """Names of adapters that are not plain LoRA, and would need first values, or would stay on
+    another base than they were made for.
+
+    Args:
+        tensors: of the model.
+        stored: tensor -> what fills it.
+        initialise: tensors that a rule is to fill.
+        keep: tensors that keep their values.
+    """
+    based: dict[int, bool] = {}  # layer whose base is filled -> from a file of the base alone
+    for index, source in stored.items() if any(t.adapter for t in tensors) else ():
+        for entry in () if tensors[index].adapter else tensors[index].registrations:
+            layer = _adapter_layer(entry)
+            if layer is not None:
+                is_plain = "base_layer" not in source.name.split(".")
+                based[id(layer)] = based.get(id(layer), False) or is_plain
+    unknown: list[str] = []
+    for index, tensor in enumerate(tensors):
+        entry = tensor.registrations[0]
+        if not tensor.adapter or _is_plain_lora(entry):
+            continue
+        layer = _adapter_layer(entry)
+        # Or is a buffer that no file holds, and that PEFT may have computed.
+        stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
+        # PiSSA and others have taken the adapter out of the base weights.
+        of_rest = _choice_of(entry) not in KNOWN_CHOICES and based.get(id(layer), False)
+        if index in initialise or (id(layer) in based and stays) or of_rest:
+            unknown.append(tensor.name)
+    return unknown
+
+
+def _adapter_layer(entry: Registration) -> nn.Module | None:
+    """The PEFT layer that a tensor is below, or the whole PEFT model."""
+    return next((m for m in reversed(entry.path) if is_adapter_layer(m)), None)
+
+
+def lora_rule(
+    layer: nn.Module, stand_in: Any, entry: Registration
+) -> tuple[str, Callable[[], object]] | None:
+    """PEFT's rule for a factor of a new LoRA adapter; None where it leaves what construction gave.
+
+    Args:
+        layer: of the model, around the module that is adapted.
+        stand_in: the same layer with memory for the tensor that is wanted.
+        entry: where the tensor is.
+
+    Raises:
+        LoadError: another adapter.
+    """
+    if not _is_plain_lora(entry):
+        raise LoadError(f"{entry.name}: is not in the source, and is no plain LoRA: {BASE_FIRST}")
+    choice = _choice_of(entry)
+    if choice is False:
+        return None
+    name = f"{plain_class(layer).__name__}.reset_lora_parameters"
+    return name, lambda: stand_in.reset_lora_parameters(_adapter_of(entry)[0], choice)
+
+
+def _is_plain_lora(entry: Registration) -> bool:
+    """Whether a tensor is a factor of LoRA whose first value is known."""
+    parts = entry.raw.split(".")
+    layer = _adapter_layer(entry)
+    is_lora = layer is not None and plain_class(layer).__module__.startswith("peft.tuners.lora.")
+    choice = _choice_of(entry)
+    if not is_lora or choice not in KNOWN_CHOICES:
+        return False
+    if {"lora_embedding_A", "lora_embedding_B"}.intersection(parts):
+        return choice is not False  # which leaves them as torch.randn made them
+    variant = getattr(layer, "lora_variant", {}).get(_adapter_of(entry)[0])  # DoRA and others
+    return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
+
+
+def _what_base_lost(choice: object) -> object:
+    """The `init_lora_weights` that changed the base under an adapter; None where none did."""
+    choice = choice.lower() if isinstance(choice, str) else choice  # as PEFT takes it
+    return None if choice in KEEP_THE_BASE else choice
+
+
+def other_settings(
+    filled: Iterable[tuple[ModelTensor, StoredTensor]], saved: Mapping[int, Mapping[str, Any]]
+) -> list[str]:
+    """The settings that scale what an adapter adds, or that changed the base which it adds to,
+    where the model has others than were saved.
+
+    Args:
+        filled: tensors that get values, of which an adapter's count, and these values.
+        saved: index of their file -> the configuration beside it.
+    """
+    others: set[str] = set()
+    for target, stored in filled if saved else ():
+        was = saved.get(stored.chunks[0].file, {}) if target.adapter and stored.chunks else {}
+        config = _adapter_of(target.registrations[0])[1] if was else None
+        for name in SCALES:
+            then, now = was.get(name), getattr(config, name, None)
+            if name in was and hasattr(config, name) and (then or None) != (now or None):
+                others.add(f"{name} is {now!r}, and was {then!r}")
+        then, now = was.get(INIT), getattr(config, INIT, None)
+        if INIT in was and _what_base_lost(then) != _what_base_lost(now):
+            others.add(f"{INIT} is {now!r}, and was {then!r}")
+    return sorted(others)
+
+
+def _adapter_of(entry: Registration) -> tuple[str, Any]:
+    """The name of the adapter that a tensor belongs to, and its configuration."""
+    owner: Any = next((module for module in entry.path if hasattr(module, "peft_config")), None)
+    configs: Mapping[str, Any] = {} if owner is None else owner.peft_config
+    parts = entry.raw.split(".")
+    name = next((name for name in configs if name in parts), next(iter(configs), "default"))
+    return name, configs.get(name)
+
+
+def _choice_of(entry: Registration) -> Any:
+    """How the adapter that a tensor belongs to gets its first values."""
+    return getattr(_adapter_of(entry)[1], INIT, True)

@@ -1,0 +1,45 @@
+"""PEFT's adapters in a match: judged by what fills the base under them, and by their settings."""
+
+from __future__ import annotations
+
+from anyrank.models.dialects.dialect import Dialect, ModelMatch
+from anyrank.models.dialects.peft.adapters import (
+    BASE_FIRST,
+    merged_layers,
+    other_settings,
+    unknown_adapters,
+)
+from anyrank.wording import listed
+
+
+class Adapters(Dialect):
+    """The adapters of a model that is filled."""
+
+    def problems(self, match: ModelMatch) -> list[str]:
+        """Adapters that are in the base, that PEFT may compute from it, or that add more or less
+        than they were trained to, or to another base.
+        """
+        lines: list[str] = []
+        merged = merged_layers(match.tensors[index] for index, _ in match.wanted)
+        if merged:
+            title = "adapters are merged into these layers: call unmerge_adapter() first"
+            lines.append(listed(title, merged))
+        unknown = unknown_adapters(match.tensors, match.stored, match.initialise, match.keep)
+        if unknown:
+            title = (
+                "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
+            )
+            lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
+        filled = ((match.tensors[index], stored) for index, stored in match.wanted)
+        if settings := other_settings(filled, match.listing.adapters):
+            title = "the model's adapter computes otherwise than that of adapter_config.json"
+            way_out = (
+                "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "
+                "meant, or the base is what the first values left of it, load the file of weights "
+                "in the folder by its own path"
+            )
+            lines.append(listed(title, settings) + f"\n  to go on: {way_out}")
+        return lines
+
+
+DIALECT = Adapters

@@ -1,0 +1,94 @@
+"""What PEFT adds to a model's names, and which tensors are an adapter's.
+
+PEFT has no public interface for what is asked in this room, which looks at its modules' attributes
+and, of the core and the rooms around it, is the only one that does. What a key of a file alone says
+of PEFT is in `tensors/names.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+
+from anyrank.models.wrappers import Path, Registration, plain_of
+from anyrank.tensors.names import PEFT_SEGMENTS
+from anyrank.versions import warn_if_untested
+
+PROMPTS = ["prompt_encoder", "embedding", "weight"]  # of the prompt methods, but for the adapter
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Whether a module's class is of PEFT."""
+    return _is_peft_class(type(module))
+
+
+@cache
+def _is_peft_class(kind: type[nn.Module]) -> bool:
+    return plain_of(kind).__module__.startswith("peft.")
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer that PEFT has put around one of the model's."""
+    return is_peft(module) and hasattr(module, "active_adapters")
+
+
+class PeftNaming:
+    """What PEFT adds to names; see `Naming`."""
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module's class is of PEFT."""
+        return is_peft(module)
+
+    def hides(self, module: nn.Module, child: str) -> bool:
+        """Whether a child's name is the doing of PEFT, and not of the model's author."""
+        if not is_peft(module):
+            return False
+        if child == "base_model":
+            return hasattr(module, "peft_config")
+        if child == "model":  # in PEFT's middle layer, between PeftModel and the user's model
+            return hasattr(module, "targeted_module_names")
+        return child in PEFT_SEGMENTS or child == "token_adapter"
+
+    def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
+        """The names, without the adapter's, under which PEFT saves a tensor."""
+        warn_if_untested("peft")
+        layer = next((m for m in path if is_adapter_layer(m)), None)
+        active: set[str] = set(getattr(layer, "active_adapters", ()))
+        if len(active) != 1 or active.isdisjoint(name.split(".")):
+            return ()
+        long, short = (
+            [part for part in full.split(".") if part not in active] for full in (unwrapped, name)
+        )
+        names = [long, short, [part for part in short if part != "modules_to_save"]]
+        if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
+            names.append(short[:-1])
+        if short == PROMPTS and _is_saved_whole(path[-2]):
+            names.append(["prompt_embeddings"])
+        return tuple(".".join(parts) for parts in names)
+
+    def is_added(self, entry: Registration) -> bool:
+        """Whether a tensor belongs to an adapter: below a PEFT layer, and not in what that wraps,
+        or beside the model in what holds all of it (prompts, tables that layers share).
+        """
+        parts = entry.raw.split(".")
+        for depth, module in enumerate(entry.path):
+            below = parts[depth:]
+            if not is_peft(module):
+                continue
+            if hasattr(module, "peft_config") or hasattr(module, "targeted_module_names"):
+                if not self.hides(module, below[0]):
+                    return True
+            elif hasattr(module, "active_adapters"):
+                return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
+        return False
+
+
+def _is_saved_whole(encoder: nn.Module) -> bool:
+    """Whether PEFT saves the embedding of a prompt encoder, and not what others compute of it."""
+    return all(name == "embedding" for name, _ in encoder.named_children()) and not any(
+        True for _ in encoder.parameters(recurse=False)
+    )
+
+
+NAMING = PeftNaming()

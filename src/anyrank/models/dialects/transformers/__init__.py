@@ -1,0 +1,1 @@
+"""transformers: renamed and fused keys, quantised files."""

@@ -1,0 +1,298 @@
+"""The key conversions that a transformers model carries, run on headers instead of tensors.
+
+transformers renames keys and fuses, stacks or splits tensors while it loads. Its own patterns and
+operations are used as they are, applied to symbolic tensors, so fused experts are read row by row
+like any other tensor. Used only if the process has imported transformers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, Renamer
+from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
+from anyrank.models.plain_copies import plain_copy
+from anyrank.models.tensors import ModelTensor, NamedModule, in_state_dict
+from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
+from anyrank.tensors.spec import StoredTensor
+from anyrank.versions import TESTED, warn_if_untested
+from anyrank.wording import listed
+
+# Formats that transformers writes, always in its file naming, by their names in FORMATS. Others may
+# hold live names as well.
+FILE_NAMED = ("safetensors",)
+# Buffers that are no longer saved; transformers ignores them in files of any model that has some.
+OLD_BUFFERS = (r"rotary_emb\.inv_freq", "position_ids")
+CODE = {
+    "conversion_mapping": ("get_model_conversion_mapping",),
+    "core_model_loading": (
+        "WeightConverter",
+        "WeightRenaming",
+        "dot_natural_key",
+        "rename_source_key",
+        "revert_weight_conversion",
+    ),
+}
+
+
+class ConvertedNames(Dialect):
+    """The names that a transformers model has in files."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.inner = pretrained(case.model)
+        self.ignorable = _ignorable(case)
+        self.prefix = getattr(self.inner, "base_model_prefix", "")
+
+    def names(self, listing: Listing, rename: Renamer) -> tuple[Listing, Renamer]:
+        """The source under the names of the live model."""
+        return converted(self.inner, self.case.tensors, listing, rename)
+
+    def needs_no_tensor(self, key: str, name: str) -> bool:
+        """Whether transformers ignores a key of this model, or makes the buffer by itself."""
+        if f"{self.prefix}.{name}" in self.case.derived:
+            return True
+        return any(
+            other.startswith(start) and pattern.search(other[len(start) :]) is not None
+            for start, pattern in self.ignorable
+            for other in candidates(name)
+        )
+
+    def problems(self, match: ModelMatch) -> list[str]:
+        """Missing tensors that the model declares tied, and that are not: `to_empty` unties."""
+        declared: dict[str, str] = getattr(self.inner, "all_tied_weights_keys", None) or {}
+        pairs = [
+            f"{name} = {declared[name]}"
+            for index in sorted([*match.initialise, *match.keep])
+            for name in match.tensors[index].registrations[0].names
+            if name in declared
+        ]
+        if not pairs:
+            return []
+        title = "missing in the source, and declared tied by the model, which has two tensors there"
+        return [listed(title, pairs) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
+
+
+def converted(
+    inner: Any, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+) -> tuple[Listing, Callable[[str], str]]:
+    """The listing under the model's names, and the renaming that is left to do.
+
+    Args:
+        inner: the transformers model that is filled, of `pretrained`; None: nothing is converted.
+        targets: tensors of the whole model.
+        listing: the source.
+        rename: of the caller.
+
+    Raises:
+        LoadError: a conversion that computes values, or whose parts are not all in the source.
+    """
+    if inner is None:
+        return listing, rename
+    live = {name for target in in_state_dict(targets) for name in target.flat_names()}
+    if _fits_as_it_is(targets, listing, rename):
+        return listing, rename
+    tensors: dict[str, StoredTensor] = {}
+    pending: dict[str, StoredTensor] = {}
+    first: dict[str, str] = {}  # name -> key
+    converter = _Converter(inner, live)
+    for key, stored in listing.tensors.items():
+        renamed = rename(key)
+        direct = next((name for name in candidates(renamed) if name in live), None)
+        live_named = not listing.format.startswith(FILE_NAMED) or is_of_adapter(renamed)
+        if direct is not None and live_named:
+            name, part = renamed, tensors
+        else:
+            name = renamed if direct is None else direct
+            name, part = name.removeprefix("module.").removeprefix(PEFT_PREFIX), pending
+        if name in part and (part is tensors or converter.means_tensor(name)):
+            raise LoadError(f"both {first[name]} and {key} of the source mean {name}: rename one")
+        part[name], first[name] = stored, key
+    tensors.update(converter.run(pending))
+    return listing.with_tensors(tensors), lambda key: key
+
+
+def _fits_as_it_is(
+    targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
+) -> bool:
+    """Whether names and shapes agree already, so that the mapping (0.3 s to build) is not needed.
+
+    The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape
+    would not change are therefore no proof.
+    """
+    loadable = in_state_dict(targets)
+    shapes = {name: target.shape for target in loadable for name in target.flat_names()}
+    for key, stored in listing.tensors.items():
+        shape = next((shapes[n] for n in candidates(rename(key)) if n in shapes), None)
+        if shape is None or shape != stored.shape or (len(shape) == 3 and shape[1] == shape[2]):
+            return False
+    filled = {name for key in listing.tensors for name in candidates(rename(key))}
+    return all(not filled.isdisjoint(target.flat_names()) for target in loadable)
+
+
+def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
+    """Names of transformers models in a model -> the keys below that transformers ignores."""
+    kind = _model_class()
+    rules: list[tuple[str, re.Pattern[str]]] = []
+    for owner in case.modules:
+        if kind is None or not isinstance(owner.module, kind):
+            continue
+        patterns = [*(getattr(owner.module, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        # Files of GPT-2 before transformers 4.30 have it beside attn.bias, which is ignored.
+        patterns += [r"attn\.masked_bias"] if "attn.bias" in patterns else []
+        # Older files hold these buffers, also where other modules had them.
+        patterns += [rf"(^|\.){buffer}$" for buffer in OLD_BUFFERS if _has_buffer(owner, buffer)]
+        if patterns:
+            start = f"{owner.name}." if owner.name else ""
+            rules.append((start, re.compile("|".join(f"({pattern})" for pattern in patterns))))
+    return rules
+
+
+def _has_buffer(owner: NamedModule, end: str) -> bool:
+    return any(re.search(rf"(^|\.){end}$", name) for name, _ in owner.module.named_buffers())
+
+
+def pretrained(model: nn.Module) -> Any:
+    """The transformers model inside the wrappers, as its class was before FSDP2 changed it."""
+    kind = _model_class()
+    if kind is None:
+        return None
+    for _ in range(8):
+        if isinstance(model, kind):
+            return model
+        names = ("module", "_orig_mod", "base_model", "model")
+        children = (dict(model.named_children()).get(name) for name in names)
+        inner = next((child for child in children if child is not None), None)
+        if inner is None or len(list(model.parameters())) != len(list(inner.parameters())):
+            return None
+        model = inner
+    return None
+
+
+def _model_class() -> type[nn.Module] | None:
+    """The class of transformers models; None where nobody can have one: the import of transformers
+    is blocked, or another thread is still at it.
+    """
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+def conversion_code() -> Any:
+    """What is used of transformers' own conversion, by its names there, which are not public.
+
+    Raises:
+        LoadError: a version of transformers that has one of them elsewhere.
+    """
+    warn_if_untested("transformers")
+    try:
+        return SimpleNamespace(
+            **{
+                name: getattr(import_module(f"transformers.{module}"), name)
+                for module, names in CODE.items()
+                for name in names
+            }
+        )
+    except (ImportError, AttributeError) as error:
+        raise LoadError(
+            "the keys of files are not the model's, and transformers' own conversion is not where "
+            f"anyrank looks for it ({error}): anyrank was tested with transformers "
+            f"{TESTED['transformers']}; install that, or give a load rename="
+        ) from error
+
+
+class _Converter:
+    """transformers' renamings and converters for one model, on symbolic tensors.
+
+    Raises:
+        LoadError: as `conversion_code`.
+    """
+
+    def __init__(self, model: Any, live: set[str]) -> None:
+        code = conversion_code()
+        self.model = model
+        self.live = dict.fromkeys(live, True)
+        self.order, self.rename = code.dot_natural_key, code.rename_source_key
+        # It looks the classes of the modules up by their names.
+        mapping: list[Any] = code.get_model_conversion_mapping(plain_copy(model))
+        self.renamings = [entry for entry in mapping if isinstance(entry, code.WeightRenaming)]
+        self.converters = [entry for entry in mapping if isinstance(entry, code.WeightConverter)]
+
+    def run(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The tensors of a source under the names that the model has."""
+        result: dict[str, StoredTensor] = {}
+        groups: dict[str, tuple[Any, dict[str, list[Any]]]] = {}
+        for key in sorted(tensors, key=self.order):
+            name, pattern = self._renamed(key)
+            if pattern is None or name not in self.live:
+                if name in result:
+                    raise LoadError(f"{key}: a second key of the source that becomes {name}")
+                result[name if name in self.live else key] = tensors[key]
+                continue
+            converter = next(c for c in self.converters if pattern in c.source_patterns)
+            _, collected = groups.setdefault(name, (deepcopy(converter), {}))
+            collected.setdefault(pattern, []).append(SymbolicTensor(tensors[key]))
+        for name, (converter, collected) in groups.items():
+            result.update(self._fused(name, converter, collected))
+        return result
+
+    def means_tensor(self, key: str) -> bool:
+        """Whether a key becomes a tensor of the model, or a part of one."""
+        return self._renamed(key)[0] in self.live
+
+    def _renamed(self, key: str) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        name, pattern = self.rename(key, self.renamings, self.converters, prefix, self.live)
+        if name not in self.live:
+            plain, _ = self.rename(key, [], [], prefix, self.live)
+            if plain in self.live:
+                return plain, None
+        return name, pattern
+
+    def _fused(
+        self, name: str, converter: Any, collected: dict[str, list[Any]]
+    ) -> dict[str, StoredTensor]:
+        lost = [p for p in converter.source_patterns if p not in collected]
+        counts = {len(parts) for parts in collected.values()}
+        if len(converter.source_patterns) > 1 and (lost or len(counts) > 1):
+            part_counts = {pattern: len(parts) for pattern, parts in collected.items()}
+            raise LoadError(
+                f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
+                f"{part_counts}: look which key or file of it is missing, or leave all of these "
+                "keys out by rename={key: ''}, and give missing='keep' or 'init'"
+            )
+        values: dict[str, Any] = dict(collected)
+        for operation in converter.operations:
+            try:
+                values = operation.convert(
+                    values,
+                    source_patterns=converter.source_patterns,
+                    target_patterns=converter.target_patterns,
+                    full_layer_name=name,
+                    model=self.model,
+                    config=self.model.config,
+                    missing_keys=None,
+                )
+            except Exception as error:  # transformers' own code, and ours below it
+                what = str(error) if isinstance(error, LoadError) else repr(error)
+                raise LoadError(f"{name}: {type(operation).__name__}: {what}") from error
+        full = name.replace("*.", "0.")
+        head, _, tail = next(
+            (full.partition(pattern) for pattern in values if pattern in full), ("", "", "")
+        )
+        fused: dict[str, StoredTensor] = {}
+        for pattern, value in values.items():
+            symbolic = value[0] if isinstance(value, list) else value
+            fused[head + pattern + tail] = symbolic.stored
+        return fused
+
+
+DIALECT = ConvertedNames

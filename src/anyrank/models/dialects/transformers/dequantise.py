@@ -1,0 +1,212 @@
+"""Quantised tensors, dequantised while they are read: each is a file of float32 that is computed
+from the ranges of two others, so that whatever reads files reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import FileInfo, Listing
+from anyrank.models.dialects.transformers.quantised import (
+    ITEM,
+    METHODS,
+    OWN_SCALES,
+    SCALE_INV,
+    Pair,
+    Quantised,
+    is_8_bit,
+    is_cast_along,
+    is_small,
+    is_wide,
+    owners_of,
+    pairs_of,
+    scales_of,
+)
+from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
+from anyrank.sources.part_names import is_other_part
+from anyrank.tensors.names import candidates
+from anyrank.tensors.spec import StoredTensor
+
+
+def dequantised(
+    listing: Listing,
+    dtypes: Mapping[str, torch.dtype],
+    rename: Callable[[str], str] = lambda key: key,
+) -> Listing:
+    """The listing with float32 tensors in place of quantised ones, except where these are wanted.
+
+    The tensor of a pair `X_blocks`, `X_scales` is X, with its last two dims swapped if there are
+    three, which is how transformers holds stacked experts. If `X_blocks` itself is wanted as a
+    floating tensor, it is that, and nothing is swapped.
+
+    Args:
+        listing: the source.
+        dtypes: name -> dtype of what is to be filled; empty if everything is to be floating.
+        rename: from the source's keys to these names.
+
+    Raises:
+        LoadError: scales that do not fit, or are not there.
+    """
+    pairs = pairs_of(listing.tensors)
+    holds_small = any(map(is_small, dtypes.values()))
+
+    def wanted(key: str) -> torch.dtype | None:
+        return next((dtypes[name] for name in candidates(rename(key)) if name in dtypes), None)
+
+    tensors, files = dict(listing.tensors), list(listing.files)
+    for pair in pairs:
+        by_values, by_name = wanted(pair.values), wanted(pair.name)
+        dtype = by_name if by_values is None else by_values
+        if holds_small if dtype is None else not is_wide(dtype):
+            continue
+        quantised = pair.quantised(listing.tensors, listing.quantisation)
+        stored = _computed(pair, quantised, len(files), swapped=by_values is None)
+        files.append(_info(listing, quantised))
+        del tensors[pair.values], tensors[pair.scales]
+        tensors[pair.name if by_values is None else pair.values] = stored
+    if listing.quantisation.get("quant_method") == "fp8":
+        scaled = set(scales_of(tensors.values()).values())
+        for key, stored in tensors.items():
+            dtype = wanted(key)
+            is_weight = is_wide(dtype) if dtype else not dtypes
+            if is_small(stored.dtype) and is_weight and stored.name not in scaled:
+                raise LoadError(
+                    f"{key}: is {stored.dtype}, and {key}{SCALE_INV} is not in the source, whose "
+                    "config.json says that it is quantised by fp8: without its scale it is "
+                    "another weight: fetch the source again"
+                )
+    return replace(listing, tensors=tensors, files=tuple(files))
+
+
+def _computed(pair: Pair, quantised: Quantised, number: int, *, swapped: bool) -> StoredTensor:
+    stored = StoredTensor.contiguous(pair.values, quantised.shape, torch.float32, number, 0)
+    if pair.method == "mxfp4" and len(quantised.shape) == 3 and swapped:
+        return SymbolicTensor(stored).transpose(1, 2).stored
+    return stored
+
+
+def _info(listing: Listing, quantised: Quantised) -> FileInfo:
+    source = listing.files[quantised.values.chunks[0].file]
+    path = f"{quantised.values.name} of {source.path}"
+    return FileInfo(path, quantised.numel * ITEM, source.version, computed=quantised)
+
+
+def without_scales(
+    listing: Listing,
+    wanted: Iterable[StoredTensor],
+    unused: Callable[[str], bool] | None,
+    left_out: Collection[str] = (),
+) -> list[str]:
+    """Why 8-bit tensors may not be taken for weights, in words: they, or others of the source, have
+    scales that nobody uses.
+
+    A file of 8-bit floats alone is a plain cast of weights, as image models are passed around: its
+    numbers are the weights.
+
+    Args:
+        listing: the source, its known pairs dequantised.
+        wanted: tensors that become weights of a larger dtype.
+        unused: whether nobody asks for a key of the source; None where this is not known.
+        left_out: keys that the caller knows to be no scales.
+    """
+    small = [stored for stored in wanted if is_8_bit(stored.dtype)]
+    if not small:
+        return []
+    beside = (stored for key, stored in listing.beside.items() if not is_other_part(key))
+    # Of a table that the caller named, they may be known by the names within it alone.
+    names = {stored.name for stored in listing.tensors.values()}
+    others = [stored for stored in small if stored.name not in names]
+    firsts = {stored.name.partition(".")[0] for stored in small}
+    tables = listing.tables | (firsts if len(firsts) == 1 else set())
+    scales = scales_of([*listing.tensors.values(), *others], beside, tables)
+    scales = {key: name for key, name in scales.items() if key not in left_out}
+    if unused is not None:
+        # Tools have more names for scales than are known here.
+        scales |= _beside(listing.tensors.values(), small)
+        scales = {key: name for key, name in scales.items() if unused(key)}
+    by_name = {name: key for key, name in reversed(scales.items())}
+    known = next((info.computed.parts for info in listing.files if info.computed is not None), ())
+    lost = [*scales, *(part.name for part in known[-1:])]
+    if not lost:
+        return []
+    advice = ""
+    if unused is not None and scales:
+        how = _leaving_out([*scales], [name for name in names if not unused(name)])
+        advice = f", or leave the scales out by {how}, for the numbers as they are"
+    return [
+        f"{stored.name}: is {stored.dtype} in the source, "
+        + (
+            f"with what looks like a scale beside it ({by_name[stored.name]})"
+            if stored.name in by_name
+            else f"without the scale that other tensors have ({lost[0]})"
+        )
+        + ": without the scale it is another weight: dequantise it with the library that made it"
+        + advice
+        for stored in small
+    ]
+
+
+def _leaving_out(scales: Sequence[str], kept: Sequence[str]) -> str:
+    """The `rename=` that leaves out scales and nothing that is kept, in words: by the name above
+    them, which is their table's, else by their last names.
+    """
+    firsts = {key.partition(".")[0] for key in kept}
+    lasts = {key.rpartition(".")[2] for key in kept}
+    above = {key: first for key in scales if (first := key.partition(".")[0]) not in firsts}
+    ends = {key.rpartition(".")[2] for key in scales if key not in above}
+    if ends & lasts:
+        return f"a function for rename= that gives '' for each of them, as for {scales[0]!r}"
+    patterns = ["^(%s)([.].*)?$"] if above else []
+    patterns += ["^(.*[.])?(%s)$"] if ends else []
+    names_of = [sorted(names) for names in ({*above.values()}, ends) if names]
+    pairs = [
+        (pattern % "|".join(map(re.escape, names)), "")
+        for pattern, names in zip(patterns, names_of, strict=True)
+    ]
+    return f"rename={pairs!r}, added to what it has"
+
+
+def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> dict[str, str]:
+    """Keys that may be scales or zero points of 8-bit tensors, whatever their names -> the key of
+    the tensor: they are in its module or below its name, and have fewer elements.
+    """
+    owners = owners_of(stored.name for stored in small)
+    numels = {stored.name: stored.numel for stored in small}
+    smaller = {
+        stored.name: owner
+        for stored in tensors
+        if (owner := owners.get(stored.name.rpartition(".")[0])) is not None
+        and stored.numel < numels[owner]
+        and not is_cast_along(stored.dtype)
+        and stored.dtype != torch.int64  # a counter
+        and "bias" not in stored.name.rpartition(".")[2]
+    }
+    return {key: owner for key, owner in smaller.items() if OWN_SCALES.search(key) is None}
+
+
+def unknown_method(listing: Listing) -> str | None:
+    """Why a source cannot be read as floating weights, in words; None if it can."""
+    method = listing.quantisation.get("quant_method")
+    if not listing.quantisation or method in METHODS:
+        return None
+    return (
+        f"the source is quantised by {method or 'a method without a name'} (quantization_config in "
+        f"its config.json), and only {' and '.join(METHODS)} are dequantised while they are read: "
+        "give the weights from before it was quantised; or dequantise it with the library that "
+        "made it (transformers: model.dequantize(), then save_pretrained) and give the result"
+    )
+
+
+def check_method(listing: Listing) -> None:
+    """Refuse a source that cannot be read as floating weights.
+
+    Raises:
+        LoadError: names the method.
+    """
+    problem = unknown_method(listing)
+    if problem is not None:
+        raise LoadError(problem)

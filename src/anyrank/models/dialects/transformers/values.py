@@ -1,0 +1,55 @@
+"""Quantised files in a match: small numbers with scales become the weights that they stand for."""
+
+from __future__ import annotations
+
+from anyrank.files.listing import Listing
+from anyrank.models.dialects.dialect import Dialect, ModelMatch
+from anyrank.models.dialects.transformers.dequantise import (
+    dequantised,
+    unknown_method,
+    without_scales,
+)
+from anyrank.models.dialects.transformers.quantised import is_wide
+
+SHOWN = 10
+
+
+class QuantisedValues(Dialect):
+    """The quantised tensors of a source."""
+
+    def values(self, listing: Listing) -> Listing:
+        """The source with float32 tensors in place of quantised ones, where weights are wanted.
+
+        A live source has the values that its model computes with.
+        """
+        if self.case.is_live:
+            return listing
+        return dequantised(listing, self.case.dtypes, self.case.rename)
+
+    def problems(self, match: ModelMatch) -> list[str]:
+        """Small numbers that would be taken for weights."""
+        tensors, rename = match.tensors, self.case.rename
+        wide = [stored for i, stored in match.wanted if is_wide(tensors[i].dtype)]
+        unknown = unknown_method(match.listing)
+        has_others = bool(match.missing or match.unexpected)
+        if unknown and (has_others or any(not is_wide(stored.dtype) for stored in wide)):
+            return [unknown]
+        places = {
+            (chunk.file, chunk.offset) for _, stored in match.wanted for chunk in stored.chunks
+        }
+        used = {
+            stored.name
+            for stored in match.listing.tensors.values()
+            if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
+        }
+        # rename= is written for whole keys, with the table that a tensor was in.
+        keys = {stored.name: key for key, stored in match.listing.tensors.items()}
+        problems = without_scales(
+            match.listing,
+            wide,
+            lambda name: name not in used and rename(keys.get(name, name)) != "",
+        )
+        return problems[:SHOWN]
+
+
+DIALECT = QuantisedValues

@@ -1,0 +1,60 @@
+"""Non-persistent buffers on meta: no file holds them, so a rule of their module fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.models.first_values.initialise import Initialiser
+from anyrank.models.replace import Replacement
+from anyrank.models.share import allocate
+from anyrank.models.tensors import ModelTensor
+from anyrank.world.ranks import Ranks
+
+
+def rebuilt_values(
+    targets: Sequence[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
+) -> tuple[dict[str, str], list[Replacement]]:
+    """Values for each non-persistent buffer on meta, still to be put in place. All ranks.
+
+    Args:
+        targets: all tensors of the model.
+        ranks, initialiser: of the call.
+        device: where plain buffers go.
+
+    Returns:
+        Name -> the rule that gave its values, the union over the ranks; and this rank's buffers.
+
+    Raises:
+        LoadError: buffers that no rule fills; names each of them.
+    """
+
+    def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
+        """The buffers of this rank; the rule of each, and those that none fills."""
+        replacements: list[Replacement] = []
+        rules: dict[str, str] = {}
+        lost: list[str] = []
+        for target in targets:
+            if target.kind != "derived" or not target.is_meta:
+                continue
+            local = allocate(target, device)
+            rule = initialiser.fill(target, local)
+            if rule is None:
+                lost.append(target.name)
+                continue
+            rules[target.name] = rule
+            replacements.append(Replacement(target, local))
+        return replacements, (rules, lost)
+
+    replacements, answers = ranks.run_and_gather("rebuilding buffers", fill)
+    lost = sorted({name for _, names in answers for name in names})
+    if lost:
+        raise LoadError(
+            "non-persistent buffers on meta that no rule of their module rebuilds: "
+            f"{', '.join(lost)}"
+            "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
+            "the module a reset_parameters() that fills them"
+        )
+    return {name: rule for rules, _ in answers for name, rule in rules.items()}, replacements

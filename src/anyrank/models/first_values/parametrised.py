@@ -1,0 +1,28 @@
+"""Parametrised tensors (weight_norm), to which no rule gives first values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.nn.utils.parametrize import ParametrizationList
+
+from anyrank.models.tensors import ModelTensor
+from anyrank.wording import first_few
+
+
+def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
+    """Name parametrised tensors that need first values: the rules of modules know only the tensors
+    that the parametrisation replaced.
+    """
+    names = [
+        target.name
+        for target in targets
+        if isinstance(target.registrations[0].module, ParametrizationList)
+    ]
+    if not names:
+        return []
+    return [
+        f"{', '.join(first_few(names, 10))}: no rule gives first values to parametrised tensors "
+        "(weight_norm, ...): build these modules on the CPU (without anyrank.meta()), or load "
+        "their weights"
+    ]

@@ -1,0 +1,189 @@
+"""A model against a listing: which bytes fill which tensor, and every problem with that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import FORMAT
+from anyrank.models.dialects.dialect import LIVE, Case, ModelMatch, dialects_of
+from anyrank.models.fits import find_misfit, shared_on_meta, unwritable
+from anyrank.models.frozen_parts import FrozenSource
+from anyrank.models.options import LoadOptions
+from anyrank.models.own_code import own_code_of
+from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
+from anyrank.sources.tables.renamer import idle_renames, renamer, weights_for
+from anyrank.tensors.names import candidates, is_trained_copy, match_keys
+from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import first_few
+
+log = logging.getLogger("anyrank.load")
+
+SHOWN = 10
+AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
+
+
+def match_model(
+    model: nn.Module,
+    listing: Listing,
+    options: LoadOptions,
+    tensors: list[ModelTensor] | None = None,
+    parts: Mapping[FrozenSource, Listing] | None = None,
+) -> ModelMatch:
+    """Match a model with a listing, by this rank alone.
+
+    Args:
+        model: to be filled.
+        listing: what there is. A live one is another model's: nothing is skipped as another part of
+            a checkpoint, frozen parts need no source, and no code of the modules is run.
+        options: what the caller allows.
+        tensors: of the model, if they are known.
+        parts: what the sources of its frozen parts hold; not asked for where `listing` is live.
+
+    Raises:
+        LoadError: all problems with names, shapes and dtypes, in one list.
+    """
+    modules = find_modules(model)
+    tensors = tensors_of(modules) if tensors is None else tensors
+    # No checkpoint has to hold buffers that state_dict leaves out, so no key is asked for them.
+    loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
+    wanted = [tensors[i].all_names() for i in loadable]
+    is_live = listing.format == LIVE
+    # A run holds tensors as they were in the model, which no code has changed on the way.
+    is_raw = is_live or listing.format == FORMAT
+    source = chosen = listing
+    # A live source is one model's tensors: none of them is of another table, as an optimizer's.
+    if not is_live:
+        known = {name for names in wanted for name in chain.from_iterable(names)}
+        chosen = weights_for(known, source, renamer(options.rename) if options.rename else None)
+    case = Case(model, modules, tensors, chosen, options, parts or {})
+    dialects, listing, rename = dialects_of(case), chosen, case.rename
+    # Numbers become weights before names are compared: a conversion fuses whole weights.
+    for dialect in dialects:
+        listing = dialect.values(listing)
+    # Entries of `rename=` are judged by the source's own keys, which a conversion takes away.
+    idle = idle_renames(options.rename, source, chosen, listing.tensors)
+    for dialect in dialects:
+        listing, rename = dialect.names(listing, rename)
+    matched = match_keys(wanted, listing.tensors, rename)
+    stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
+    match = ModelMatch(tensors, listing, stored, duplicates=matched.duplicates, idle=idle)
+    # A frozen part takes what the keys left open from its own source, and compares the rest.
+    for dialect in dialects:
+        match = dialect.complete(match)
+    listing, stored, compared = match.listing, match.stored, match.compared
+    empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
+    # A live source need not hold a part that is never written to.
+    missing = [i for i in sorted(empty) if not (is_live and tensors[i].is_pinned)]
+    # AveragedModel counts its steps beside the weights; a key that `rename=` empties is left out.
+    ignored = [
+        key
+        for key in matched.unexpected
+        for name in (rename(key),)
+        if name in case.derived
+        or name in ("", AVERAGED)
+        or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
+    ]
+    own_code = own_code_of([] if is_raw else modules, listing, case.rename)
+    of_no_use = {*ignored, *own_code.tensor_keys}
+    # A live source holds a tied tensor under each of its names; one of them is enough.
+    if is_live:
+        of_no_use |= _tied_to(match.wanted, listing)
+    unexpected = [key for key in matched.unexpected if key not in of_no_use]
+    match = replace(match, unexpected=unexpected, ignored=ignored, own_code=own_code)
+    match, absent = _with_missing(match, missing, options)
+    problems = _problems(match, absent, options)
+    problems += _unread(listing, tensors, absent, case.rename)
+    if match.initialise:
+        from anyrank.models.first_values.parametrised import parametrised  # a door
+
+        problems += parametrised(tensors[i] for i in match.initialise)
+    problems += shared_on_meta(tensors)
+    # Adapters are judged last: by then it is known what fills their base.
+    for dialect in dialects:
+        problems += dialect.problems(match)
+    if problems:
+        from anyrank.models.misfit_errors import join_problems  # a door
+
+        raise LoadError(join_problems(listing, problems))
+    return match
+
+
+def _with_missing(
+    match: ModelMatch, missing: list[int], options: LoadOptions
+) -> tuple[ModelMatch, list[int]]:
+    """The match, with what becomes of tensors that have no bytes; and those that should have."""
+    tensors, stored = match.tensors, match.stored
+    is_adapter = bool(stored) and all(
+        tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw) for i in stored
+    )
+    # A base checkpoint holds no adapters, so they are not missing; on meta they need first values.
+    # Nor does an adapter's own file hold the base, which stays as it is.
+    needs_no_key = {
+        i for i in missing if tensors[i].adapter or (is_adapter and not tensors[i].is_meta)
+    }
+    absent = [i for i in missing if i not in needs_no_key]
+    init = options.missing == "init"
+    initialise = [i for i in missing if tensors[i].is_meta or (init and i not in needs_no_key)]
+    keep = sorted(set(missing).difference(initialise))
+    names = [tensors[i].name for i in absent]
+    return replace(match, initialise=initialise, keep=keep, missing=names), absent
+
+
+def warn_of_idle(match: ModelMatch) -> None:
+    """Warn of entries of `rename=` that match no key."""
+    if match.idle:
+        log.warning("%s", "; ".join(first_few(match.idle, SHOWN)))
+
+
+def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
+    """In a live source: the other names of the tensors that are used."""
+    used = {chunk.file for _, stored in wanted for chunk in stored.chunks}
+    return {
+        key
+        for key, stored in listing.tensors.items()
+        if used.issuperset(chunk.file for chunk in stored.chunks)
+    }
+
+
+def _unread(
+    listing: Listing, targets: list[ModelTensor], absent: list[int], rename: Callable[[str], str]
+) -> list[str]:
+    """Missing tensors of which the source has something that is not read: first values would stand
+    in for weights that are there.
+    """
+    wanted = {name for index in absent for name in targets[index].flat_names()}
+    return [
+        f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks"
+        for key, what in listing.unreadable.items()
+        if not wanted.isdisjoint(candidates(rename(key)))
+    ]
+
+
+def _problems(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
+    """Everything that is wrong with names, shapes and dtypes, with the ways out."""
+    tensors = match.tensors
+    # A fresh tensor may be missing, as it keeps its value; one on meta has none.
+    unfilled = [
+        tensors[i] for i in absent if tensors[i].is_meta or not options.is_fresh(tensors[i].name)
+    ]
+    lacks_any = {
+        "error": bool(unfilled),
+        "keep": any(tensor.is_meta for tensor in unfilled),
+        "init": False,
+    }[options.missing]
+    fits = (
+        unwritable(tensors[i]) or find_misfit(tensors[i], t, options.cast) for i, t in match.wanted
+    )
+    misfits = [line for line in fits if line]
+    if not (lacks_any or misfits or (match.unexpected and options.unexpected == "error")):
+        return []
+    from anyrank.models.misfit_errors import describe  # a door: see test_house
+
+    return describe(match, unfilled, misfits, options)

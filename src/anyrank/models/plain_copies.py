@@ -1,0 +1,34 @@
+"""Copies of a model as its author wrote it, for whoever runs its own methods on other values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from anyrank.models.frozen_parts import frozen_info
+from anyrank.models.wrappers import plain_class
+
+
+def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> Any:
+    """The same module tree, not frozen, in the classes that the user wrote; all else is shared.
+
+    Args:
+        module: stays as it is.
+        copies: gets the copy of each module, by the module's id.
+    """
+    copies = {} if copies is None else copies
+    if id(module) not in copies:
+        kind = plain_class(module)
+        copy: Any = kind.__new__(kind)
+        copies[id(module)] = copy
+        copy.__dict__ = {**module.__dict__}
+        if frozen_info(module):
+            from anyrank.models.dialects.frozen.freeze import without_answers
+
+            copy.__dict__ = without_answers(module.__dict__)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else plain_copy(child, copies)
+            for name, child in module.__dict__["_modules"].items()
+        }
+    return copies[id(module)]

@@ -1,0 +1,224 @@
+"""A rank's share of a model while it is filled: where its memory is, and how it is put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.frozen_parts import frozen_info
+from anyrank.models.memory_meter import Meter
+from anyrank.models.replace import Replacement, replace
+from anyrank.models.tensors import ModelTensor
+from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
+from anyrank.tensors.torch_classes import is_fsdp2
+from anyrank.world.device import rank_device
+
+if TYPE_CHECKING:
+    from anyrank.models.first_values.initialise import Init, Initialiser
+
+
+class ModelShare:
+    """What one rank fills, by this rank alone: no method waits for others.
+
+    Args:
+        model, match, meter: of the call.
+        seed: the first rank's torch seed.
+        init: as for `Initialiser`.
+        device: where plain tensors on meta go. Default: to the model's real parameters, else to the
+            rank's own device.
+
+    Attributes:
+        allocated: memory of tensors on meta, and of those that keep their values until the end.
+        rules: tensors that were initialised -> the rule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        match: ModelMatch,
+        meter: Meter,
+        seed: int,
+        *,
+        init: Init | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.match = match
+        self.meter = meter
+        self.device = default_device(match.tensors) if device is None else device
+        meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
+        self.model, self.seed, self.init = model, seed, init
+        self.allocated: dict[int, torch.Tensor] = {}
+        self._real: dict[int, torch.Tensor] = {}  # of real tensors: a DTensor's takes 5 us to find
+        self.rules: dict[str, str] = {}
+        self.has_moved = False  # plain tensors from meta to the device
+
+    def allocate(self, copied: Collection[int] = ()) -> None:
+        """Memory for what is filled and on meta, and for the real tensors of `copied`, which keep
+        their values until `commit`.
+        """
+        for index in (*self.match.stored, *self.match.initialise):
+            target = self.match.tensors[index]
+            if index in copied or target.is_meta:
+                self.allocated[index] = self.memory_for(index)
+            self.has_moved |= index in self.match.stored and target.is_meta and not target.layout
+
+    def memory_for(self, index: int) -> torch.Tensor:
+        """Uninitialised memory of a tensor's share, where the tensor is to be."""
+        target = self.match.tensors[index]
+        return allocate(target, device_for(target, self.device))
+
+    def local(self, index: int) -> torch.Tensor:
+        """The memory to fill: the tensor's own, if it is real and nothing else was allocated."""
+        memory = self.allocated.get(index)
+        memory = self._real.get(index) if memory is None else memory
+        if memory is None:
+            memory = self._real[index] = self.match.tensors[index].local()
+        return memory
+
+    def real(self) -> dict[int, torch.Tensor]:
+        """The memory of the real tensors that the source fills, by position; before `allocate`."""
+        tensors = self.match.tensors
+        return {i: self.local(i) for i in self.match.stored if not tensors[i].is_meta}
+
+    def initialise(self) -> None:
+        """Fill what a rule fills.
+
+        Raises:
+            LoadError: no rule does; names each of them.
+        """
+        if self.match.initialise:
+            wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialise]
+            self.rules |= self.initialiser.fill_all(wanted, self.meter.sample)
+
+    @cached_property
+    def initialiser(self) -> Initialiser:
+        """What gives first values; most loads need none."""
+        from anyrank.models.first_values.initialise import Initialiser  # a door: see test_house
+
+        return Initialiser(self.model, self.seed, self.init)
+
+    def filled(self) -> list[ModelTensor]:
+        """The tensors that the source fills."""
+        return [self.match.tensors[index] for index in self.match.stored]
+
+    def commit(self, replacements: Iterable[Replacement] = ()) -> list[str]:
+        """Give the model what was filled: everything, or nothing of what is on meta.
+
+        Args:
+            replacements: of further tensors.
+
+        Returns:
+            Names of the tensors that are new objects.
+        """
+        tensors = self.match.tensors
+        new = [Replacement(tensors[i], t) for i, t in self.allocated.items() if tensors[i].is_meta]
+        for index, values in self.allocated.items():
+            if not tensors[index].is_meta:
+                self._real[index].copy_(values)
+        renewed = replace([*replacements, *new])
+        # Only now, as it hashes what the model holds.
+        self._remember_frozen()
+        self.move_buffers()
+        return renewed
+
+    def _remember_frozen(self) -> None:
+        """Record what the frozen parts hold that were filled."""
+        paths = [entry.path for target in self.filled() for entry in target.registrations]
+        parts = [part for part in {m: None for path in paths for m in path} if frozen_info(part)]
+        if parts:
+            from anyrank.models.dialects.frozen.freeze import remember
+
+            for part in parts:
+                remember(part)
+
+    def move_buffers(self) -> None:
+        """Move real CPU buffers of a plain model to the device that its parameters got."""
+        if not self.has_moved or self.device.type == "cpu":
+            return
+        for target in self.match.tensors:
+            if target.kind != "parameter" and target.tensor.device.type == "cpu":
+                moved = target.tensor.to(self.device)
+                for entry in target.registrations:
+                    setattr(entry.module, entry.attribute, moved)
+
+
+# -- where memory goes, and how much is staged for it ----------------------------------------------
+
+
+def device_for(target: ModelTensor, default: torch.device) -> torch.device:
+    """The device of a real tensor, or the device where a meta tensor is to be.
+
+    Raises:
+        LoadError: the tensor's FSDP2 unit computes on another device than this rank's.
+    """
+    if not target.is_meta:
+        return (target.local() if target.is_dtensor else target.tensor).device
+    if not target.is_dtensor:
+        return default
+    mesh: Any = target.tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    groups = [group for entry in target.registrations for group in _groups(entry.path)]
+    policies = [type(getattr(group, "offload_policy", None)).__name__ for group in groups]
+    if mesh.device_type == "cpu" or "CPUOffloadPolicy" in policies:
+        return torch.device("cpu")
+    own_device = rank_device()
+    for device in {getattr(group, "device", own_device) for group in groups} - {own_device}:
+        raise LoadError(
+            f"{target.name}: its FSDP2 unit computes on {device}, which was the current device in "
+            f"fully_shard, and this rank's is {own_device}: call torch.accelerator.set_device_index"
+            f"({own_device.index}) before fully_shard"
+        )
+    return own_device
+
+
+def default_device(targets: list[ModelTensor]) -> torch.device:
+    """Where plain meta tensors go: to the model's real parameters, else to the rank's device."""
+    real = (t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel)
+    first = next(real, None)
+    return rank_device() if first is None else first.local().device
+
+
+def default_buffer(targets: list[ModelTensor]) -> int:
+    """Bytes of staging memory to fill targets with, from the settings."""
+    default = default_device(targets)
+    return buffer_for(device_for(target, default) for target in targets)
+
+
+def buffer_for(devices: Iterable[torch.device]) -> int:
+    """Bytes of staging memory, from the settings: more, and pinned, where a device is filled."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    return (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
+
+
+def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
+    """What the FSDP2 unit that owns a module says of its parameters.
+
+    FSDP2 has no public name for its policy and its device; where the private ones are missing, the
+    unit's real parameters would show them, and a meta model without them goes to the device.
+    """
+    unit: Any = next((m for m in reversed(path) if is_fsdp2(m)), None)
+    state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    return [group for group in groups if group is not None]
+
+
+def room_for(target: ModelTensor, device: torch.device) -> torch.Tensor:
+    """The memory of this rank's share of a target: its own, or new memory for what is on meta."""
+    return allocate(target, device_for(target, device)) if target.is_meta else target.local()
+
+
+def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory of this rank's share of a target; every element must be written.
+
+    A plain tensor has its strides on meta already, as of channels_last.
+    """
+    if target.layout is None and not target.tensor.is_contiguous():
+        return torch.empty_like(target.tensor.detach(), device=device)
+    return torch.empty(target.local_shape, dtype=target.dtype, device=device)

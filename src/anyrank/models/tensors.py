@@ -1,0 +1,221 @@
+"""The tensors of a model: their names, their layouts on the ranks, and which are tied."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from anyrank.errors import LoadError
+from anyrank.models.dtensors import Lay, global_shape, layout_of
+from anyrank.models.frozen_parts import frozen_info
+from anyrank.models.wrappers import (
+    Kind,
+    ModelTensor,
+    Naming,
+    Path,
+    Registration,
+    is_wrapping,
+    plain_of,
+)
+from anyrank.tensors.names import WRAPPERS
+from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
+
+# Of nn.Module, which registers its tensors in them; named_parameters() takes 15 us a tensor.
+REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
+
+# Library that puts modules of its own around a model's -> where its `NAMING` is. A process that has
+# not imported the library has none of its modules.
+NAMINGS = {"peft": "anyrank.models.dialects.peft.names"}
+
+
+def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
+    """Those that a checkpoint holds or checks: all but derived buffers."""
+    return [target for target in targets if target.kind != "derived"]
+
+
+class NamedModule(NamedTuple):
+    """A module where the model has it.
+
+    Attributes:
+        module: in several places if it is registered under several names.
+        raw, unwrapped, name: its name with all that wrappers add, without what torch's add, and
+            without what other libraries add as well; empty for the model.
+        path: the modules from the root to it, both included.
+        naming: of the library that has a module of the path, if any.
+        frozen: the module passed to `freeze()` that it belongs to, if any: the innermost with a
+            source of its own, else the outermost.
+    """
+
+    module: nn.Module
+    raw: str
+    unwrapped: str
+    name: str
+    path: Path
+    naming: Naming | None
+    frozen: nn.Module | None
+
+    def registration(self, attribute: str) -> Registration:
+        """The module's entry for a tensor."""
+        name, unwrapped = _join(self.name, attribute), _join(self.unwrapped, attribute)
+        aliases = self.naming.aliases(name, unwrapped, self.path) if self.naming else ()
+        raw = _join(self.raw, attribute)
+        return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path)
+
+
+def find_modules(model: nn.Module) -> list[NamedModule]:
+    """The modules of a model, parents first, with the children that frozen parts hide.
+
+    A module that refers to a parent ends there, which torch allows.
+
+    Raises:
+        LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
+    """
+    modules: list[NamedModule] = []
+    pending = [NamedModule(model, "", "", "", (), None, None)]
+    namings: list[Naming] = [
+        import_module(home).NAMING for library, home in NAMINGS.items() if library in sys.modules
+    ]
+    while pending:
+        module, raw, unwrapped, name, path, naming, frozen = pending.pop()
+        children: dict[str, nn.Module | None] = module.__dict__["_modules"]
+        if children and any(module is above for above in path):
+            continue
+        info = frozen_info(module)
+        # A part with a source takes its weights from there, also within a larger frozen part.
+        if info is not None and (frozen is None or info.source is not None):
+            frozen = module
+        _check_class(module, raw, name, frozen)
+        path = (*path, module)
+        naming = naming or next((known for known in namings if known.owns(module)), None)
+        modules.append(NamedModule(module, raw, unwrapped, name, path, naming, frozen))
+        for key, child in reversed(children.items()):
+            if child is not None:
+                of_torch = is_wrapping(module, key)
+                hidden = of_torch or (naming is not None and naming.hides(module, key))
+                names = (
+                    _join(raw, key),
+                    unwrapped if of_torch else _join(unwrapped, key),
+                    name if hidden else _join(name, key),
+                )
+                pending.append(NamedModule(child, *names, path, naming, frozen))
+    return modules
+
+
+def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | None) -> None:
+    """Raises LoadError: as `find_modules`."""
+    kind = type(module)
+    if frozen is None and _is_packed(kind):
+        raise LoadError(
+            f"{name or 'the model'}: is a {kind.__module__}.{kind.__name__}, whose weights are "
+            "packed and no tensors of the model: load or save before it is quantised"
+        )
+    if is_fsdp1(module):
+        raise LoadError(
+            f"{raw or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose flat "
+            "parameters are not the model's: load before it is wrapped, or use fully_shard (FSDP2)"
+        )
+
+
+def find_tensors(model: nn.Module) -> list[ModelTensor]:
+    """Every parameter and buffer of the model, in registration order, ties joined.
+
+    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
+    what the optimizer updates.
+
+    Raises:
+        LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type; two
+            tensors that have one name but for what wrappers add.
+    """
+    return tensors_of(find_modules(model))
+
+
+def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
+    """`find_tensors` of a model whose modules are known."""
+    for owner in modules:
+        if is_fsdp2(owner.module):
+            owner.module.reshard()
+    tensors: dict[int, ModelTensor] = {}
+    layouts: dict[Any, Lay] = {}  # a model has few, and to ask torch takes 7 us
+    is_wrapped = False
+    for owner in modules:
+        is_wrapped = is_wrapped or owner.raw != owner.unwrapped
+        module = owner.module
+        derived: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for kind, registry in REGISTRIES:
+            for attribute, tensor in module.__dict__[registry].items():
+                if tensor is None:
+                    continue
+                entry = owner.registration(attribute)
+                kind_there: Kind = "derived" if attribute in derived else kind
+                known = tensors.get(id(tensor))
+                if known is None:
+                    tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry, layouts)
+                    continue
+                known.registrations.append(entry)
+                if known.kind == "derived":  # a checkpoint holds it if one of its modules saves it
+                    known.kind = kind_there
+    if is_wrapped:  # else a name is the path to its tensor, and no two are equal
+        _check_names(tensors.values())
+    return list(tensors.values())
+
+
+def _check_names(tensors: Iterable[ModelTensor]) -> None:
+    """Refuse two tensors that have one name but for what wrappers add.
+
+    Raises:
+        LoadError: names both.
+    """
+    known: dict[str, tuple[ModelTensor, str]] = {}  # the tensor, and its whole name
+    for tensor in tensors:
+        for entry in tensor.registrations:
+            first, raw = known.setdefault(entry.unwrapped, (tensor, entry.raw))
+            if first is not tensor:
+                raise LoadError(
+                    f"{raw} and {entry.raw} are both {entry.unwrapped} without what torch's "
+                    f"wrappers add to names ({', '.join(sorted(WRAPPERS))}), so that no file tells "
+                    "them apart: give the inner module another name"
+                )
+
+
+def _model_tensor(
+    tensor: Any, kind: Kind, owner: NamedModule, entry: Registration, layouts: dict[Any, Lay]
+) -> ModelTensor:
+    """A tensor at the first module that has it.
+
+    Raises:
+        LoadError: it has no shape yet, or no layout that can be read.
+    """
+    if is_lazy(tensor):
+        raise LoadError(
+            f"{entry.name}: is a lazy parameter without a shape: run the model once on an input, "
+            "or build it with its sizes"
+        )
+    layout, coordinate = layout_of(tensor, entry.raw, layouts)
+    return ModelTensor(
+        name=entry.name,
+        tensor=tensor,
+        shape=global_shape(tensor),
+        layout=layout,
+        coordinate=coordinate,
+        kind=kind,
+        registrations=[entry],
+        adapter=owner.naming is not None and owner.naming.is_added(entry),
+        frozen=owner.frozen,
+    )
+
+
+def _join(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
+
+
+@cache
+def _is_packed(kind: type[nn.Module]) -> bool:
+    """Whether a class is of those that torch.ao puts in place of a quantised layer."""
+    path = plain_of(kind).__module__
+    return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path

@@ -1,0 +1,118 @@
+"""A tensor of a model, where the model has it, and what torch's wrappers put around that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anyrank.models.frozen_parts import frozen_info
+from anyrank.tensors.names import WRAPPERS, TensorNames
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.torch_classes import fsdp2_class
+
+Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
+Path: TypeAlias = "tuple[nn.Module, ...]"
+
+
+class Registration(NamedTuple):
+    """A module's entry for a tensor: `module.<attribute>`.
+
+    Attributes:
+        raw: its name with all that wrappers add, as `named_parameters()` gives it.
+        unwrapped: without what torch's wrappers add.
+        name: without what other libraries add as well: the one that the model's author knows.
+        aliases: further names, under which such a library saves it.
+        module: the owner.
+        attribute: of the owner.
+        path: the modules from the root to the owner, both included.
+    """
+
+    raw: str
+    unwrapped: str
+    name: str
+    aliases: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    path: Path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that a source may have for it, each once, the best first."""
+        if self.raw == self.name and not self.aliases:
+            return (self.raw,)
+        return tuple(dict.fromkeys((self.raw, self.name, self.unwrapped, *self.aliases)))
+
+
+class Naming(Protocol):
+    """What a library's modules, such as PEFT's, add to the names of what they stand around."""
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module's class is of the library."""
+        ...
+
+    def hides(self, module: nn.Module, child: str) -> bool:
+        """Whether a child's name is the library's doing, and not of the model's author."""
+        ...
+
+    def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
+        """Further names under which the library saves a tensor; for the rest see `Registration`."""
+        ...
+
+    def is_added(self, entry: Registration) -> bool:
+        """Whether the library added a tensor, so that no checkpoint of the model has it."""
+        ...
+
+
+@dataclass
+class ModelTensor(ShardedTensor):
+    """One tensor of the model, with all its names.
+
+    Attributes:
+        kind: parameter, buffer, or derived (a non-persistent buffer).
+        registrations: where the model has it; several when it is tied.
+        adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
+        frozen: the module passed to `freeze()` that it belongs to, if any.
+    """
+
+    kind: Kind
+    registrations: list[Registration]
+    adapter: bool = False
+    frozen: nn.Module | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is of a frozen part with a source, whole and real: it is never written to."""
+        info = None if self.frozen is None else frozen_info(self.frozen)
+        if info is None or info.source is None:
+            return False
+        return info.tensors is not None and not self.is_meta
+
+    def all_names(self) -> TensorNames:
+        """All names that a source may have for it, by registration."""
+        return tuple([entry.names for entry in self.registrations])
+
+    def flat_names(self) -> list[str]:
+        """All names that a source may have for it."""
+        return [name for entry in self.registrations for name in entry.names]
+
+
+def is_wrapping(module: nn.Module, child: str) -> bool:
+    """Whether a child's name is a wrapper's doing, and not the model's."""
+    return child in WRAPPERS or (child == "module" and isinstance(module, DistributedDataParallel))
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote, without what FSDP2 puts in front of it."""
+    return plain_of(type(module))
+
+
+def plain_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """`plain_class` of a class."""
+    while True:
+        order = kind.__mro__
+        if fsdp2_class() not in order[1:2]:
+            return kind
+        kind = order[2]

@@ -1,0 +1,1 @@
+"""A run that begins from a checkpoint of another tool."""

@@ -1,0 +1,474 @@
+"""Resuming from another tool's checkpoint: what it holds comes over, the rest is reported.
+
+Weights go the way of `load`. Optimizers and stateful parts are described as a step of a run would
+describe them, and go the way of `resume`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.json_codec import to_json
+from anyrank.files.storage import storage_for
+from anyrank.loading.headers import header_reader, look_at_source
+from anyrank.loading.plan_load import AgreedPlan, plan_load
+from anyrank.loading.read import fill_from_files
+from anyrank.loading.verify import compare_ties
+from anyrank.models.memory_meter import Meter
+from anyrank.models.options import LoadOptions
+from anyrank.runs.adopt import optimizer as foreign_optimizer
+from anyrank.runs.resume.options import ResumeArguments
+from anyrank.runs.resume.source import ResumeSource, misfit_text
+from anyrank.runs.state.optimizer import Names, match_optimizer
+from anyrank.runs.state.part_types import PartMatch, PartSource, in_line
+from anyrank.runs.state.resume_report import Outcome, SavedOn
+from anyrank.runs.state.stateful import match_stateful
+from anyrank.runs.state.train_state import TrainState, names_of
+from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tools.checkpoint import ForeignCheckpoint, is_plain_number
+from anyrank.sources.tools.read import read_foreign
+from anyrank.tensors.spec import StoredTensor
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.wording import count
+from anyrank.world.ranks import Ranks
+
+# What a scheduler keeps besides its count that its steps change; it cannot be divided.
+COUNTERS = {"_schedulers", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+MORE = 1.5  # times the step: a count above it is none of steps that a GradScaler left out
+WAYS_OUT = {  # what follows "to go on" in an error about a module
+    "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
+    "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
+}
+
+
+def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> ForeignStep:
+    """Read what another tool saved at a path, and plan the load of its modules. All ranks.
+
+    Raises:
+        CheckpointError: weights do not fit the state, which is unchanged; or a rank does not see
+            the checkpoint.
+        UnsafeFile: a pickle that would run code, or a header that lies.
+    """
+    names = {*state.parts.parts}
+
+    def read() -> ForeignCheckpoint:
+        source = read_foreign(path, len({*ranks.nodes}) > 1)
+        try:
+            source = source.for_parts(names, arguments.parts or {})
+            return source.for_parts(names, _average_of(state, source, arguments.skip))
+        except LoadError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    source = _with_epoch(ranks.run_on_one("reading the checkpoint", read), arguments.epoch)
+
+    def check_visible() -> None:
+        for info in source.listing.files:
+            if not storage_for(info.path).is_file(info.path):
+                raise CheckpointError(
+                    f"{info.path}: is not there on this rank: put the checkpoint where all ranks "
+                    "see it"
+                )
+
+    ranks.together("looking at the checkpoint", check_visible)
+    step = ForeignStep(
+        path=path,
+        listing=source.listing,
+        names={*source.weights, *source.optimizers, *source.states},
+        step=source.step or 0,
+        epoch=int(source.epoch or 0),
+        samples=source.samples or 0,
+        saved_on=SavedOn(source.ranks or 0, source.tool),
+        no_streams=f"{source.tool} keeps them by process",
+        source=source,
+        skip={*arguments.skip},
+    )
+    for part, value in state.parts.parts.items():
+        if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
+            step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
+    return step
+
+
+def _average_of(
+    state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
+) -> dict[str, str]:
+    """The one module that the checkpoint has no part for by name, where its average of the weights,
+    which no part is named after, has that module's names and shapes.
+    """
+    parts = state.parts.parts
+    modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
+    lacking = [name for name in modules if name not in source.weights and name not in skip]
+    if len(lacking) != 1 or "ema" not in source.weights or "ema" in parts:
+        return {}
+    saved = {k: tuple(t.shape) for k, t in source.weights["ema"].tensors.items()}
+    tensors = modules[lacking[0]].state_dict().items()
+    module = {k: tuple(t.shape) for k, t in tensors if isinstance(t, torch.Tensor)}
+    return {lacking[0]: "ema"} if saved == module else {}
+
+
+def _with_epoch(source: ForeignCheckpoint, epoch: int | None) -> ForeignCheckpoint:
+    """The checkpoint with as many whole epochs as the caller says, if they do."""
+    if epoch is None:
+        return source
+    assumed = [text for text in source.assumed if not text.startswith("epoch ")]
+    assumed.append(f"{count(epoch, 'whole epoch')}, as resume(epoch={epoch}) says")
+    return replace(source, epoch=float(epoch), batches=0, samples=None, assumed=assumed)
+
+
+def _plan_module(
+    state: TrainState,
+    part: str,
+    source: ForeignCheckpoint,
+    path: str,
+    arguments: ResumeArguments,
+    ranks: Ranks,
+) -> AgreedPlan:
+    """Plan the load of a module. All ranks.
+
+    Raises:
+        CheckpointError: its tensors do not fit.
+    """
+    inner = state.parts
+    ways_out = {kind: text.format(part=[part]) for kind, text in WAYS_OUT.items()}
+    is_fresh = PartSource(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+    options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways_out=ways_out)
+    module, listing = inner.parts[part], source.model(part)
+    headers = header_reader(module, path, ranks, known=listing)
+    tell = partial(look_at_source, path, ranks, headers)
+    try:
+        sources = ranks.together("looking at the source", tell)
+        plan = plan_load(module, path, ranks, options, sources, headers, known=listing)
+        if plan.match.stored_twice:
+            compare_ties(plan.match, plan.reading.readers, ranks)
+    except LoadError as error:
+        text = misfit_text(path, inner.unusable, [f"{part}: {error}"])
+        raise CheckpointError(text, causes=error.causes) from error
+    return plan
+
+
+@dataclass(kw_only=True)
+class ForeignStep(ResumeSource):
+    """What another tool saved, as a resume sees a step of a run.
+
+    Attributes:
+        source: the checkpoint, by its headers.
+        skip: names of parts that stay as they are.
+        plans: of the modules that are loaded, by part.
+        used: names of its parts that come over.
+    """
+
+    source: ForeignCheckpoint
+    skip: set[str]
+    plans: dict[str, AgreedPlan] = field(default_factory=dict[str, AgreedPlan])
+    used: set[str] = field(default_factory=set[str])
+
+    def has_weights(self, part: str) -> bool:
+        """Whether it has the weights of a module.
+
+        Raises:
+            CheckpointError: it has not those of the model itself.
+        """
+        if part not in self.source.weights and part == "model":
+            raise CheckpointError(
+                f"{self.path} holds no model's weights; it has "
+                f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
+            )
+        return part in self.source.weights
+
+    def match(
+        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
+    ) -> dict[str, PartMatch]:
+        inner = state.parts
+        names, matched = names_of(inner.targets()), dict[str, PartMatch]()
+        for part, value in inner.parts.items():
+            if part in self.skip:
+                continue
+            if isinstance(value, nn.Module):
+                matched[part] = self._module(part, value, ranks)
+            elif isinstance(value, Optimizer):
+                matched[part] = self._optimizer(part, value, names, arguments, ranks)
+            elif isinstance(value, ElasticLoader):
+                matched[part] = self._position(value, state)
+            else:
+                matched[part] = self._stateful(part, value, ranks)
+        return matched
+
+    def _module(self, part: str, module: nn.Module, ranks: Ranks) -> PartMatch:
+        plan = self.plans.get(part)
+        if plan is None:
+            return self._absent(part)
+        self.used.add(part)
+
+        def load() -> int:
+            result = fill_from_files(module, plan, ranks, Meter(), None)
+            return result.moved[ranks.index].read
+
+        return PartMatch(_outcome_of(plan), load=load)
+
+    def _absent(self, part: str) -> PartMatch:
+        has_none = f"the checkpoint of {self.source.tool} has none"
+        return PartMatch(Outcome("fresh", self.source.not_read.get(part, has_none)))
+
+    def _optimizer(
+        self,
+        part: str,
+        optimizer: Optimizer,
+        names: Names,
+        arguments: ResumeArguments,
+        ranks: Ranks,
+    ) -> PartMatch:
+        source = self.source.optimizers.get(part)
+        if source is None:
+            return self._absent(part)
+        self.used.add(part)
+        record, tensors, problems = foreign_optimizer.record_of(
+            part, optimizer, source, names, renamer(arguments.rename)
+        )
+        if problems:
+            return PartMatch(Outcome("exact"), problems=problems)
+        part_source = self._part_source(tensors, arguments)
+        matched = match_optimizer(part, optimizer, record, part_source, names, ranks.index)
+        if matched.outcome != "derived":  # else it has new parameters, or leaves some
+            matched.outcome = _outcome(
+                [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
+            )
+        commit = matched.commit
+
+        def commit_counted() -> None:
+            commit()  # and counts that are plain numbers, of old versions, become tensors
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
+
+        matched.commit = commit_counted
+        return matched
+
+    def _part_source(
+        self, tensors: dict[str, StoredTensor], arguments: ResumeArguments | None = None
+    ) -> PartSource:
+        listing = self.listing.with_tensors(tensors)
+        if arguments is None:
+            return PartSource(listing, 0, False, casts=True)
+        fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
+        joins = arguments.settings == "script"
+        return PartSource(listing, 0, False, fresh, drop, casts=True, joins=joins)
+
+    def _position(self, data: ElasticLoader, state: TrainState) -> PartMatch:
+        position, outcome = _start_of(data, self.source)
+
+        def commit() -> None:
+            data.load_state_dict(position)
+            state.samples = data.samples
+
+        return PartMatch(outcome, commit=commit)
+
+    def _stateful(self, part: str, thing: Any, ranks: Ranks) -> PartMatch:
+        if part not in self.source.states:
+            return self._absent(part)
+        self.used.add(part)
+        tree, outcome = self.source.states[part], None
+        problem = _problem_of(part, thing, tree)
+        if problem is not None:
+            return PartMatch(Outcome("exact"), problems=[problem])
+        warnings: list[str] = []
+        if part.startswith("scheduler") or isinstance(thing, LRScheduler):
+            tree, outcome = _in_optimizer_steps(part, thing, tree, self.source)
+            warnings = [] if outcome else _doubts_on_count(part, tree, self.source)
+        record, tensors = _record_of(part, thing, tree)
+        if isinstance(record, str):
+            return PartMatch(Outcome("fresh", record))
+        matched = match_stateful(part, thing, record, self._part_source(tensors), ranks.index)
+        matched.outcome = outcome or matched.outcome
+        matched.warnings += warnings
+        return matched
+
+    def warnings(self) -> list[str]:
+        step, stepped = self.source.step, self.source.optimizer_steps
+        has_state = any(part.state for part in self.source.optimizers.values())
+        if has_state and (step is None or (step == 0 and stepped is None)):
+            return [
+                f"{self._without_step()}, though its optimizer has stepped; set state.step after "
+                "the resume"
+            ]
+        if step is None or stepped is None or max(step, stepped) <= MORE * min(step, stepped) + 1:
+            return []
+        return [
+            f"the checkpoint says step {step}, and its optimizer has stepped "
+            f"{count(stepped, 'time')}: the run counts from {step}; set state.step after the "
+            "resume if that counts other things"
+        ]
+
+    def _without_step(self) -> str:
+        says = "says step 0" if self.source.step == 0 else "does not say its step"
+        reason = self.source.not_a_step or f"the checkpoint {says}"
+        return f"{reason}: the run counts from 0"
+
+    def notes(self) -> list[str]:
+        source = self.source
+        notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
+        if source.step is None and not self.warnings():
+            notes.append(self._without_step())
+        notes += source.assumed
+        pairs = [f"{part} from {key}" for part, key in source.keys.items() if part in self.used]
+        notes += [f"read by other names: {', '.join(pairs)}"] if pairs else []
+        notes += [
+            f"not read: {', '.join(keys[:5])} of {part}, of which the model has no use"
+            for part, plan in self.plans.items()
+            if (keys := plan.match.ignored)
+        ]
+        notes += [
+            f"not read: {name}, which no part of the state is named after"
+            for name in sorted(self.names - self.used - self.skip)
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, why in source.not_read.items():
+            reasons.setdefault(why, []).append(name)
+        notes += [f"not read: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
+        return notes
+
+
+def _outcome_of(plan: AgreedPlan) -> Outcome:
+    match = plan.match
+    if match.keep and match.missing:
+        return Outcome("derived", in_line("kept, as the checkpoint has none", match.missing))
+    pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
+    return _outcome([(tensor.layout, tensor.dtype, stored) for tensor, stored in pairs])
+
+
+def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
+    """Exact where bytes went as they are into whole tensors."""
+    cast = sorted(
+        {f"{stored.dtype} to {dtype}" for _, dtype, stored in rows if stored.dtype != dtype}
+    )
+    if cast:
+        return Outcome("derived", f"cast from {', '.join(cast)}".replace("torch.", ""))
+    if any(layout is not None or len(stored.chunks) > 1 for layout, _, stored in rows):
+        return Outcome("resharded", "laid out otherwise")
+    return Outcome("exact")
+
+
+def _record_of(
+    part: str, thing: Any, tree: Any
+) -> tuple[dict[str, Any] | str, dict[str, StoredTensor]]:
+    """The record of a stateful part and the tensors that it refers to, or why there is none."""
+    tensors: dict[str, StoredTensor] = {}
+
+    def put(where: str, value: Any) -> Any:
+        tensors[where] = value.renamed(where)
+        return {"~whole": where}
+
+    try:
+        tree = to_json(tree, part, put)
+    except CheckpointError as error:
+        return f"the checkpoint's value is not read: {str(error).partition(': a ')[2]}", {}
+    record = {"kind": "stateful", "class": type(thing).__name__, "layout": "", "tree": tree}
+    return record, tensors
+
+
+def _problem_of(part: str, thing: Any, tree: Any) -> str | None:
+    """Whether a saved state is one of another kind of scheduler."""
+    if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
+        return None
+    saved = {str(key) for key in cast("dict[Any, Any]", tree)}
+    now = set(thing.state_dict())
+    differ = sorted(name for name in saved ^ now if not name.startswith("_") and name != "verbose")
+    if not differ:
+        return None
+    return (
+        f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
+        f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
+    )
+
+
+def _in_optimizer_steps(
+    part: str, thing: Any, tree: Any, source: ForeignCheckpoint
+) -> tuple[Any, Outcome | None]:
+    """A scheduler's state as it is when it is stepped once in each optimizer step.
+
+    Accelerate steps it once for each process: its count is divided, and its other constants, which
+    that number multiplied, are those that it is made with now.
+
+    Returns:
+        The state, and what became of it if it is not the saved one.
+
+    Raises:
+        CheckpointError: it cannot be divided.
+    """
+    often, step = source.scheduler_steps, source.step
+    if often == 1 or not isinstance(tree, dict):
+        return tree, None
+    saved = cast("dict[str, Any]", tree)
+    count = saved.get("last_epoch")
+    if step is not None and count == step:
+        return tree, None
+    strange = sorted(saved.keys() & COUNTERS)
+    if step is None or count != step * often or strange:
+        why = f"it counts {count}" + (f", and has {', '.join(strange)}" if strange else "")
+        why += ", and the optimizer's state does not count steps" if step is None else ""
+        raise CheckpointError(
+            f"{part}: {source.tool} steps it once for each process, {often} times in a step, which "
+            f"cannot be undone here: {why}: leave it with skip=[{part!r}], and set it to the "
+            "steps that the run has"
+        )
+    state: dict[str, Any] = {**saved, **thing.state_dict()}
+    state |= {key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}
+    state |= {"last_epoch": step}
+    state |= {"_step_count": step + 1} if "_step_count" in state else {}
+    reason = (
+        f"it was stepped once for each of {often} processes: {count} became {step}; a schedule "
+        f"that was not made {often} times as long for it is old({often} * step) now"
+    )
+    return state, Outcome("derived", reason)
+
+
+def _doubts_on_count(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
+    """What the report warns of where a schedule's count cannot be that of the step."""
+    counted = cast("dict[str, Any]", tree).get("last_epoch") if isinstance(tree, dict) else None
+    step = source.step
+    if not is_plain_number(counted) or step is None or abs(counted - step) <= 1:
+        return []
+    if counted <= MORE * step:  # a schedule of epochs, or of each n-th step
+        return []
+    often = f", {counted / step:g} times as many" if step else ""
+    return [
+        f"{part}: it has counted {counted:g} where the checkpoint is at step {step}{often}, as "
+        "where each of several processes or microbatches steps it: its learning rate is that of "
+        f"count {counted:g}; to let it count steps, leave it with skip=[{part!r}] and step it "
+        f"{count(step, 'time')}"
+    ]
+
+
+def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
+    """The state of a loader that goes on in the epoch that the checkpoint was in, from its start.
+
+    Which samples of that epoch were seen is unknown, as the other tool's order is its own.
+    """
+    now = data.state_dict()
+    epoch = 0.0 if source.epoch is None else source.epoch
+    samples = round(epoch * now["n"]) if source.samples is None else source.samples
+    state = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
+    if source.epoch is None:
+        why = "the checkpoint does not say how far the data was: epoch 0 begins at its first sample"
+        return state, Outcome("fresh", why)
+    if source.batches:
+        return state, Outcome(
+            "fresh",
+            f"epoch {int(epoch)} begins again: the checkpoint was {source.batches} batches "
+            "into it, in an order of its tool's, and their samples are seen twice",
+        )
+    if epoch == int(epoch):
+        return state, Outcome("derived", f"{count(int(epoch), 'whole epoch')}: the next one begins")
+    seen = round((epoch - int(epoch)) * now["n"])
+    return state, Outcome(
+        "fresh",
+        f"epoch {int(epoch)} begins again: the checkpoint was {epoch - int(epoch):.0%} into it, in "
+        f"an order of its tool's, so about {seen} samples are seen twice",
+    )

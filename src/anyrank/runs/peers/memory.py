@@ -1,0 +1,260 @@
+"""Snapshots of a run in the memory of its machines, which outlives the processes of the ranks.
+
+A snapshot is a step of a run, in a folder of each machine's tmpfs. A machine holds the files of its
+own ranks and a copy of the files of the machine before it, so one machine may be lost. A snapshot
+exists when machines that together hold all of its files have committed it. `anyrank run` makes the
+folder, and removes it at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from anyrank import faults
+from anyrank.errors import CheckpointError
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import read_manifest, step_name
+from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
+from anyrank.runs.peers.search import PeerSnapshot, SnapshotSearch
+from anyrank.runs.peers.transfers import FileTransfer, make_folder, send_files
+from anyrank.runs.resume.listener import RunListener
+from anyrank.runs.resume.options import Cadence
+from anyrank.runs.resume.search import StepOfRun, StepSearch
+from anyrank.runs.saving.collect import Snapshot, collect
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.runs.saving.write import RankShare, describe_step, write_own_share
+from anyrank.runs.state.resume_report import ResumeReport
+from anyrank.runs.state.train_state import TrainState
+from anyrank.settings import PEERS_FOLDER
+from anyrank.sources.run_step import INDEX
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.saving")
+
+
+class PeerMemory(RunListener):
+    """The snapshots of one run, as one rank sees them. All ranks keep and bring together.
+
+    Keeps one snapshot, and a second one while that is written.
+
+    Attributes:
+        folder: the run's folder in this machine's memory.
+    """
+
+    def __init__(
+        self, root: str, path: str, state: TrainState, ranks: Ranks, cadence: Cadence
+    ) -> None:
+        absolute_path = absolute(path)
+        key = hashlib.blake2b(absolute_path.encode(), digest_size=8).hexdigest()
+        self.folder = RunFolder(LocalStorage(), join_path(root, key))
+        self.ranks = ranks
+        self._state, self._cadence, self._last = state, cadence, time.monotonic()
+        self._has_room = True
+        machines = range(len(ranks.hosts))
+        self._machine_ranks = [
+            [r for r, n in zip(ranks.ranks, ranks.nodes, strict=True) if n == m] for m in machines
+        ]
+
+    def open(self) -> None:
+        """Make the run's folder, and remove unfinished snapshots of killed ranks. Any rank."""
+        with storing(self.folder.path):
+            make_folder(self.folder.path)
+        self._remove_except(*(step.name for step in self.folder.whole_steps()))
+
+    # -- keep -------------------------------------------------------------------------------------
+
+    def tell(self, number: int) -> bool:
+        """Whether a snapshot is due after this step; the first rank's clock decides."""
+        return self._has_room and self._cadence.is_due(number, self._last)
+
+    def on_step(self, news: Sequence[Any]) -> None:
+        """Write and commit a snapshot if it is due.
+
+        If a machine has no room, the memory is emptied with a warning, and keeps nothing more.
+        """
+        if not news[0]:
+            return
+        start = time.perf_counter()
+        snapshot = collect(self._state, self.ranks)
+        self._state.run = snapshot.manifest.run
+        try:
+            self._write(snapshot)
+        except CheckpointError as error:
+            self._has_room = False
+            self._remove_except()
+            if self.ranks.index == 0:
+                log.warning("peers: nothing is kept in memory from now on: %s", error)
+            return
+        self._last = time.monotonic()
+        seconds, step = time.perf_counter() - start, snapshot.manifest.step
+        log.debug("step %d is in memory, after %.3f s", step, seconds)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write and commit a snapshot.
+
+        Raises:
+            CheckpointError: a machine has no room; the snapshot before is still there.
+        """
+        ranks, folder = self.ranks, self.folder
+        name = step_name(snapshot.manifest.step)
+        temporary = folder.join(f"{name}.tmp")
+
+        def write_share() -> RankShare:
+            faults.point("peers.write")
+            with storing(temporary):
+                make_folder(temporary)
+            return write_own_share(snapshot, folder.store, temporary, ranks)
+
+        shares = ranks.together("writing the snapshot", write_share)
+        send_files(self._plan_copies(shares), temporary, ranks)
+        now = datetime.now(UTC).isoformat()
+        index, manifest = ranks.run_on_one(
+            "describing the snapshot", lambda: describe_step(snapshot, shares, now)
+        )
+
+        def commit() -> None:
+            faults.point("peers.commit")
+            if self._is_first_on_machine:
+                # DCP's metadata is left out, as only a resume reads a snapshot.
+                manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), index)
+                folder.commit(temporary, manifest.step, manifest)
+
+        ranks.together("committing the snapshot", commit)
+        self._remove_except(name)  # the new one is whole on all machines
+
+    @property
+    def _is_first_on_machine(self) -> bool:
+        """Whether this rank is the first on its machine."""
+        return self._machine_ranks[self.ranks.node][0] == self.ranks.rank
+
+    def _plan_copies(self, shares: Sequence[RankShare]) -> list[FileTransfer]:
+        """The files that each rank sends to the next machine."""
+        if len(self._machine_ranks) == 1:
+            return []
+        transfers: list[FileTransfer] = []
+        for rank, node, share in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
+            receivers = self._machine_ranks[(node + 1) % len(self._machine_ranks)]
+            receiver = receivers[self._machine_ranks[node].index(rank) % len(receivers)]
+            for name, file in share.files.items():
+                transfers.append(FileTransfer(name, file.size, rank, receiver))
+        return transfers
+
+    def _remove_except(self, *kept: str) -> None:
+        """Remove all other snapshots from this machine's memory. Any rank."""
+        for name in set(self.folder.names()) - {*kept} if self._is_first_on_machine else ():
+            with contextlib.suppress(OSError):  # the next one tries again
+                self.folder.store.remove_folder(self.folder.join(name))
+
+    # -- find -------------------------------------------------------------------------------------
+
+    def open_search(self, folder: RunFolder, verify: bool) -> StepSearch:
+        return SnapshotSearch(folder, verify, self.ranks, self._snapshots(), self.bring)
+
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
+        """Only what was restored stays: other snapshots are of steps that are done again."""
+        if report is not None:
+            is_snapshot = step is not None and not step.is_on_disk
+            self._remove_except(*([step_name(report.step)] if is_snapshot else []))
+        return report
+
+    def _snapshots(self) -> list[PeerSnapshot]:
+        """The snapshots of which no file is missing, the newest first. Equal on all ranks."""
+        answers = self.ranks.together("looking at the machines' memory", self._list_own)
+        snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
+        missing: dict[tuple[int, str, str], set[str]] = {}
+        senders = zip(self.ranks.ranks, self.ranks.nodes, answers, strict=True)
+        for rank, node, committed in senders:
+            for key, (sizes, absent) in committed.items():
+                path = self.folder.join(step_name(key[0]))
+                snapshot = snapshots.setdefault(key, PeerSnapshot(path, *key, rank, sizes, {}))
+                missing[key] = missing.get(key, absent) & absent
+                for name in sizes.keys() - absent:
+                    snapshot.machines.setdefault(name, []).append(node)
+        return [snapshots[key] for key in sorted(snapshots, reverse=True) if not missing[key]]
+
+    def _list_own(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
+        """This machine's committed snapshots: of each, its files' sizes, and the absent files."""
+        snapshots: dict[tuple[int, str, str], tuple[dict[str, int], set[str]]] = {}
+        for step in self.folder.whole_steps() if self._is_first_on_machine else ():
+            path = self.folder.join(step.name)
+            try:
+                manifest = read_manifest(self.folder.store, path)
+            except CheckpointError as error:
+                log.warning("%s: is skipped: %s", path, error)
+                continue
+            sizes = {name: file.size for name, file in manifest.files.items()}
+            file_sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
+            absent = {file for file, size in sizes.items() if file_sizes.get(file) != size}
+            snapshots[step.number, manifest.run, manifest.written] = (sizes, absent)
+        return snapshots
+
+    def bring(self, snapshot: PeerSnapshot, listing: Listing, files: Iterable[int]) -> Listing:
+        """Fetch the files that this machine's ranks read; returns the listing with their paths.
+
+        Args:
+            snapshot: the snapshot.
+            listing: with the paths on its holder.
+            files: that this rank reads, as indices of the listing.
+        """
+        numbers = sorted(files)
+        path = snapshot.path
+        own_names = {os.path.basename(listing.files[number].path) for number in numbers}
+        own_names |= {os.path.basename(listing.sums[number]) for number in numbers}
+        names_by_rank = self.ranks.gather(own_names, "asking for the snapshot's files")
+        transfers: list[FileTransfer] = []
+        for machine, machine_ranks in enumerate(self._machine_ranks):
+            indices = [self.ranks.ranks.index(rank) for rank in machine_ranks]
+            wanted = {name for index in indices for name in names_by_rank[index]}
+            for name in sorted(wanted):
+                holders = snapshot.machines[name]
+                if machine not in holders:
+                    sender = self._machine_ranks[holders[0]][0]
+                    size = snapshot.sizes[name]
+                    transfers.append(FileTransfer(name, size, sender, machine_ranks[0]))
+                    holders.append(machine)
+        send_files(transfers, path, self.ranks)
+        infos, sums = [*listing.files], dict(listing.sums)
+        for number in numbers:
+            info = LocalStorage().find(_move_path(infos[number].path, path))
+            assert info is not None  # it was here before, or was just received
+            infos[number] = info
+            sums[number] = _move_path(sums[number], path)
+        return replace(listing, files=tuple(infos), sums=sums)
+
+
+def _move_path(path: str, folder: str) -> str:
+    return join_path(folder, os.path.basename(path))
+
+
+def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) -> list[RunListener]:
+    """The memory that `anyrank run` made for these ranks; none, and a warning, without it.
+    All ranks.
+
+    Args:
+        path: of the run.
+        state: of the run.
+        ranks: of the run.
+        cadence: when a snapshot is due.
+    """
+    root = os.environ.get(PEERS_FOLDER, "")
+    has_memory = ranks.gather(os.path.isdir(root), "looking for the machines' memory")
+    if all(has_memory):
+        memory = PeerMemory(root, path, state, ranks, cadence)
+        ranks.together("opening the machines' memory", memory.open)
+        return [memory]
+    if ranks.index == 0:
+        without = [rank for rank, has in zip(ranks.ranks, has_memory, strict=True) if not has]
+        log.warning(
+            "peers= keeps nothing in memory: %s have none that outlives them: start the script "
+            "with `anyrank run`; the files are saved as usual",
+            ranks.name_ranks(without),
+        )
+    return []

@@ -1,0 +1,98 @@
+"""Sends the files of a snapshot from one machine's memory to another's."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.files.storage import join_path, storing
+from anyrank.world.ranks import Ranks
+
+BLOCK_BYTES = 32 << 20  # of a message
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """A file to send between two machines, with the global ranks that send and receive it."""
+
+    name: str
+    nbytes: int
+    sender: int
+    receiver: int
+
+
+def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> None:
+    """Send files of this machine's folder, and receive those of others into it. All ranks.
+
+    The files are mapped: bytes go from memory to memory, with no copy in between.
+
+    Args:
+        transfers: the same list on all ranks.
+        folder: on this machine; made if it does not exist.
+        ranks: all that the list names, and maybe others.
+
+    Raises:
+        CheckpointError: a machine has no room, or lost a file.
+    """
+    if not transfers:
+        return
+    from anyrank.loading.sharing.passing import exchange  # a door: see test_house
+
+    own_transfers = [
+        transfer for transfer in transfers if ranks.rank in (transfer.sender, transfer.receiver)
+    ]
+    opened: dict[FileTransfer, mmap.mmap] = {}
+
+    def open_all() -> None:
+        with storing(folder):
+            for transfer in own_transfers:
+                path = join_path(folder, transfer.name)
+                if transfer.receiver == ranks.rank:
+                    make_folder(folder)
+                    _create(path, transfer.nbytes)
+                if transfer.nbytes:
+                    opened[transfer] = _map_file(path)
+
+    ranks.together("opening the snapshot's files", open_all)
+    sent = [(b, t.receiver) for t, m in opened.items() if t.sender == ranks.rank for b in _split(m)]
+    received = [
+        (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in _split(m)
+    ]
+    exchange(ranks, sent, received, "sending the snapshot to other machines")
+    ranks.gather(None, "sending the snapshot to other machines")  # all ranks of the machine read it
+
+
+def make_folder(path: str) -> None:
+    """Make a folder, never its parent: the parent's removal means that the run has ended."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+
+
+def _create(path: str, nbytes: int) -> None:
+    """Make a file and reserve its memory: writing to a mapping without memory kills the process."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of an earlier, interrupted transfer
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map_file(path: str) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _split(memory: mmap.mmap) -> Sequence[torch.Tensor]:
+    """A mapped file, split into blocks of a message's size."""
+    return torch.frombuffer(memory, dtype=torch.uint8).split(BLOCK_BYTES)

@@ -1,0 +1,1 @@
+"""`Checkpoints`: the loop, when to save, the resume."""

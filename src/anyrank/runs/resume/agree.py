@@ -1,0 +1,53 @@
+"""What ranks agree on before a run is resumed, trained or saved, and who may write its folder."""
+
+from __future__ import annotations
+
+from anyrank.errors import CheckpointError
+from anyrank.runs.resume.options import SaveOptions
+from anyrank.runs.saving.collect import check_boundary
+from anyrank.runs.saving.lock import RunLock
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.runs.state.train_state import TrainState
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.ranks import Ranks
+
+
+def agree_on_run(
+    state: TrainState, folder: RunFolder, options: SaveOptions, ranks: Ranks, has_callback: bool
+) -> list[bool]:
+    """Compare the arguments of a run's objects, and look at its folder. All ranks.
+
+    Args:
+        state: of the run.
+        folder: of the run.
+        options: of `Checkpoints`.
+        ranks: that open the run.
+        has_callback: whether this rank has `on_commit`.
+
+    Returns:
+        `has_callback` of each rank.
+
+    Raises:
+        CheckpointError: ranks give other arguments, or their data differs; the folder is another
+            tool's; an optimizer cannot be saved.
+    """
+    compare_arguments(ranks, "Checkpoints", vars(options), CheckpointError)
+    if isinstance(state.data, ElasticLoader):
+        state.data.position.check_same(ranks)
+    state.parts.agree(ranks)
+
+    def check_own() -> bool:
+        if ranks.index == 0:
+            folder.check_no_other()
+        state.parts.check_optimizers(ranks.index)  # before hours of training
+        return has_callback
+
+    return ranks.together("opening the run", check_own)
+
+
+def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:
+    """Refuse to save within a step, and beside another writer of the folder. Any rank."""
+    check_boundary(state)
+    if ranks.index == 0:
+        lock.take(lambda: folder.check_run(state.run))

@@ -1,0 +1,498 @@
+"""`anyrank.Checkpoints`: a run's loop, its saves (by `saving`) and resumes (by `resume`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+
+from anyrank.checks import check_function, check_path, check_type
+from anyrank.errors import CheckpointError
+from anyrank.files.storage import storage_for
+from anyrank.runs.resume.agree import agree_on_run, become_writer
+from anyrank.runs.resume.listeners import Listeners, open_listeners
+from anyrank.runs.resume.loop import (
+    BoundaryReport,
+    Loop,
+    StepCounter,
+    require_loader,
+    stop_condition,
+)
+from anyrank.runs.resume.options import ResumeArguments, SaveOptions
+from anyrank.runs.resume.resume import resume_run
+from anyrank.runs.resume.save_records import SaveRecords
+from anyrank.runs.resume.signals import PendingSignals
+from anyrank.runs.saving.background import BackgroundSave
+from anyrank.runs.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
+from anyrank.runs.saving.lock import RunLock
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.runs.saving.write import SaveRecord, write
+from anyrank.runs.state.resume_report import ResumeReport
+from anyrank.runs.state.script_settings import Settings
+from anyrank.runs.state.train_state import TrainState
+from anyrank.sources.run_step import SavedStep
+from anyrank.tensors.names import Rename
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.training.steps.step import Step
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.failures import is_death
+from anyrank.world.group import Group, check_group
+from anyrank.world.ranks import Ranks, open_ranks
+
+log = logging.getLogger("anyrank.resume")
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder, and the loop that makes them.
+
+    Every rank makes one with the same arguments, and calls it from one thread. Any rank may call
+    `latest`, `saved` and `stats`; all other methods are for all ranks together.
+    Leaving the `with` block saves the last completed step, unless an exception leaves it.
+
+    Args:
+        path: a folder or URL of the run alone; made when it is not there.
+        state: what is saved and resumed.
+        keep: how many of the newest steps stay, at least 2.
+        every: save every so many steps (500 or "500") or after a time ("10min"), decided on the
+            first rank; None saves at the end, when asked, and on SIGTERM and SIGUSR1.
+        background: hold the training only for a copy; at most one save is in flight.
+        verify: compare every byte that a resume reads with its checksum; False: all files' sizes,
+            and the small ones' checksums.
+        keep_every: steps that are multiples of it, or for which a function of it is true, stay.
+        on_commit: called on the first rank with each `SaveRecord` once it is committed.
+        peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
+            which a restart goes on; or after so many steps, or a time, as for `every`.
+        replicas_every: compare the whole of what ranks hold alike, model and optimizers, every so
+            many steps; saves compare parts of it. What differs is an error that names it.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
+
+    Raises:
+        TypeError: `state` is not a TrainState; an argument of another type.
+        ValueError: an argument outside of what is listed.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
+        state = anyrank.TrainState(model, optimizer, data=loader)
+        with anyrank.Checkpoints("runs/a", state, every="10min") as ckpts:
+            ckpts.resume()  # nothing yet: None
+            for step in ckpts.steps(until=3):
+                for x in step.microbatches(model):
+                    step.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [(saved.step, saved.samples) for saved in ckpts.saved()] == [(3, 12)]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainState,
+        *,
+        keep: int = 3,
+        every: int | str | None = None,
+        background: bool = False,
+        verify: bool = True,
+        keep_every: int | Callable[[int], bool] | None = None,
+        on_commit: Callable[[SaveRecord], object] | None = None,
+        peers: bool | int | str = False,
+        replicas_every: int | None = None,
+        process_group: Group = None,
+    ) -> None:
+        self.path = check_path("path", path)
+        check_type("state", state, TrainState, "an anyrank.TrainState")
+        if on_commit is not None:
+            check_function("on_commit", on_commit)
+        check_group(process_group)
+        self._options = SaveOptions(
+            self.path, keep, every, background, verify, keep_every, peers, replicas_every
+        )
+        self._folder = RunFolder(storage_for(self.path), self.path)
+        self._state = state
+        self._process_group = process_group
+        self._groups = contextlib.ExitStack()
+        self._ranks: Ranks | None = None
+        # By the path and not by `self`: a run that is dropped must not stay, and record signals.
+        path = self.path
+        self._signals = PendingSignals(lambda: f"{path}: step {state.step + 1}")
+        self._lock = RunLock(self._folder.store, self._folder.absolute_path)
+        self._background = BackgroundSave(self._write) if background else None
+        self._counter = StepCounter(state)
+        self._is_training = False  # on all ranks alike: whether a loop was begun
+        self._has_stepped = False
+        self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
+        self._branch: int | None = None  # the step that was resumed, if there were newer ones
+        self._last_save = time.monotonic()
+        self._records = SaveRecords(on_commit)
+        self._listeners = Listeners()
+
+    # -- resume -----------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        which: str | int | os.PathLike[str] = "auto",
+        *,
+        skip: Sequence[str] = (),
+        fresh: Sequence[str] = (),
+        drop: Sequence[str] = (),
+        rename: Rename = None,
+        parts: Mapping[str, str] | None = None,
+        epoch: int | None = None,
+        settings: Settings = "saved",
+    ) -> ResumeReport | None:
+        """Restore the run, on as many ranks as there are now. All ranks.
+
+        The newest undamaged step is restored; damaged ones are renamed `.aside-...`, and reported.
+        Everything is compared before anything is changed. Random streams are restored last.
+
+        A path into this run means that step, and the run's own path its newest. Any other path
+        begins this run with a checkpoint from elsewhere: a step of another run, or what another
+        tool saved. Of that, what is there comes over, and the report has the rest. Once the
+        run has steps of its own these are resumed, so that a job that restarts goes on.
+
+        Args:
+            which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
+                error; a number: that step (the next save sets newer ones aside); a path or URL.
+            skip: parts of the state that stay as they are, or "streams", the random ones; with a
+                path, where the run begins.
+            fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
+                they keep their values, and their state in the optimizer starts anew.
+            drop: names of parameters, or patterns, of which the checkpoint may hold what the
+                state has no more, as moments of layers that are frozen now.
+            rename: for another tool's checkpoint, as for `load`: from its names to the model's.
+            parts: for another tool's checkpoint: part of the state -> its name there.
+            epoch: for another tool's checkpoint: the whole epochs that the run has behind it.
+            settings: of schedules and optimizers (T_max, lr, betas) that the script gives
+                otherwise than the saved run's: "saved" keeps the saved ones, and warns of each;
+                "script" uses the script's, with schedules where they would be with these.
+
+        Returns:
+            The report, equal on all ranks; None when there is nothing to resume.
+
+        Raises:
+            ValueError: `which` is none of these, or a file of this run that is in no step.
+            CheckpointError: the step does not fit the state, which is unchanged then; ranks give
+                other arguments, or their data differs; or reading failed in the middle, and the
+                state may not be used before it is resumed again.
+            CorruptCheckpoint: steps are there, and all are damaged.
+            UnsafeFile: another tool's pickle that would run code; nothing was run.
+            RankError: a rank died or failed in an unforeseen way.
+
+        Example::
+
+            state = anyrank.TrainState(torch.nn.Linear(4, 1))
+            with anyrank.Checkpoints("runs/a", state) as ckpts:
+                assert ckpts.resume() is None
+                ckpts.save()
+                report = ckpts.resume("must")
+            assert report.components == {"model": "exact", "streams": "exact"}
+        """
+        self._signals.watch()
+        ranks = self._open("resume")
+        arguments = ResumeArguments(which, skip, fresh, drop, rename, parts, epoch, settings)
+        arguments.agree(ranks)
+        self.wait()
+        state, verify = self._state, self._options.verify
+        open_search = self._listeners.open_search
+        resumed = resume_run(state, self._folder, arguments, verify, ranks, open_search)
+        if resumed is None:
+            self._listeners.on_resume(None, None)
+            state.parts.streams_before = state.parts.digests_of_streams()
+            return None
+        self._counter.forget_steps()
+        is_on_disk = resumed.step is not None and resumed.step.is_on_disk
+        self._on_disk = (state.step, state.run) if is_on_disk else None
+        self._branch = state.step if resumed.is_branch else None
+        return self._listeners.on_resume(resumed.report, resumed.step)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
+        """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
+
+        A step counts when it is whole: its microbatches ran, and an optimizer of the state stepped.
+        However the body is left then, by `break`, `return` or an exception, the step counts; one
+        that is left before comes again. An exception that leaves the `with` block saves nothing.
+        Goes from epoch to epoch; a run that is at its end already gets no step. All ranks.
+
+        Args:
+            until: optimizer steps of the whole run, earlier processes included.
+            epochs: epochs of the whole run; give this or `until`.
+
+        Returns:
+            The steps, each to be trained with `step.microbatches(model)`.
+
+        Raises:
+            ValueError: no limit, both, a negative one; fused=True with exact=True and FSDP2.
+            TypeError: the state's data is not an ElasticLoader; a limit that is not an int.
+            CheckpointError: ranks give other limits; or a save failed: the last one is still there.
+
+        Example::
+
+            loader = anyrank.ElasticLoader(torch.randn(8, 4), global_batch=4, microbatch=2)
+            model = torch.nn.Linear(4, 1)
+            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(model, data=loader))
+            for step in ckpts.steps(epochs=1):
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).sum())
+            assert ckpts.saved()[0].samples == 8
+        """
+        loader = require_loader(self._state)
+        is_finished = stop_condition(self._state, until, epochs)
+        return Loop(lambda: self._loop(loader, is_finished, {"until": until, "epochs": epochs}))
+
+    def _loop(
+        self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
+    ) -> Generator[Step, None, None]:
+        self._signals.watch()
+        self._counter.leave_body()  # of an earlier loop, whose iterator is still alive
+        ranks, check = self._open("steps"), self._state.parts.check_usable
+        compare_arguments(ranks, "steps", limits, CheckpointError, check)
+        self._is_training = True
+        yield from self._counter.go_over(loader, is_finished, self.step_done)
+        if self._counter.completed:
+            self.save(unless_saved=True)
+
+    def step_done(self, *, hold: bool = False) -> Callable[[], None] | None:
+        """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
+
+        Learns here of a background save that failed, and of SIGTERM (a last save, then SystemExit)
+        and SIGUSR1 (a save) that any rank got.
+
+        Args:
+            hold: put off what is due then, for code that still belongs to the step.
+
+        Returns:
+            With `hold` the function that does it, for all ranks.
+
+        Raises:
+            CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
+                a save failed, and the last committed step is still there.
+
+        Example::
+
+            state = anyrank.TrainState(torch.nn.Linear(4, 1))
+            with anyrank.Checkpoints("runs/a", state, every=2) as ckpts:
+                while state.step < 5:
+                    ckpts.step_done()  # after optimizer.step()
+                    ckpts.end_if_asked()  # after each batch of a long evaluation
+            assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
+        """
+        self._signals.watch()
+        ranks = self._open("step_done")
+        self._is_training = True
+        options, number = self._options, self._state.step + 1
+
+        def report() -> BoundaryReport:
+            self._counter.check_countable()
+            return BoundaryReport(
+                save_failed=self._background is not None and self._background.has_failed,
+                signal=self._signals.find_pending(),
+                save_is_due=options.cadence.is_due(number, self._last_save),
+                ahead=self._counter.ahead,
+                news=self._listeners.tell(number),
+                has_strangers=self._counter.has_strangers,
+            )
+
+        with self._counter.guard_boundary():
+            reports = ranks.together("completing the step", report)
+            self._counter.count()
+            self._counter.learn_ahead(ranks, reports)
+        if not self._has_stepped:  # now its optimizers have their state
+            self._has_stepped = True
+            warn_of_refusal(self._state, ranks)
+        if any(report.save_failed for report in reports):
+            self.wait()
+        has_strangers = any(report.has_strangers for report in reports)
+        if ranks.size > 1 and (has_strangers or options.compares_replicas(number)):
+            from anyrank.runs.state.diverged_replicas import (
+                check_replicas,  # a door: see test_house
+            )
+
+            check_replicas(self._state, ranks)
+        return partial(self._end_step, reports) if hold else self._end_step(reports)
+
+    def _end_step(self, reports: Sequence[BoundaryReport]) -> None:
+        """Do what is due after a step. All ranks."""
+        self._listeners.on_step([report.news for report in reports])
+        signals = {report.signal for report in reports} - {None}
+        if reports[0].save_is_due or signals:
+            self._save_for(signals)
+
+    def end_if_asked(self) -> None:
+        """End the run if SIGTERM has come to any rank: for long loops within a step, as an
+        evaluation. All ranks, equally often; each call is one agreement.
+
+        The last whole step is saved, and SystemExit raised. The step that is under way is whole if
+        an optimizer of the state has stepped: call it after all that the step changes.
+
+        Raises:
+            CheckpointError: within a step of a state without an optimizer; or as `save`.
+        """
+        self._signals.watch()
+        ranks = self._open("end_if_asked")
+        signals = {*ranks.together("looking for SIGTERM", self._signals.find_pending)}
+        if signal.SIGTERM in signals:
+            self._counter.leave_step()
+            self._save_for(signals)
+
+    def _save_for(self, signals: Set[int | None]) -> None:
+        """Save because it is due, or for a signal; ends the run after SIGTERM. All ranks."""
+        self.save(unless_saved=True)
+        self._signals.mark_done(signals)
+        if signal.SIGTERM in signals:
+            self.close()
+            log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)
+            raise SystemExit(128 + signal.SIGTERM)
+
+    # -- save -------------------------------------------------------------------------------------
+
+    def save(self, *, unless_saved: bool = False) -> None:
+        """Save now, at a step boundary; with background=True, return after a copy. All ranks.
+
+        Args:
+            unless_saved: no warning where the step is saved already. It stays as it is either way.
+
+        Raises:
+            CheckpointError: something cannot be saved, a rank could not write, or the call comes
+                within a step. Nothing is committed then, but where the last sync failed.
+            RankError: another rank ended.
+
+        Example::
+
+            ckpts = anyrank.Checkpoints("runs/a", anyrank.TrainState(torch.nn.Linear(4, 1)))
+            ckpts.save()
+            ckpts.wait()  # with background=True: until it is committed
+            assert ckpts.latest() == "runs/a/step-00000000"
+            assert ckpts.stats()[0].nbytes == ckpts.saved()[0].nbytes
+            ckpts.close()
+        """
+        ranks, state = self._open("save"), self._state
+        start = time.perf_counter()
+        self.wait()
+        if (state.step, state.run) == self._on_disk:
+            ranks.together("preparing a save", lambda: check_boundary(state))
+            if ranks.index == 0:
+                self._records.warn_of_saved(self.path, state, always=not unless_saved)
+        else:
+            become = partial(become_writer, state, self._folder, self._lock, ranks)
+            snapshot = collect(state, ranks, become)
+            self._records.note_schedules(state)
+            state.run = snapshot.manifest.run
+            if self._background is None:
+                record = self._write(snapshot, ranks)
+                self._record_save(replace(record, stall_seconds=time.perf_counter() - start), ranks)
+            else:
+                self._background.start(snapshot, ranks, start)
+        self._last_save = time.monotonic()
+        self._listeners.on_save()
+
+    def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
+        """Write a snapshot into files, in either thread. All ranks."""
+        record = write(
+            snapshot,
+            self._folder,
+            ranks,
+            keep_newest=self._options.keep,
+            keeps_forever=self._options.is_kept_forever,
+            branch=self._branch,
+        )
+        self._branch = None
+        return record
+
+    def _record_save(self, record: SaveRecord, ranks: Ranks) -> None:
+        self._on_disk = (record.step, self._state.run)
+        self._records.add(record, ranks)
+
+    def wait(self) -> None:
+        """Return when no save is in flight. All ranks.
+
+        Raises:
+            CheckpointError: the save that was in flight failed.
+        """
+        if self._background and self._ranks and self._background.is_in_flight:
+            self._record_save(self._background.wait(), self._ranks)
+
+    def latest(self) -> str | None:
+        """Path of the newest committed step, or None. Any rank."""
+        steps = self._folder.whole_steps()
+        return self._folder.user_path(steps[0].name) if steps else None
+
+    def saved(self) -> list[SavedStep]:
+        """The committed steps, the newest first; damaged ones are left out. Any rank."""
+        return self._folder.saved()
+
+    def stats(self) -> list[SaveRecord]:
+        """The saves of this process: step, path, bytes, seconds, stall seconds, removed steps."""
+        return [*self._records.records]
+
+    # -- open and close ---------------------------------------------------------------------------
+
+    def _open(self, call: str) -> Ranks:
+        """The ranks; the first call opens and checks the run. All ranks."""
+        if self._ranks is None:
+            opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
+            ranks = self._groups.enter_context(opened)
+            has_callback = self._records.has_callback
+            rows = agree_on_run(self._state, self._folder, self._options, ranks, has_callback)
+            self._records.has_callback = any(rows)
+            if self._background is not None:
+                self._groups.enter_context(self._background.connected(ranks))
+            self._listeners = open_listeners(
+                self._state, self._folder, self._lock, self._options, ranks
+            )
+            self._ranks = ranks
+        return self._ranks
+
+    def close(self) -> None:
+        """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
+
+        Saves nothing more: leaving the `with` block does. A later call opens all of it again.
+
+        Raises:
+            CheckpointError: the save that was in flight failed; all else is released all the same.
+        """
+        try:
+            self.wait()
+        finally:
+            self._release()
+        self._signals.resend()
+
+    def _release(self, error: BaseException | None = None) -> None:
+        self._signals.restore()
+        self._listeners.close(error)
+        self._lock.release()
+        self._ranks = None
+        self._groups.close()
+
+    def __enter__(self) -> Checkpoints:
+        self._signals.watch()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._counter.leave_body()  # of a loop whose iterator is still alive
+            if error is not None:
+                if self._background and self._ranks and self._background.is_in_flight:
+                    add = partial(self._records.add_alone, ranks=self._ranks)
+                    self._background.finish_for_error(add)
+                if self._ranks is not None:  # the others may wait for this rank, and it may live on
+                    text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+                    why = f"rank {self._ranks.rank} has left the run by {text}"
+                    first = self._ranks.end(why, is_death(error))
+                    # To torch a rank that failed and one that died are a closed connection.
+                    error = first if first and is_death(error) else error
+                return
+            if self._is_training and self._ranks and self._counter.has_whole_steps(self._ranks):
+                self.save(unless_saved=True)
+            self.wait()
+        finally:
+            self._release(error)
+        self._signals.resend()

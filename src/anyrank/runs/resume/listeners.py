@@ -1,0 +1,80 @@
+"""The listeners of one run: its log, and by doors what its options and its ranks ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from anyrank.runs.resume.listener import RunListener
+from anyrank.runs.resume.log_listener import LogListener
+from anyrank.runs.resume.options import SaveOptions
+from anyrank.runs.resume.search import StepOfRun, StepSearch
+from anyrank.runs.saving.lock import RunLock
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.runs.state.resume_report import ResumeReport
+from anyrank.runs.state.train_state import TrainState
+from anyrank.world.ranks import Ranks
+
+
+class Listeners(list[RunListener]):
+    """Tells each listener, in their order, which is the same on all ranks."""
+
+    def open_search(self, folder: RunFolder, verify: bool, ranks: Ranks) -> StepSearch:
+        """The search for the newest step: a listener's that knows of more than the folder, or that
+        of the folder. All ranks.
+        """
+        searches = (listener.open_search(folder, verify) for listener in self)
+        return next(filter(None, searches), None) or StepSearch(folder, None, verify, ranks)
+
+    def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
+        """The run was resumed, or began; the report with what they know besides. All ranks."""
+        for listener in self:
+            report = listener.on_resume(report, step)
+        return report
+
+    def tell(self, number: int) -> list[Any]:
+        """What each tells the other ranks of a step before it counts."""
+        return [listener.tell(number) for listener in self]
+
+    def on_step(self, news: Sequence[Sequence[Any]]) -> None:
+        """A step has counted, of which each rank's `tell` returned this. All ranks."""
+        for listener, of_listener in zip(self, zip(*news, strict=True), strict=True):
+            listener.on_step(of_listener)
+
+    def on_save(self) -> None:
+        """A save has ended, or goes on in the background. All ranks."""
+        for listener in self:
+            listener.on_save()
+
+    def close(self, error: BaseException | None) -> None:
+        """The run is closed; its listeners hear nothing more."""
+        for listener in self:
+            listener.on_close(error)
+        self.clear()
+
+
+def open_listeners(
+    state: TrainState, folder: RunFolder, lock: RunLock, options: SaveOptions, ranks: Ranks
+) -> Listeners:
+    """The listeners of a run that is opened. All ranks.
+
+    Args:
+        state: of the run.
+        folder: of the run.
+        lock: of the folder.
+        options: of the run.
+        ranks: of the run.
+    """
+    opened, waited_sec = Listeners(), float
+    if ranks.size > 1:  # one rank waits for nobody
+        from anyrank.runs.resume.pace_listener import PaceListener
+
+        pace = PaceListener(state, ranks)
+        opened.append(pace)
+        waited_sec = pace.waited_sec
+    opened.append(LogListener(folder, lock, state, ranks, waited_sec))
+    if options.peers:
+        from anyrank.runs.peers.memory import open_memory
+
+        opened += open_memory(options.path, state, ranks, options.peers_cadence)
+    return opened

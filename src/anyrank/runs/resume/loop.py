@@ -1,0 +1,326 @@
+"""The loop over the steps of a run: where it ends, and which of its steps count.
+
+A step counts if its microbatches ran and an optimizer of the state stepped. How the body was left
+does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from anyrank.checks import check_int
+from anyrank.errors import CheckpointError
+from anyrank.runs.saving.collect import is_within_step
+from anyrank.runs.state.accelerate_wrappers import innermost
+from anyrank.runs.state.train_state import TrainState
+from anyrank.training.steps.agreed_batches import OwnBatches
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.training.steps.position import Position
+from anyrank.training.steps.step import Step
+from anyrank.training.steps.step_listeners import tell_of_step
+from anyrank.world.failures import Failure
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.resume")
+
+EARLY_STEP = "the optimizer stepped before all of its microbatches were run"
+
+
+class BoundaryReport(NamedTuple):
+    """What a rank sends to the others at the end of a step.
+
+    Attributes:
+        save_failed: whether a background save has failed.
+        signal: SIGTERM or SIGUSR1, if the rank got one.
+        save_is_due: whether a save in files is due; the first rank's clock decides.
+        ahead: why it could not fetch the first batches of the next step, and what the others have
+            to know of these.
+        news: what the run's listeners tell, in their order.
+        has_strangers: as of `StepHooks`.
+    """
+
+    save_failed: bool
+    signal: int | None
+    save_is_due: bool
+    ahead: tuple[Failure | None, Any]
+    news: Sequence[Any]
+    has_strangers: bool
+
+
+class Loop(Iterator[Step]):
+    """What `Checkpoints.steps` returns: each `for` begins where the run is.
+
+    Each `for` has an iterator of its own, so that leaving the loop closes it, also if this object
+    is kept in a variable. `next()` uses another iterator.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
+        self._begin = begin
+        self._iterator: Iterator[Step] | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._begin()
+
+    def __next__(self) -> Step:
+        self._iterator = self._iterator or self._begin()
+        return next(self._iterator)
+
+
+class StepHooks:
+    """Hooks on a state's optimizers, which record whether one has stepped.
+
+    Attributes:
+        optimizers: of the state, that take hooks.
+        handles: of the hooks.
+        stepped: set by any of them; reset where a step counts, and before each body.
+        has_strangers: whether an optimizer has made its first step with gradients of parameters
+            that `microbatches()` did not get: then they are this rank's alone, unless the script
+            has exchanged them itself.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.stepped = self.has_strangers = False
+        self._data = state.data
+        self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        parts = state.parts.parts.values()
+        self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
+        self.optimizers: list[Optimizer] = []
+        self.handles: list[RemovableHandle] = []
+        for optimizer in map(innermost, state.parts.optimizers()):
+            # A wrapper that was not made by torch's __init__ has no place for hooks.
+            with contextlib.suppress(AttributeError):
+                self.handles.append(optimizer.register_step_post_hook(self._on_step))
+                self.optimizers.append(optimizer)
+
+    def missed_gradients(self) -> bool:
+        """Whether there are gradients and no optimizer has stepped; never with a GradScaler."""
+        if self.stepped or self._has_scaler:
+            return False
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return any(param.grad is not None for group in groups for param in group["params"])
+
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepped = True
+        begun = self._data.position.begun if isinstance(self._data, ElasticLoader) else []
+        if begun and optimizer not in self._looked_at:  # once: later it would cost each step
+            self._looked_at.add(optimizer)
+            known = {id(param) for sync in begun for param in sync.parameters}
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            strangers = (p for p in params if p.grad is not None and id(p) not in known)
+            self.has_strangers |= any(True for _ in strangers)
+
+
+class StepCounter:
+    """Counts the steps that a process completes, within a loop over them and by itself.
+
+    Attributes:
+        completed: steps that were counted.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._hooks = StepHooks(state)
+        # By the handles, which hold no optimizer: one may have hooks that hold this run.
+        for handle in self._hooks.handles:
+            weakref.finalize(self, handle.remove).atexit = False
+        self._body: Step | None = None  # the step whose body runs now
+        self._has_warned = False  # of a step in which no optimizer stepped
+        self.completed = 0
+
+    def check_countable(self) -> None:
+        """Refuse to count a step that is not complete, or that `steps()` counts.
+
+        Raises:
+            CheckpointError: microbatches have not run, the body of `steps()` runs, or the state is
+                half restored.
+        """
+        if self._body is not None:
+            raise CheckpointError(
+                "step_done() in the body of steps(), which counts the step itself at the body's "
+                "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
+            )
+        self._state.parts.check_usable()
+        if isinstance(self._state.data, ElasticLoader):
+            self._state.data.position.check_complete()
+
+    def go_over(
+        self,
+        loader: ElasticLoader,
+        is_finished: Callable[[], bool],
+        step_done: Callable[[], object],
+    ) -> Generator[Step]:
+        """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
+        while not is_finished():
+            for step in loader:
+                self.forget_steps()
+                self._body = step
+                try:
+                    yield step
+                except GeneratorExit:
+                    self.leave_body()
+                    raise
+                self._end_body(step)
+                step_done()
+                if is_finished():
+                    break
+
+    def _end_body(self, step: Step) -> None:
+        """Handle the end of a body.
+
+        Raises:
+            CheckpointError: the loop was left meanwhile, and has accounted for this step.
+        """
+        if self._body is not step:
+            raise CheckpointError(
+                f"the loop over steps() was left at step {step.number}, when the run was closed or "
+                "another loop began, and its iterator was kept: call steps() again"
+            )
+        self._body = None
+        if not self._has_warned and self._hooks.missed_gradients():
+            self._has_warned = True
+            log.warning(
+                "step %d: no optimizer of the state has stepped, and there are gradients: the step "
+                "counts, and a checkpoint does not hold them: for larger batches raise "
+                "global_batch, for an optimizer of another kind call step_done() in your own loop",
+                step.number,
+            )
+
+    def leave_body(self) -> None:
+        """Account for a body that did not run to its end, if any. Raises nothing."""
+        if self._body is not None:
+            self._body = None
+            self._leave_step(require_loader(self._state).position)
+
+    def leave_step(self) -> None:
+        """Account for the step that is under way, in a body or in a loop of one's own.
+
+        Without a known optimizer such a loop alone knows whether its step is whole: then it stays.
+        """
+        data = self._state.data
+        if self._body is not None:
+            self.leave_body()
+        elif not isinstance(data, ElasticLoader):
+            if self._hooks.stepped:
+                self.count()
+        elif data.in_step and self._hooks.optimizers:
+            self._leave_step(data.position)
+
+    def _leave_step(self, position: Position) -> None:
+        hooks = self._hooks
+        if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
+            self.count()
+        elif hooks.stepped:
+            self._state.parts.unusable = _lost_step_text(position.step, EARLY_STEP)
+        else:
+            position.abandon_step()  # the weights are those of the step before
+
+    def forget_steps(self) -> None:
+        """Steps of the optimizers until now are none of the step that comes."""
+        self._hooks.stepped = self._hooks.has_strangers = False
+
+    @contextlib.contextmanager
+    def guard_boundary(self) -> Generator[None]:
+        """Mark the state as unusable if it is interrupted in here (Ctrl-C), before it counts."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            reason = "it was interrupted while it was counted"
+            self._state.parts.unusable = _lost_step_text(self._state.step, reason)
+            raise
+
+    @property
+    def _ahead(self) -> OwnBatches | None:
+        """The first batches of the next step, if they were fetched."""
+        data = self._state.data
+        return data.position.ahead if isinstance(data, ElasticLoader) else None
+
+    @property
+    def has_strangers(self) -> bool:
+        """As of `StepHooks`, in the step that ends."""
+        return self._hooks.has_strangers
+
+    @property
+    def ahead(self) -> tuple[Failure | None, Any]:
+        """Why this rank could not fetch them, and what the others have to know of them."""
+        return (None, None) if self._ahead is None else (self._ahead.failure, self._ahead.report)
+
+    def learn_ahead(self, ranks: Ranks, reports: Sequence[BoundaryReport]) -> None:
+        """The ranks know now which of them could not."""
+        if self._ahead is not None:
+            self._ahead.learn(ranks, [report.ahead for report in reports])
+
+    def has_whole_steps(self, ranks: Ranks) -> bool:
+        """Whether steps were counted, and none is under way: then leaving saves. All ranks.
+
+        Raises:
+            CheckpointError: a step that does not count has changed the state of a rank.
+        """
+
+        def report() -> tuple[bool, bool]:
+            self._state.parts.check_usable()
+            return self.completed > 0, is_within_step(self._state)
+
+        flags = ranks.together("leaving the loop", report)
+        if any(is_within for _, is_within in flags):
+            log.warning(
+                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
+                "checkpoint stays the one before",
+                self._state.step,
+            )
+            return False
+        return any(has_counted for has_counted, _ in flags)
+
+    def count(self) -> None:
+        """Count a step whose optimizer has stepped."""
+        state = self._state
+        if isinstance(state.data, ElasticLoader):
+            state.data.commit()
+            state.samples = state.data.samples
+        state.step += 1
+        self.completed += 1
+        self.forget_steps()
+        tell_of_step()
+
+
+def require_loader(state: TrainState) -> ElasticLoader:
+    """The state's ElasticLoader.
+
+    Raises:
+        TypeError: the state has none.
+    """
+    if not isinstance(state.data, ElasticLoader):
+        data = "no data" if state.data is None else f"a {type(state.data).__name__} as data"
+        raise TypeError(
+            f"steps() goes over the steps of an ElasticLoader, and the state has {data}: give "
+            "TrainState(data=ElasticLoader(...)), or call step_done() in a loop of your own"
+        )
+    return state.data
+
+
+def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
+    """A function that says whether the run has `until` optimizer steps, or `epochs` epochs.
+
+    Raises:
+        ValueError: none or both were given, or a negative number.
+        TypeError: a number that is not an int.
+    """
+    if (until is None) == (epochs is None):
+        raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
+    name, limit = ("until", until) if epochs is None else ("epochs", epochs)
+    last = check_int(name, limit, 0)  # counted over the whole run
+    return lambda: (state.step if epochs is None else state.epoch) >= last
+
+
+def _lost_step_text(number: int, reason: str) -> str:
+    """Why a state is unusable that an uncounted step has changed."""
+    return f"step {number} does not count, but changed the weights: {reason}"

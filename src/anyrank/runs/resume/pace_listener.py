@@ -1,0 +1,61 @@
+"""The pace of a run: opened on several ranks, of which one may be slow."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from anyrank.runs.resume.listener import RunListener
+from anyrank.runs.state.accelerate_wrappers import innermost
+from anyrank.runs.state.train_state import TrainState
+from anyrank.training.steps.pace import Pace, Spent
+from anyrank.world.ranks import Ranks
+
+
+class PaceListener(RunListener):
+    """Measures the parts of each step by hooks of the model, from the second step on.
+
+    Args:
+        state: of the run.
+        ranks: of the run.
+    """
+
+    def __init__(self, state: TrainState, ranks: Ranks) -> None:
+        self._state, self._ranks = state, ranks
+        self._pace: Pace | None = None
+        self._has_begun = False
+
+    def waited_sec(self) -> float:
+        """Seconds in which this rank has waited for others so far."""
+        return 0.0 if self._pace is None else self._pace.waited_sec
+
+    def tell(self, number: int) -> list[Spent]:
+        """The times of this rank's last steps if they are due; mostly nothing."""
+        return [] if self._pace is None else self._pace.take_window()
+
+    def on_step(self, news: Sequence[Any]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._start()
+        elif self._pace is not None and self._ranks.index == 0 and all(news):
+            self._pace.warn_of_slow(self._ranks.ranks, news)
+
+    def on_save(self) -> None:
+        if self._pace is not None:
+            self._pace.pause()
+
+    def on_close(self, error: BaseException | None) -> None:
+        if self._pace is not None:
+            self._pace.close()
+
+    def _start(self) -> None:
+        model = self._state.parts.parts.get("model")
+        if isinstance(model, nn.Module):
+            if Pace.running is not None:  # that of a watch: one at a time
+                Pace.running.close()
+            self._pace = Pace(model, [innermost(o) for o in self._state.parts.optimizers()])
+            # Of a run that is dropped and not closed: a watch has none beside it.
+            weakref.finalize(self, self._pace.close).atexit = False

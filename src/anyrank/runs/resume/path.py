@@ -1,0 +1,102 @@
+"""What a path is that `Checkpoints.resume` is given: this run, another one, or another tool's."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from anyrank.errors import CheckpointError
+from anyrank.files.storage import reading, storage_for
+from anyrank.runs.resume.options import RENAMING, ResumeArguments
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.sources.run_step import ASIDE, is_step, number_of
+from anyrank.wording import join_first
+from anyrank.world.ranks import Ranks
+
+SHOWN = 8  # names in an error
+
+
+class PathTarget(NamedTuple):
+    """What a path is: a step of this run, one of another run, or neither.
+
+    Attributes:
+        own_step: "must" for this run's folder, or the number of one of its steps.
+        step: another run's folder, and the number of a step.
+        problem: an error's text if there is nothing to resume.
+    """
+
+    own_step: str | int | None = None
+    step: tuple[str, int] | None = None
+    problem: str | None = None
+
+
+def agree_on_path(
+    path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
+) -> PathTarget:
+    """What a path is. All ranks.
+
+    Raises:
+        ValueError: it leads to no step, or `rename` with a run's path.
+    """
+    target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
+    if target.problem:
+        raise ValueError(target.problem)
+    foreign = [
+        name for name in ("rename", "parts", "epoch") if getattr(arguments, name) is not None
+    ]
+    if foreign and (target.own_step is not None or target.step is not None):
+        way_out = f"; {RENAMING}" if foreign == ["rename"] else ": leave it out"
+        raise ValueError(
+            f"{foreign[0]}= is for another tool's checkpoint, and {path} is a run's{way_out}"
+        )
+    return target
+
+
+def _find_target(path: str, folder: RunFolder) -> PathTarget:
+    """What a path is. One rank."""
+    path = path.rstrip("/")
+    run = RunFolder(storage_for(path), path)
+    with reading(path):
+        if not run.store.is_file(path) and not run.store.is_dir(path):
+            return PathTarget(problem=_no_step_text(path, folder, "no path that exists"))
+        is_run_step = is_step(run.store, path)
+    own_path, resolved = _resolve(folder.path), _resolve(path)
+    if resolved == own_path:
+        return PathTarget(own_step="must")
+    if resolved.startswith(f"{own_path}/"):
+        first_name = resolved.removeprefix(f"{own_path}/").partition("/")[0]
+        number = number_of(first_name)
+        if number is not None:
+            return PathTarget(own_step=number)
+        if first_name.startswith(ASIDE) or run.store.is_file(folder.join(first_name)):
+            return PathTarget(problem=_no_step_text(path, folder, "no step of the run"))
+    parent, _, name = resolved.rpartition("/")
+    number = number_of(name)
+    if is_run_step and number is None:
+        raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
+    if is_run_step and number is not None:
+        return PathTarget(step=(parent, number))
+    steps = run.whole_steps()
+    return PathTarget(step=(path, steps[0].number) if steps else None)
+
+
+def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
+    """An error's text for a path that leads to no step."""
+    directory = "" if "://" in path else f" (working directory {os.getcwd()})"
+    steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "none"
+    text = (
+        f"resume({path!r}): is not 'auto', not 'must', and {problem}{directory}; give a "
+        f"step as a number, of those that {folder.path} has: {steps}"
+    )
+    store, parent = storage_for(path), path.rpartition("/")[0]
+    own_path = _resolve(folder.path)  # whose steps are named already
+    if parent not in ("", ".") and store.is_dir(parent) and _resolve(parent) != own_path:
+        text += (
+            f"; or a path, of those in {parent}: {join_first(sorted(store.names(parent)), SHOWN)}"
+        )
+    return text
+
+
+def _resolve(path: str) -> str:
+    """The one path of a folder, however it is written."""
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)

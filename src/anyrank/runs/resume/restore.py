@@ -1,0 +1,319 @@
+"""One resume: match every part of a state with its source, fill the parts, then the streams."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from anyrank import faults
+from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.listing import TensorFill
+from anyrank.files.reader import Reader
+from anyrank.loading.read import read_own
+from anyrank.models.replace import replace
+from anyrank.models.share import buffer_for, default_device
+from anyrank.models.tensors import find_tensors
+from anyrank.runs.resume.options import ResumeArguments
+from anyrank.runs.resume.search import unreadable_error
+from anyrank.runs.resume.source import ResumeSource, misfit_text
+from anyrank.runs.saving.collect import rank_coords
+from anyrank.runs.state.part_types import PartMatch
+from anyrank.runs.state.resume_report import Outcome, ResumeReport
+from anyrank.runs.state.train_state import TrainState
+from anyrank.training.data.receipts import epochs_in_words
+from anyrank.training.random_state.saved_streams import StreamOutcome, derive_all, restore
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.wording import count
+from anyrank.world.device import read_threads
+from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.runs.resume.settings.comparison import Comparison
+
+log = logging.getLogger("anyrank.resume")
+
+STREAMS = "streams"  # the random streams, in reports and skip= beside the parts of the state
+
+
+def restore_state(
+    state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
+) -> ResumeReport:
+    """Restore a state from its source. All ranks.
+
+    Raises:
+        CheckpointError: it does not fit, and nothing has changed; or reading failed in the middle.
+        CorruptCheckpoint: the source is damaged.
+    """
+    restorer = _Restorer(state, source, arguments, ranks)
+    restorer.match()
+    restorer.fill()
+    return restorer.report()
+
+
+class _Restorer:
+    """Matches a state with its source, and fills it. All ranks call `match`, `fill`, `report`."""
+
+    def __init__(
+        self, state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
+    ) -> None:
+        self.state, self.inner = state, state.parts
+        self.source, self.arguments, self.ranks = source, arguments, ranks
+        self.matched: dict[str, PartMatch] = {}
+        self.comparison: Comparison | None = None  # where the script gives other settings
+        self.has_meta_buffers = False
+        self.outcomes: dict[str, StreamOutcome] = {}
+        self.bytes_read = 0
+        self.start = time.perf_counter()
+
+    def match(self) -> None:
+        """Compare everything with the source; changes nothing.
+
+        Raises:
+            CheckpointError: all problems, in one list.
+        """
+
+        def match_parts() -> bool:
+            self.matched = self.source.match(self.state, self.arguments, self.ranks)
+            problems = self._unknown_names()
+            problems += [problem for part in self.matched.values() for problem in part.problems]
+            problems = problems or self._compare_settings()
+            if problems:
+                raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
+            return any(part.has_meta_buffers for part in self.matched.values())
+
+        self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
+
+    def _compare_settings(self) -> list[str]:
+        """A door: where the script is not the saved one; problems."""
+        script, used = self.inner.settings, self.arguments.settings
+        if used == "saved" and script.are_those_of(self.source.settings, self.matched):
+            return []
+        from anyrank.runs.resume.settings.comparison import Comparison
+
+        self.comparison = Comparison(script, self.source.settings, self.matched, used)
+        return self.comparison.problems()
+
+    def _unknown_names(self) -> list[str]:
+        """The problem of names in skip= that are no part, if there are any.
+
+        Names that an earlier resume of the run has skipped are allowed, as a restarted job calls
+        resume with the same arguments.
+        """
+        skipped = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
+        known = {*self.source.names, *self.inner.parts, *skipped, STREAMS}
+        text = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
+        names = ", ".join(sorted(known))
+        return [f"skip= names {text}: no part is called so; there are {names}"] if text else []
+
+    def fill(self) -> None:
+        """Read, and put everything in place. After a failure the state must be resumed again.
+
+        Raises:
+            CheckpointError: reading failed, and the state is marked as half restored.
+            CorruptCheckpoint: the same, because bytes are not those that were saved.
+        """
+        self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole
+        try:
+            self._read()
+            self.ranks.together("restoring the state", self._commit)
+            if self.has_meta_buffers:
+                self._rebuild()
+            self.outcomes = self._restore_streams()
+        except Exception as error:
+            self.inner.unusable = _half_restored_text(
+                (str(error) or type(error).__name__).splitlines()[0]
+            )
+            text = f"{error}\n  the state is half restored: resume again before it is used"
+            kind = CorruptCheckpoint if isinstance(error, CorruptCheckpoint) else CheckpointError
+            raise kind(text, causes=getattr(error, "causes", None)) from error
+        self.inner.unusable = None
+
+    def _read(self) -> None:
+        """Call the `load` of the parts that have one, then read the tensors of the others."""
+        for part in self.matched.values():
+            if part.load is not None:
+                self.bytes_read += part.load()
+        fills = [fill for part in self.matched.values() for fill in part.fills]
+        buffer = buffer_for(fill.local.device for fill in fills)
+        listings = {id(fill.listing): fill.listing for fill in fills}
+        for listing in listings.values() or [self.source.listing]:
+            own_fills = [fill for fill in fills if fill.listing is listing]
+            files = {chunk.file for fill in own_fills for chunk in fill.stored.chunks}
+            with Reader(
+                listing if self.source.bring is None else self.source.bring(listing, files),
+                buffer_bytes=buffer,
+                threads=read_threads(self.ranks.ranks_on_node),
+                verify=self.source.verify,
+            ) as reader:
+                self._read_from(reader, own_fills, files)
+
+    def _read_from(self, reader: Reader, fills: Sequence[TensorFill], files: set[int]) -> None:
+        """Fill this rank's memory from one listing: each rank reads the tensors that it holds."""
+
+        def read() -> None:
+            faults.point("resume.read")
+            try:
+                read_own(fills, reader, self.ranks)
+            except LoadError as error:
+                raise unreadable_error(self.source.path, error) from error
+
+        self.ranks.together("opening the checkpoint", lambda: reader.open(files))
+        self.ranks.together("reading the checkpoint", read)
+        self.bytes_read += reader.bytes_read
+
+    def _commit(self) -> None:
+        faults.point("resume.commit")
+        state, source = self.state, self.source
+        state.step, state.samples, state.run = source.step, source.samples, source.run
+        entry: dict[str, Any] = {"step": source.step, "ranks": source.saved_on.ranks}
+        entry |= {"skipped": [*self.arguments.skip]} if self.arguments.skip else {}
+        state.lineage = [*source.lineage, entry]
+        for part in self.matched.values():
+            part.commit()
+        if self.comparison is not None:
+            self.comparison.settle()
+        filled = {name: self.inner.parts[name] for name in self.matched}
+        if any(isinstance(part, LRScheduler) for part in filled.values()):
+            from anyrank.runs.resume.settings.hand_set import watch_rates  # a door: see test_house
+
+            watch_rates(filled)
+
+    def _rebuild(self) -> None:
+        # Hardly a resume has buffers on meta: a door, see test_house.
+        from anyrank.models.first_values.buffers import rebuilt_values
+        from anyrank.models.first_values.initialise import Initialiser
+
+        for part in self.inner.parts.values():
+            if isinstance(part, nn.Module):
+                targets = find_tensors(part)
+                initialiser, device = Initialiser(part, self.inner.seed), default_device(targets)
+                replace(rebuilt_values(targets, self.ranks, initialiser, device)[1])
+
+    def _restore_streams(self) -> dict[str, StreamOutcome]:
+        """Restore the random streams; last, so that nothing draws from them afterwards."""
+        if STREAMS in self.arguments.skip:  # they go on as the script has seeded them
+            return {}
+        source, seed, samples = self.source, self.inner.seed, self.state.samples
+        coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
+        saved = source.streams
+        if saved is None:
+            outcomes = derive_all(
+                coords, seed=seed, samples=samples, generators=generators, reason=source.no_streams
+            )
+            self._note_undrawn(outcomes)
+            return outcomes
+
+        def restore_saved() -> dict[str, StreamOutcome]:
+            return restore(saved, coords, seed=seed, samples=samples, generators=generators)
+
+        outcomes = self.ranks.together("restoring the random streams", restore_saved)[0]
+        self._note_undrawn(saved.unused)
+        return outcomes
+
+    def _note_undrawn(self, names: Collection[str]) -> None:
+        """Streams that nobody has drawn from are as new: their seeds here are no draws."""
+        digests = self.inner.digests_of_streams()
+        self.inner.streams_before |= {name: digests[name] for name in names if name in digests}
+
+    def _notes(self) -> list[str]:
+        notes = [
+            f"random stream {name}: {outcome.how}, {outcome.reason}"
+            for name, outcome in self.outcomes.items()
+            if outcome.how not in ("exact", "unused") and outcome.reason != self.source.no_streams
+        ]
+        notes += [note for part in self.matched.values() for note in part.notes]
+        notes += self._warnings()
+        notes += _note_differences(self.source.differed)
+        data = self.state.data
+        if isinstance(data, ElasticLoader):
+            notes += epochs_in_words(data.receipts)
+            notes += data.notes
+        return notes
+
+    def _warnings(self) -> list[str]:
+        """Those of the notes that people have to know."""
+        warnings = [text for part in self.matched.values() for text in part.warnings]
+        of_settings = [] if self.comparison is None else self.comparison.warnings()
+        return [*self.source.warnings(), *warnings, *of_settings]
+
+    def _stream_outcome(self) -> Outcome:
+        """What became of the random streams together."""
+        before, ranks = self.source.saved_on.ranks, self.ranks.size
+        for kind in ("derived", "skipped"):
+            names = [name for name, stream in self.outcomes.items() if stream.how == kind]
+            if not names:
+                continue
+            if kind == "derived" and self.source.streams is not None and before != ranks:
+                reason = "random numbers drawn outside of the loop begin anew (saved on "
+                reason += f"{count(before, 'rank')}, now {ranks})"
+                if isinstance(self.state.data, ElasticLoader):
+                    reason += "; data order, augmentation and dropout are unaffected"
+                return Outcome(kind, reason)
+            return Outcome(kind, f"{', '.join(names)}: {self.outcomes[names[0]].reason}")
+        return Outcome("exact")
+
+    def report(self) -> ResumeReport:
+        """The report of the resume. All ranks."""
+        source = self.source
+        seconds = time.perf_counter() - self.start
+        measured = self.ranks.gather((self.bytes_read, seconds))
+        components = {name: part.outcome for name, part in self.matched.items()}
+        components[STREAMS] = self._stream_outcome()
+        for name in self.arguments.skip:
+            components[name] = Outcome("skipped", "asked for with skip=")
+        report = ResumeReport(
+            step=source.step,
+            epoch=source.epoch,
+            samples=source.samples,
+            path=source.path,
+            saved_on=source.saved_on,
+            ranks=self.ranks.size,
+            lost_steps=source.lost_steps,
+            lost_samples=source.lost_samples,
+            set_aside=source.set_aside,
+            components=components,
+            notes=[*source.notes(), *self._notes()],
+            verified=source.verified,
+            bytes_read=[rank_row[0] for rank_row in measured],
+            seconds=max(rank_row[1] for rank_row in measured),
+        )
+        if self.ranks.index == 0:
+            _log_report(report, [*self._warnings(), *_note_differences(source.differed)])
+        return report
+
+
+def _half_restored_text(reason: str) -> str:
+    """Why a state is unusable whose resume failed."""
+    return f"the state is half restored, as a resume failed in the middle ({reason})"
+
+
+def _note_differences(names: Sequence[str]) -> list[str]:
+    """A note on tensors that differed between the ranks that saved them, if there are any."""
+    if not names:
+        return []
+    return [
+        f"{len(names)} tensors differed between the ranks that saved them; the first rank's are "
+        f"kept: {', '.join(names[:10])}"
+    ]
+
+
+def _log_report(report: ResumeReport, warned: Sequence[str]) -> None:
+    """Log a resume; warn of what was not restored exactly, and of some of its notes."""
+    log.info("%s", report)
+    if report.set_aside:
+        log.warning(
+            "%s and %s are lost: damaged, set aside as %s",
+            count(report.lost_steps, "step"),
+            count(report.lost_samples, "sample"),
+            ", ".join(report.set_aside),
+        )
+    for name, outcome in report.components.items():
+        if outcome not in ("exact", "resharded"):
+            log.warning("%s is %s: %s", name, outcome, outcome.reason)
+    for note in warned:
+        log.warning("%s", note)

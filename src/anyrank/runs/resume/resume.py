@@ -1,0 +1,110 @@
+"""`Checkpoints.resume`: the run's own newest step, or a checkpoint that begins the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.runs.resume.options import ResumeArguments
+from anyrank.runs.resume.restore import restore_state
+from anyrank.runs.resume.search import StepOfRun, StepSearch
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.runs.state.resume_report import ResumeReport
+from anyrank.runs.state.train_state import TrainState
+from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.runs.resume.path import PathTarget
+
+
+class Resumed(NamedTuple):
+    """The result of a resume.
+
+    Attributes:
+        report: for the caller.
+        step: that was restored, if it is one of this run.
+        is_branch: whether the caller gave the step's number, so that there may be newer ones.
+    """
+
+    report: ResumeReport
+    step: StepOfRun | None = None
+    is_branch: bool = False
+
+
+def resume_run(
+    state: TrainState,
+    folder: RunFolder,
+    arguments: ResumeArguments,
+    verify: bool,
+    ranks: Ranks,
+    open_search: Callable[[RunFolder, bool, Ranks], StepSearch],
+) -> Resumed | None:
+    """Restore a state; None if there is nothing to resume. All ranks.
+
+    Args:
+        state, folder: of the run.
+        arguments, verify: of the caller.
+        ranks: of the run.
+        open_search: opens the search for the newest step.
+
+    Raises:
+        ValueError: a path that leads to no step, or `rename` with a run's path.
+        CheckpointError: "must" and no checkpoint; or see `Checkpoints.resume`.
+    """
+    path, which = arguments.path, arguments.which
+    target = None if path is None else _open_path(path, folder, arguments, ranks)
+    if target is not None and target.own_step is not None:
+        path, which = None, target.own_step
+    number = which if path is None and isinstance(which, int) else None
+    # skip= was for the first resume, from the path: the run's own steps have all parts.
+    own_arguments = arguments if path is None else replace(arguments, skip=())
+    # A step that is asked for by its number is one of the folder, whose files stay.
+    search = (
+        open_search(folder, verify, ranks)
+        if number is None
+        else StepSearch(folder, number, verify, ranks)
+    )
+    resumed = restore_newest(state, search, own_arguments, ranks)
+    if resumed is not None and path is not None:
+        note = f"{path} was not read: the run has steps of its own, and goes on with them"
+        note += ", with all parts of the state" if arguments.skip else ""
+        report = resumed.report
+        resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))
+    elif resumed is None and path is not None and target is not None:
+        from anyrank.runs.resume.begin import begin_with  # a door: see test_house
+
+        resumed = Resumed(begin_with(path, target.step, state, arguments, verify, ranks))
+    elif resumed is None and which == "must":
+        raise CheckpointError(
+            f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
+            "starts a new run: check the path, or use 'auto'"
+        )
+    return resumed
+
+
+def _open_path(
+    path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
+) -> PathTarget:
+    """A door: which a resume of a path alone loads. All ranks."""
+    from anyrank.runs.resume.path import agree_on_path
+
+    return agree_on_path(path, folder, arguments, ranks)
+
+
+def restore_newest(
+    state: TrainState, search: StepSearch, arguments: ResumeArguments, ranks: Ranks
+) -> Resumed | None:
+    """Restore the newest step that is whole; None if the run has no steps. All ranks.
+
+    Raises:
+        CheckpointError: the step does not match the state, or reading it failed.
+    """
+    while (step := search.next()) is not None:
+        try:
+            report = restore_state(state, step, arguments, ranks)
+            return Resumed(report, step, search.number is not None)
+        except CorruptCheckpoint as error:
+            search.reject(step.candidate, str(error))
+    return None

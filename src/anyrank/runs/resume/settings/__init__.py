@@ -1,0 +1,1 @@
+"""Settings that the script gives otherwise than the saved run."""

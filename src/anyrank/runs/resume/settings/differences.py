@@ -1,0 +1,101 @@
+"""Where the settings of two scripts differ: rows of key, value here, value before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from anyrank.runs.state.script_settings import FUNCTIONS
+from anyrank.runs.state.stateful import BY_GROUP
+
+# What a schedule derives from its other settings and from its optimizer's, or counts.
+DERIVED = {
+    *("base_lrs", "base_momentums", "max_momentums", "default_min_lr", "mode_worse", "T_i"),
+    *("last_epoch", "T_cur", "best", "num_bad_epochs", "cooldown_counter", "scale"),
+    *("_last_lr", "_step_count"),
+}
+RATES = ("max_lr", "initial_lr", "lr", "min_lr")  # one of them may be derived from another
+SHOWN = 60  # characters of a value
+
+
+def differences(
+    now: Mapping[str, Any], before: Mapping[str, Any], where: str = ""
+) -> list[tuple[str, str, str]]:
+    """Rows of key, value here, value before, of settings that both have.
+
+    Private ones are counts, or derived from public ones: text and lists among them are named where
+    no public one of the same object differs.
+    """
+    rows: list[tuple[str, str, str]] = []
+    inner: list[tuple[str, str, str]] = []
+    private: list[tuple[str, str, str]] = []
+    for key in now.keys() & before.keys():
+        value, saved = now[key], before[key]
+        if key in DERIVED or _is_same(key, value, saved):
+            continue
+        name = where + key.lstrip("_")
+        if key in ("_schedulers", FUNCTIONS) and isinstance(saved, list):
+            for number, pair in enumerate(zip(value, saved, strict=False)):
+                if all(isinstance(row, dict) for row in pair):
+                    deeper = where if key == FUNCTIONS else f"{name}.{number}."
+                    deeper = f"{FUNCTIONS}.{deeper}" if key == FUNCTIONS else deeper
+                    inner += differences(*pair, deeper)
+        elif not key.startswith("_"):
+            rows.append((name, _text(value), _text(saved)))
+        elif isinstance(value, str | list):
+            private.append((name, _text(value), _text(saved)))
+    return sorted({*(rows or private), *inner})
+
+
+def group_differences(now: Any, before: Any) -> list[tuple[str, str, str]]:
+    """The same of one group; a rate that another one implies is named once."""
+    rows: list[tuple[str, str, str]] = []
+    ratios: list[float] = []
+    changed = changed_keys(now, before)
+    skipped = {"lr"} if "initial_lr" in now else set[str]()  # then it is the schedule's
+    skipped |= {"momentum", "betas"} if "max_momentum" in now else set[str]()
+    for key in (*RATES, *sorted(changed - {*RATES})):
+        if key not in changed or key in skipped:
+            continue
+        value, saved = now[key], before[key]
+        if key in RATES and isinstance(value, int | float) and isinstance(saved, int | float):
+            ratio = value / saved if saved else math.inf
+            if any(math.isclose(ratio, other, rel_tol=1e-6) for other in ratios):
+                continue
+            ratios.append(ratio)
+        rows.append(("lr" if key == "initial_lr" else key, _text(value), _text(saved)))
+    return rows
+
+
+def changed_keys(now: Any, before: Any) -> set[str]:
+    """Keys of settings that differ, of those that both have."""
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return set()
+    value, saved = cast("dict[str, Any]", now), cast("dict[str, Any]", before)
+    keys = value.keys() & saved.keys()
+    return {key for key in keys if not _is_same(key, value[key], saved[key])}
+
+
+def _is_same(key: str, value: Any, saved: Any) -> bool:
+    """Whether a setting is the saved one; of a list by group, in the groups that both have."""
+    if key in BY_GROUP and isinstance(value, list) and isinstance(saved, list):
+        pairs = zip(cast("list[Any]", value), cast("list[Any]", saved), strict=False)
+        return all(_is_same("", item, before) for item, before in pairs)
+    if isinstance(value, float) and isinstance(saved, float):
+        return math.isclose(value, saved, rel_tol=1e-7)  # a rate may be a float32 tensor
+    return value == saved
+
+
+def raw_changes(now: Any, before: Any) -> set[str]:
+    """Keys of a part's settings to take: those that differ, or all where nothing is known."""
+    if not isinstance(before, dict):
+        return set(now) - DERIVED
+    return changed_keys(now, before) - DERIVED
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        text = f"{value:g}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,0 +1,86 @@
+"""The interface between a resume and what it restores: a step of a run or another tool's files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyrank.files.listing import Listing
+from anyrank.runs.resume.options import ResumeArguments
+from anyrank.runs.state.part_types import PartMatch
+from anyrank.runs.state.resume_report import SavedOn
+from anyrank.runs.state.train_state import TrainState
+from anyrank.training.random_state.saved_streams import SavedStreams
+from anyrank.world.ranks import Ranks
+
+
+@dataclass(kw_only=True)
+class ResumeSource(ABC):
+    """A step of a run, or what another tool saved.
+
+    Attributes:
+        path: for errors and the report.
+        listing: its tensors.
+        names: of its parts.
+        step, epoch, samples: how far the run was.
+        saved_on: how many ranks wrote it, and in which layout.
+        run: id of the run that goes on from it; None for one that begins with it.
+        lineage: the run's resumes before this one.
+        settings: part -> what the script of the saved run gave it; empty where nobody knows.
+        streams: the random streams; None to derive new ones, for the reason in `no_streams`.
+        differed: names of tensors that differed between the ranks that saved it.
+        verify: whether the bytes that are read are compared with their checksums.
+        verified: a text for the report that says what was compared.
+        lost_steps, lost_samples: of newer steps that are damaged.
+        set_aside: the new names of those steps.
+        bring: makes files readable on this rank, by their indices, and returns the listing with
+            their paths; None where all can be read. Called by all ranks, after the match.
+    """
+
+    path: str
+    listing: Listing
+    names: set[str]
+    step: int
+    epoch: int
+    samples: int
+    saved_on: SavedOn
+    run: str | None = None
+    lineage: Sequence[dict[str, Any]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    streams: SavedStreams | None = None
+    no_streams: str = ""
+    differed: Sequence[str] = ()
+    verify: bool = False
+    verified: str = "headers and sizes"
+    lost_steps: int = 0
+    lost_samples: int = 0
+    set_aside: list[str] = field(default_factory=list[str])
+    bring: Callable[[Listing, Iterable[int]], Listing] | None = None
+
+    @abstractmethod
+    def match(
+        self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
+    ) -> dict[str, PartMatch]:
+        """Match each part of a state that is not skipped with its source. Any rank, by itself.
+
+        Changes nothing. What does not fit is among the problems of the parts.
+
+        Raises:
+            CheckpointError: the source itself is damaged, or has nothing for this state.
+        """
+
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """Further notes for the report."""
+
+    def warnings(self) -> list[str]:
+        """Notes of the source as a whole that people have to know."""
+        return []
+
+
+def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:
+    """An error's text: all problems, and whether the state has changed."""
+    now = "as it was" if unusable is None else "half restored from a damaged step"
+    return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])

@@ -1,0 +1,1 @@
+"""One save, from the state to the rename that commits it."""

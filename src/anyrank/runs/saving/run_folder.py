@@ -1,0 +1,320 @@
+"""A run's folder: its names, the commit, the retention of old steps, and the cleaning.
+
+A step is written under `step-N.tmp-<run>-<tag>` and renamed when it is whole. Object stores cannot
+rename: there a step is written in place, and its manifest, written last, is the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Sequence
+
+from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
+from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
+from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
+from anyrank.sources.run_step import (
+    ASIDE,
+    SavedStep,
+    StepFolder,
+    check_sizes,
+    describe,
+    is_step,
+    list_steps,
+    number_of,
+)
+
+log = logging.getLogger("anyrank.saving")
+
+LATEST = "latest"
+TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
+REMOVED = ".removed-"
+DAMAGED = "damaged"
+SUPERSEDED = "superseded"
+MIN_KEPT = 2  # the newest may turn out damaged
+
+
+class RunFolder:
+    """The files of one run. One rank changes them, the first; any may look.
+
+    Attributes:
+        path: as the user gave it, for messages.
+        absolute_path: stays right if the process changes its working directory.
+    """
+
+    def __init__(self, store: Storage, path: str) -> None:
+        self.store = store
+        self.path = path
+        self.absolute_path = absolute(path)
+
+    def join(self, name: str) -> str:
+        """The absolute path of a name in the folder."""
+        return join_path(self.absolute_path, name)
+
+    def user_path(self, name: str) -> str:
+        """The path of a name as the user wrote the folder's, if that is still the same folder."""
+        path = join_path(self.path, name)
+        return path if absolute(path) == self.join(name) else self.join(name)
+
+    def names(self) -> list[str]:
+        """The names in the folder; none if it does not exist.
+
+        Raises:
+            CheckpointError: the storage cannot list it.
+        """
+        with reading(self.path):
+            try:
+                return self.store.names(self.absolute_path)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def steps(self) -> list[StepFolder]:
+        """The run's steps, the newest first: whole ones, and damaged ones without a manifest.
+
+        In an object store a step without a manifest is left by a save that died, and not listed.
+
+        Raises:
+            CheckpointError: the storage cannot list the folder.
+        """
+        with reading(self.path):
+            steps = list_steps(self.store, self.absolute_path, self.names())
+        return [step for step in steps if step.is_whole or self.store.renames]
+
+    def whole_steps(self) -> list[StepFolder]:
+        """The `steps` that have their manifest."""
+        return [step for step in self.steps() if step.is_whole]
+
+    def check_no_other(self) -> None:
+        """Refuse a folder without steps that cannot hold a new run.
+
+        Raises:
+            CheckpointError: it is a file, one step of a run, a folder of runs or another tool's
+                checkpoint; has the name of a step in a run's folder; or cannot be made.
+        """
+        if self.whole_steps():
+            return  # they are of a run, and `check_run` asks of which
+        with reading(self.path):
+            problem = self._find_other_content()
+            problem = problem or self._find_parent_run() or self._find_write_problem()
+        if problem is not None:
+            raise CheckpointError(f"{self.path}: {problem}")
+
+    def _find_other_content(self) -> str | None:
+        """What is there and is no run's, or None."""
+        if not self.names() and not self.store.is_file(self.absolute_path):
+            return None
+        from anyrank.runs.adopt.folders import find_other_content
+
+        # In an object store a save that died leaves files under the step's name.
+        own_names = TEMPORARY if self.store.renames else STEP
+        return find_other_content(self.store, self.absolute_path, own_names)
+
+    def _find_parent_run(self) -> str | None:
+        """A problem if the folder is, or is within, a step of another run, or None."""
+        parent, where = self.absolute_path.rstrip("/"), "is"
+        while parent:
+            parent, _, name = parent.rpartition("/")
+            number = number_of(name)
+            is_of_run = number is not None and self.store.is_dir(parent)
+            if is_of_run and list_steps(self.store, parent, self.store.names(parent)):
+                way_out = f"give that, and resume({number}) to go back to it"
+                return f"{where} a step of the run {parent}: {way_out}"
+            where = "is within"
+        return None
+
+    def _find_write_problem(self) -> str | None:
+        """Why a save could not make its folder here, known before hours of training; or None."""
+        if not self.store.renames:
+            return None
+        path = self.absolute_path
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        if not os.path.isdir(path):
+            return f"cannot be made, as {path} is a file: give another path"
+        if not os.access(path, os.W_OK | os.X_OK):
+            return f"cannot be made, as this user may not write in {path}: change its permissions"
+        return None
+
+    def begin(self, step: int, run: str, branch: int | None = None) -> str:
+        """Clean up after dead saves of this run, and make an empty folder for a step.
+
+        Args:
+            step: the step to write.
+            run: the run's id.
+            branch: the step that the run went back to: newer ones are set aside; or None.
+
+        Raises:
+            CheckpointError: the step exists already; or the folder cannot be made.
+        """
+        with storing(self.path):
+            self.store.make_folder(self.absolute_path)
+            self._clean(run)
+            if branch is not None:  # first, as the step to write may be among them
+                self._set_newer_aside(branch)
+            step_path = self.join(step_name(step))
+            if is_step(self.store, step_path):
+                raise CheckpointError(
+                    f"{step_path}: is committed already: a step is saved once; save after the next "
+                    "step_done, or use another folder for another run"
+                )
+            if not self.store.renames:
+                return step_path
+            if self.store.is_dir(step_path):
+                new_name = self.set_aside(step_name(step), DAMAGED)
+                log.warning("%s: has no manifest, and was renamed %s", step_path, new_name)
+            # A rank of a dead save may still write: no later save shares its folder.
+            path = f"{step_path}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
+            self.store.make_folder(path)
+            return path
+
+    def check_run(self, run: str | None) -> None:
+        """Refuse to mix two runs in one folder.
+
+        Raises:
+            CheckpointError: the newest undamaged step is of another run, or cannot be read.
+        """
+        for step, name, _ in self.steps():
+            try:
+                step_run = read_manifest(self.store, self.join(name)).run
+            except CorruptCheckpoint:
+                continue  # it does not say whose it is; an older one does
+            if step_run != run:
+                raise CheckpointError(
+                    f"{self.path}: holds step {step} of another run ({step_run[:8]}): resume that "
+                    "one before saving, or give this run a folder of its own"
+                )
+            return
+
+    def _clean(self, run: str) -> None:
+        """Remove what dead saves of this run, and a killed retention, left.
+
+        A run without steps has no lasting id: all dead saves are its own. In an object store, all
+        steps without a manifest are dead saves, as the folder has one writer.
+        """
+        names = self.names()
+        leftovers = [name for name in names if name.startswith(REMOVED)]
+        is_first = not self.steps()
+        for name in names:
+            match = TEMPORARY.match(name)
+            if match and (is_first or match[2] == run[:8]):
+                leftovers.append(name)
+        for name in leftovers:
+            with contextlib.suppress(OSError):  # what stays costs room, and stops no save
+                self.store.remove_folder(self.join(name))
+        if not self.store.renames:
+            for step in list_steps(self.store, self.absolute_path, names):
+                if not step.is_whole:
+                    self.store.remove_folder(self.join(step.name))
+
+    def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
+        """Make a written step exist, so that it survives a power cut; returns its name."""
+        write_file(self.store, join_path(temporary, MANIFEST), manifest.to_bytes())
+        name = step_name(step)
+        if self.store.renames:
+            with storing(self.path):
+                # A step that exists must be whole after a power cut: its entries come first.
+                self.store.sync_folder(temporary)
+                self.store.rename(temporary, self.join(name))
+                self.store.sync_folder(self.absolute_path)
+        return name
+
+    def tidy(self, name: str, keep_newest: int, keeps_forever: Callable[[int], bool]) -> list[str]:
+        """After a commit: write the `latest` hint, and remove old steps. Failures are warnings.
+
+        At least two steps stay whose files exist with their sizes; bytes are compared when read.
+        """
+        removed: list[str] = []
+        try:
+            self._write_latest(name)
+            steps = self.whole_steps()
+            newest, older = steps[:keep_newest], steps[keep_newest:]
+            # A step that bit rot has shortened must not take the place of a good one.
+            removable = [step.name for step in older if not keeps_forever(step.number)]
+            if removable and self._has_enough_good([step.name for step in newest]):
+                for folder in removable:
+                    self._remove(folder)
+                    removed.append(folder)
+        except (OSError, AnyrankError) as error:
+            log.warning("%s: old steps were not removed: %s", self.path, error)
+        return removed
+
+    def _has_enough_good(self, names: Sequence[str]) -> bool:
+        """Whether at least MIN_KEPT of these steps are good; reads no more than that many."""
+        good = (name for name in names if self._is_good(name))
+        return len([*itertools.islice(good, MIN_KEPT)]) == MIN_KEPT
+
+    def _is_good(self, name: str) -> bool:
+        try:
+            manifest = read_manifest(self.store, self.join(name))
+            check_sizes(self.store, self.join(name), manifest)
+        except (OSError, AnyrankError):
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Remove a step; a kill in between leaves nothing that looks like a whole step."""
+        if self.store.renames:
+            hidden = self.join(f"{REMOVED}{name}-{uuid.uuid4().hex[:8]}")
+            self.store.rename(self.join(name), hidden)
+            self.store.remove_folder(hidden)
+            return
+        self.store.remove(join_path(self.join(name), MANIFEST))
+        self.store.remove_folder(self.join(name))
+
+    def _write_latest(self, name: str) -> None:
+        """Write the `latest` file, a hint for people and scripts; anyrank does not read it."""
+        if not self.store.renames:
+            write_file(self.store, self.join(LATEST), f"{name}\n".encode())
+            return
+        # Who reads it meanwhile sees the old name or the new one, whole.
+        temporary = self.join(f".{LATEST}-{uuid.uuid4().hex[:8]}")
+        write_file(self.store, temporary, f"{name}\n".encode())
+        self.store.rename(temporary, self.join(LATEST))
+
+    def _set_newer_aside(self, branch: int) -> None:
+        """Set aside the steps after the one that the run went back to."""
+        newer = [step for step in self.steps() if step.number > branch]
+        new_names = [self.set_aside(s.name, SUPERSEDED if s.is_whole else DAMAGED) for s in newer]
+        if new_names:
+            log.warning(
+                "%s: the run goes on from step %d; newer steps were renamed %s",
+                self.path,
+                branch,
+                ", ".join(new_names),
+            )
+
+    def set_aside(self, name: str, reason: str) -> str:
+        """Rename a step to `.aside-<reason>-<name>`, which is no step; returns the new name."""
+        names = set(self.names())
+        new_name = next(
+            free
+            for number in range(len(names) + 2)
+            if (free := f"{ASIDE}{reason}-{name}" + (f".{number}" if number else "")) not in names
+        )
+        with storing(self.path):
+            self.store.rename(self.join(name), self.join(new_name))
+        return new_name
+
+    def examine(self, name: str) -> tuple[Manifest, dict[str, bytes]]:
+        """Check the sizes of a step's files; returns its manifest and the small files' contents.
+
+        Raises:
+            CorruptCheckpoint: a file is missing or is not what was written.
+            CheckpointError: the storage cannot read it.
+        """
+        path = self.join(name)
+        with reading(path):
+            manifest = read_manifest(self.store, path)
+            return manifest, check_sizes(self.store, path, manifest)
+
+    def saved(self) -> list[SavedStep]:
+        """The committed steps, the newest first; damaged ones are left out."""
+        steps: list[SavedStep] = []
+        for step in self.whole_steps():
+            with contextlib.suppress(AnyrankError):
+                steps.append(describe(self.examine(step.name)[0], self.user_path(step.name)))
+        return steps

@@ -1,0 +1,109 @@
+"""Frozen parts of a module in a run's checkpoint: their hashes are saved, not their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.listing import TensorFill
+from anyrank.models.dialects.frozen.freeze import check_frozen, remember
+from anyrank.models.frozen_parts import frozen_parts
+from anyrank.models.share import room_for
+from anyrank.models.tensors import find_tensors, in_state_dict
+from anyrank.runs.state.part_types import in_line, misfits
+from anyrank.sources.source import list_source
+from anyrank.tensors.names import match_keys
+
+
+def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.Module]]:
+    """What a save records of the frozen parts of a module whose weights are elsewhere, by name; and
+    these parts.
+
+    Raises:
+        CheckpointError: a frozen part was written to.
+    """
+    record: dict[str, Any] = {}
+    elsewhere: list[nn.Module] = []
+    for name, inner in frozen_parts(module):
+        check_frozen(inner, f"{part}.{name}".rstrip("."))
+        info: Any = inner.anyrank_frozen
+        if info.source is not None and info.digest is not None:
+            elsewhere.append(inner)
+            record[name] = {"source": info.source, "digest": info.digest}
+    return record, elsewhere
+
+
+def _commit(part: str, module: nn.Module, record: Any) -> None:
+    """Record what frozen parts hold that were filled, and compare it with what was saved of them.
+
+    Raises:
+        CheckpointError: a part has other weights.
+    """
+    for name, inner in frozen_parts(module):
+        remember(inner)  # tensors among the extra state included
+        _compare_digest(part, name, inner, record)
+
+
+def match_frozen(
+    part: str, module: nn.Module, record: Any, device: torch.device
+) -> tuple[list[str], list[TensorFill], Callable[[], None]]:
+    """Frozen parts whose weights are elsewhere: compared by hash, or filled from their source.
+
+    Returns:
+        What is wrong, what fills them, and what to call once all frozen parts are filled.
+    """
+    problems: list[str] = []
+    fills: list[TensorFill] = []
+    parts = dict(frozen_parts(module))
+    for name, known in record["frozen"].items():
+        inner: Any = parts.get(name)
+        if inner is None:
+            problems.append(
+                f"{part}.{name}: was frozen with source {known['source']} when it was saved, and "
+                "is not frozen now: anyrank.freeze() it with that source before resuming"
+            )
+            continue
+        info = inner.anyrank_frozen
+        if info.digest is not None:
+            if info.digest != known["digest"]:
+                problems.append(_digest_differs(part, name, known, info.digest))
+            continue
+        try:
+            listing = list_source(info.source or known["source"])
+        except LoadError as error:
+            problems.append(f"{part}.{name}: its source cannot be read: {error}")
+            continue
+        targets = in_state_dict(find_tensors(inner))
+        matches = match_keys(
+            [target.all_names() for target in targets], listing.tensors, lambda key: key
+        )
+        if matches.missing:
+            names = [targets[index].name for index in matches.missing]
+            problems.append(in_line(f"{part}.{name}: not in its source", names))
+            continue
+        for index, key in matches.keys.items():
+            target, stored = targets[index], listing.tensors[key]
+            problem = misfits(stored, target)
+            if problem:
+                problems.append(f"{part}.{name}.{problem} (its source)")
+                continue
+            fills.append(TensorFill(target, stored, room_for(target, device), listing))
+    return problems, fills, partial(_commit, part, module, record)
+
+
+def _compare_digest(part: str, name: str, inner: Any, record: Any) -> None:
+    known, digest = record["frozen"].get(name), inner.anyrank_frozen.digest
+    if known is not None and digest is not None and digest != known["digest"]:
+        raise CheckpointError(_digest_differs(part, name, known, digest))
+
+
+def _digest_differs(part: str, name: str, known: Any, digest: str) -> str:
+    return (
+        f"{part}.{name}: is frozen, and was {known['digest']} when it was saved (source "
+        f"{known['source']}), but is {digest} now: freeze the weights that the run was trained with"
+    )

@@ -1,0 +1,251 @@
+"""A module as a part of the state: its tensors by name, and its frozen parts by hash."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.listing import TensorFill
+from anyrank.models.frozen_parts import frozen_parts
+from anyrank.models.own_code import save_by_own_code
+from anyrank.models.replace import Replacement
+from anyrank.models.share import default_device, room_for
+from anyrank.models.tensors import ModelTensor, find_modules, find_tensors, in_state_dict
+from anyrank.runs.state.part_types import (
+    PartMatch,
+    PartSource,
+    PartState,
+    check_has_bytes,
+    in_line,
+    layout_digest,
+    misfits,
+    other_names,
+)
+from anyrank.tensors.names import WRAPPERS
+from anyrank.tensors.walk import walk
+
+
+def targets_of(module: nn.Module) -> list[ModelTensor]:
+    """Every tensor of a module.
+
+    Raises:
+        CheckpointError: two tensors have one name in a checkpoint; or the bytes of one cannot be
+            placed.
+    """
+    try:
+        targets = find_tensors(module)
+    except LoadError as error:  # what it says of reading holds for writing
+        raise CheckpointError(str(error)) from error
+    count = Counter(target.name for target in in_state_dict(targets))
+    doubled = sorted(name for name in count if count[name] > 1)
+    if doubled:
+        raise CheckpointError(in_line("several tensors of the model have one name", doubled))
+    return targets
+
+
+def save_module(
+    part: str, module: nn.Module, targets: Sequence[ModelTensor], stepped: Container[int]
+) -> PartState:
+    """What a module contributes to a save. This rank's view; the ranks compare it.
+
+    Args:
+        part: its name in the state.
+        module: as the ranks hold it.
+        targets: all of its tensors.
+        stepped: ids of parameters that an optimizer of the state changes, and nobody else.
+
+    Raises:
+        CheckpointError: a tensor on meta, sparse or quantised; values that
+            only the module's own code knows; a frozen part was written to.
+    """
+    frozen: dict[str, Any] = {}
+    elsewhere: list[nn.Module] = []
+    if frozen_parts(module):
+        from anyrank.runs.state.frozen import save_frozen
+
+        frozen, elsewhere = save_frozen(part, module)
+    written = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
+    on_meta = [target.name for target in written if target.is_meta]
+    if on_meta:
+        raise CheckpointError(
+            in_line(f"{part}: on meta, so there is nothing to save", on_meta)
+            + ": load, materialize or resume first"
+        )
+    if save_by_own_code(find_modules(module)):
+        _check_own_code(part, module)
+    named = [_in_part(part, target) for target in written]
+    for target in named:
+        check_has_bytes(target.name, target.tensor)
+    saved = PartState(None, [*named])
+    saved.aliases = {f"{part}.{alias.name}": t.name for t in named for alias in t.registrations[1:]}
+    # Each rank updates a plain buffer by itself, and an average that no optimizer steps: nothing
+    # keeps these equal, so they are no proof that replicas differ.
+    is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
+    saved.may_differ = {
+        t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
+    }
+    layout, owners = layout_digest(named), _with_extra(module, elsewhere)
+    extra: dict[str, Any] = {}
+    if owners:
+        from anyrank.runs.state.extra_state import save_extra_states  # a door: see test_house
+
+        extra = save_extra_states(part, owners, saved)
+    saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
+    return saved
+
+
+def _check_own_code(part: str, module: nn.Module) -> None:
+    """Refuse what only the code of a module has in `state_dict()`; raises CheckpointError."""
+    from anyrank.models.own_state_dict import added_to_state_dict  # a door
+
+    added = added_to_state_dict(module)
+    if added:
+        raise CheckpointError(
+            in_line(
+                f"{part}: in its state_dict() by its own code, and neither parameter nor buffer",
+                added,
+            )
+            + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
+        )
+
+
+def _in_part(part: str, target: ModelTensor) -> ModelTensor:
+    """A tensor of a part of the state, by its name in a checkpoint."""
+    return replace(target, name=f"{part}.{target.name}")
+
+
+def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules with a state of their own apart from their tensors, by name without wrappers.
+
+    Frozen parts that are kept `elsewhere` are left out, with what is below them.
+    """
+    owners: list[tuple[str, nn.Module]] = []
+    for raw, submodule in walk(module, "", {*elsewhere}):
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+            parts = [segment for segment in raw.split(".") if segment not in WRAPPERS]
+            if isinstance(module, DistributedDataParallel):
+                parts = parts[1:]
+            owners.append((".".join(parts), submodule))
+    return owners
+
+
+def match_module(
+    part: str, module: nn.Module, targets: list[ModelTensor], record: Any, source: PartSource
+) -> PartMatch:
+    """What fills a module, of which `targets` are all tensors. Nothing is changed."""
+    device = default_device(targets)
+    problems: list[str] = []
+    fills: list[TensorFill] = []
+    parts = dict(frozen_parts(module))
+    commit_frozen: Callable[[], None] | None = None
+    if parts or record["frozen"]:
+        from anyrank.runs.state.frozen import match_frozen
+
+        problems, fills, commit_frozen = match_frozen(part, module, record, device)
+    checked = {id(fill.target.tensor) for fill in fills}
+    # The source of a frozen part has its tensors, and the checkpoint does not.
+    elsewhere = [parts[name] for name in record["frozen"] if name in parts]
+    wanted = [
+        _in_part(part, target)
+        for target in in_state_dict(targets)
+        if target.frozen not in elsewhere and id(target.tensor) not in checked
+    ]
+    outcome = source.outcome_for(record["layout"], layout_digest(wanted))
+    matched = PartMatch(outcome, fills, problems=problems)
+    fresh, dropped = _fit_tensors(part, wanted, device, source, matched)
+    title = "kept, as the checkpoint has none"
+    matched.outcome = other_names(title, fresh, dropped) or matched.outcome
+    owners, restored = _with_extra(module, elsewhere), list[tuple[nn.Module, Any]]()
+    if owners or record["extra"]:
+        from anyrank.runs.state.extra_state import match_extra_states  # a door
+
+        restored = match_extra_states(part, dict(owners), record["extra"], source, matched)
+
+    def commit() -> None:
+        # Real tensors were filled where they are; those on meta get their memory now.
+        for fill in fills:
+            if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
+                Replacement(fill.target, fill.local).toggle()
+        # After the tensors, as a module's code may look at its own.
+        for submodule, value in restored:
+            submodule.set_extra_state(value)
+        if commit_frozen is not None:
+            commit_frozen()  # last, as its digest counts tensors of the extra state
+
+    matched.commit = commit
+    matched.has_meta_buffers = any(
+        target.is_meta and target.kind == "derived" for target in targets
+    )
+    return matched
+
+
+def _fit_tensors(
+    part: str,
+    wanted: Sequence[ModelTensor],
+    device: torch.device,
+    source: PartSource,
+    matched: PartMatch,
+) -> tuple[list[str], list[str]]:
+    """Pair tensors with the checkpoint's. Adds fills and problems to `matched`; returns the names
+    that start fresh, and the names of the checkpoint that are dropped.
+    """
+    stored = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
+    missing: list[str] = []
+    fresh: list[str] = []
+    used: set[str] = set()
+    # A copy that an adapter trains has the name of its original as well.
+    owners = {f"{part}.{registration.name}": t for t in wanted for registration in t.registrations}
+    for target in wanted:
+        names = [f"{part}.{name}" for name in target.flat_names()]
+        names = [name for name in names if owners.get(name, target) is target]
+        key = next((name for name in (target.name, *names) if name in stored), None)
+        if key is None:
+            name = target.name.removeprefix(f"{part}.")
+            is_fresh = source.is_fresh(name) and not target.is_meta
+            (fresh if is_fresh else missing).append(name)
+            continue
+        used.update({key, *names})  # all names of a tied tensor are one tensor of the checkpoint
+        others = [stored[name] for name in names if name in stored]
+        if any(other.chunks != stored[key].chunks for other in others):
+            matched.problems.append(
+                f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
+                f"differ ({', '.join(other.name for other in others)}): untie them"
+            )
+        problem = misfits(stored[key], target)
+        if problem:
+            matched.problems.append(problem)
+            continue
+        memory = room_for(target, device)
+        matched.fills.append(TensorFill(target, stored[key], memory, source.listing))
+    extra = [key.removeprefix(f"{part}.") for key in stored if key not in used]
+    dropped = [name for name in extra if source.is_dropped(name)]
+    extra = [name for name in extra if name not in dropped]
+    if missing or extra:
+        matched.problems += _other_tensors(part, missing, extra, source)
+    return fresh, dropped
+
+
+def _other_tensors(
+    part: str, missing: list[str], extra: list[str], source: PartSource
+) -> list[str]:
+    """The problems of tensors that the model or the checkpoint has alone."""
+    from anyrank.tensors.near_names import near  # a door: see test_house
+
+    problems: list[str] = []
+    if missing:
+        shown = [f"{name}{near(name, extra)}" for name in missing]
+        problems.append(in_line(f"{part}: not in the checkpoint", shown))
+        if any(source.is_fresh(name) for name in missing):
+            problems.append("fresh= keeps the values that are there: give them some first")
+    if extra:
+        shown = [f"{name}{near(name, missing)}" for name in extra]
+        text = in_line(f"{part}: in the checkpoint, and not in the model", shown)
+        problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
+    return problems

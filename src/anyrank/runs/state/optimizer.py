@@ -1,0 +1,435 @@
+"""An optimizer as a part of the state, read and written directly: by parameter name, with no step.
+
+torch's own helpers run `step()` on an optimizer without state, which moves what is not scaled by
+the learning rate, and drop what they do not know. Here absent state stays absent, state of any
+shape and type is kept, and hyperparameters belong to the parameters rather than to a group's index.
+
+A tensor of the state lies like its parameter, whole on each rank, or is each rank's own; beside a
+plain parameter, a DTensor lies as it says itself. What an optimizer keeps in its attributes is not
+in torch's `state_dict()`: it is named, and not saved. One with a `state_dict()` of its own goes
+through that (`anyrank.runs.state.optimizer_own`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from anyrank.errors import CheckpointError
+from anyrank.files.json_codec import from_json, to_json
+from anyrank.files.listing import TensorFill
+from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.models.dtensors import as_sharded, dtensor_like, placement_of
+from anyrank.models.share import device_for
+from anyrank.models.tensors import ModelTensor
+from anyrank.runs.state.part_types import (
+    PartMatch,
+    PartSource,
+    PartState,
+    hold_to_save,
+    in_line,
+    layout_digest,
+    other_class,
+    other_names,
+    own_name,
+)
+from anyrank.runs.state.stateful import attribute_tensors, has_own_methods, overrides
+from anyrank.tensors.layout import Layout, local_shape
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.torch_classes import is_dtensor
+from anyrank.world.device import rank_device
+
+UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
+NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
+Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
+
+
+def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> PartState:
+    """What an optimizer contributes to a save. This rank's view; the ranks compare it.
+
+    Args:
+        part: its name in the state.
+        optimizer: as this rank holds it.
+        names: of its parameters.
+        rank: this process's own.
+
+    Raises:
+        CheckpointError: a parameter that no module of the state has; state that cannot be saved.
+    """
+    parameters = _parameters(part, optimizer, names)
+    if has_own_methods(optimizer):
+        from anyrank.runs.state.optimizer_own import save_own_methods
+
+        return save_own_methods(part, optimizer, rank)
+    saved = PartState({})
+    state = {
+        name: to_json(
+            optimizer.state[parameter],
+            f"{part}.state.{name}",
+            _putter(saved, names[id(parameter)], rank),
+        )
+        for parameter, name in parameters.items()
+        if parameter in optimizer.state
+    }
+    put = _putter(saved, None, rank)
+    groups = [
+        {
+            "params": [names[id(parameter)].name for parameter in group["params"]],
+            "options": to_json(
+                {key: value for key, value in group.items() if key not in NOT_OPTIONS},
+                f"{part}.param_groups.{number}",
+                put,
+            ),
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    extra = to_json(others, f"{part}.extra", put)
+    saved.record = {
+        "kind": "optimizer",
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "state": state,
+        "extra": extra,
+        "layout": layout_digest(saved.tensors),
+    }
+    saved.unsaved = attribute_tensors(optimizer, [sharded.tensor for sharded in saved.tensors])
+    return saved
+
+
+def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Tensor, str]:
+    named: dict[torch.Tensor, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"{part}: parameter {position} of group {number}, shape "
+                    f"{list(parameter.shape)}, belongs to no module of the state: pass its module "
+                    "to TrainState, and make the optimizer after the model is wrapped or sharded"
+                )
+            named[parameter] = names[id(parameter)].name
+    return named
+
+
+def _putter(
+    saved: PartState, parameter: ShardedTensor | None, rank: int
+) -> Callable[[str, torch.Tensor], Any]:
+    """Keeps tensors of the state, and says how each lies in terms of its parameter."""
+
+    def put(where: str, tensor: torch.Tensor) -> Any:
+        sharded = hold_to_save(where, tensor)
+        layout = None if parameter is None else parameter.layout
+        if parameter is not None and _is_part(where, sharded, parameter):
+            sharded = ShardedTensor(
+                where, sharded.tensor, parameter.shape, layout, parameter.coordinate
+            )
+        # Beside a sharded parameter a plain tensor is of this rank's shard; a number is of all.
+        if sharded.layout is None and layout is not None and sharded.tensor.ndim:
+            sharded.name = own_name(where, rank)
+            saved.own_tensors.append(sharded)
+            return {"~rank": [where, str(layout)]}
+        saved.tensors.append(sharded)
+        if sharded.layout is None:
+            return {"~whole": [where, ""]}
+        if parameter is not None and layout is None:
+            return {"~laid": [where, str(sharded.layout)]}
+        return {"~like" if sharded.layout == layout else "~whole": [where, str(sharded.layout)]}
+
+    return put
+
+
+def _is_part(where: str, sharded: ShardedTensor, parameter: ShardedTensor) -> bool:
+    """Whether plain state belongs, element by element, to a plain parameter that is a part."""
+    is_plain = parameter.layout is not None and not parameter.is_dtensor
+    same = sharded.layout is None and sharded.tensor.shape == parameter.tensor.shape
+    return is_plain and same and not _is_count(where)
+
+
+def _is_count(where: str) -> bool:
+    return where.rsplit(".", 1)[-1] == "step"
+
+
+def match_optimizer(
+    part: str, optimizer: Optimizer, record: Any, source: PartSource, names: Names, rank: int
+) -> PartMatch:
+    """What fills an optimizer. Nothing is changed."""
+    name = type(optimizer).__name__
+    if has_own_methods(optimizer) and "opaque" in record:
+        from anyrank.runs.state.optimizer_own import match_own_methods
+
+        return _with_notes(match_own_methods(part, optimizer, record, source, rank), part, record)
+    matched = PartMatch(source.outcome_for("", ""))
+    if has_own_methods(optimizer) or "opaque" in record:
+        # Only its own methods know what is in such a state.
+        matched.problems.append(other_class(part, name, record["class"]))
+        return matched
+    by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
+    fresh: list[str] = []
+    if not _has_same_groups(optimizer, record, names):
+        from anyrank.runs.state.optimizer_groups import match_groups  # a door: see test_house
+
+        fresh = match_groups(part, optimizer, record, names, source, matched)
+    absent = [name for name in record["state"] if name not in by_name]
+    unknown = [name for name in absent if not source.is_dropped(name)]
+    if unknown and not matched.problems:  # a problem of the groups names these already
+        from anyrank.tensors.near_names import near  # a door: see test_house
+
+        shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
+        matched.problems += [in_line(f"{part}: has state for parameters it no longer has", shown)]
+    if record["class"] not in (name, UNKNOWN):
+        matched.problems.append(other_class(part, name, record["class"]))
+    if matched.problems:
+        return matched
+    room = _Room(source, matched, optimizer, rank)
+    states = {
+        key: from_json(tree, room.taker(names[id(by_name[key])], f"{part}.state.{key}"))
+        for key, tree in record["state"].items()
+        if key in by_name
+    }
+    take = room.taker(None, part)
+    options = [dict(from_json(group["options"], take)) for group in record["groups"]]
+    groups = range(len(options)) if matched.groups is None else matched.groups
+    pairs = [
+        (group, options[number])
+        for group, number in zip(optimizer.param_groups, groups, strict=True)
+        if number is not None
+    ]
+    extra = dict(from_json(record["extra"], take))
+    matched.outcome = source.outcome_for(record["layout"], layout_digest(room.tensors))
+    saved = dict.fromkeys(name for group in record["groups"] for name in group["params"])
+    dropped = [name for name in saved if name not in by_name]
+    title = "fresh, as the checkpoint has none"
+    matched.outcome = other_names(title, fresh, dropped) or matched.outcome
+    matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
+    return _with_notes(matched, part, record)
+
+
+def _has_same_groups(optimizer: Optimizer, record: Any, names: Names) -> bool:
+    """Whether each group has the parameters that it had in the checkpoint."""
+    own_groups = [{names[id(p)].name for p in group["params"]} for group in optimizer.param_groups]
+    return own_groups == [{*group["params"]} for group in record["groups"]]
+
+
+def _with_notes(matched: PartMatch, part: str, record: Any) -> PartMatch:
+    """Say what the optimizer that was saved kept in attributes."""
+    if unsaved := record.get("unsaved"):
+        matched.notes.append(
+            f"{part}: {', '.join(unsaved)} held tensors that state_dict() leaves out: they "
+            "do not come back"
+        )
+    return matched
+
+
+def _put_state(
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    states: Mapping[str, Any],
+    extra: Mapping[Any, Any],
+    options: Sequence[tuple[dict[str, Any], dict[Any, Any]]],
+) -> None:
+    """Give an optimizer its state.
+
+    Args:
+        optimizer: that gets it.
+        parameters: all of its own, by name.
+        states: name of a parameter -> its state.
+        extra: entries of its state that belong to no parameter.
+        options: its groups, each with the options that it gets.
+    """
+
+    def fill() -> None:
+        # A parameter without state in the checkpoint had no step yet, and begins so again.
+        for parameter in parameters.values():
+            optimizer.state.pop(parameter, None)
+        for name, state in states.items():
+            optimizer.state[parameters[name]] = state
+        optimizer.state.update(extra)
+
+    fill()
+    for group, saved in options:
+        for key, value in saved.items():
+            if key in IMPLEMENTATION and key in group:
+                continue  # how it steps is this script's: another device may not have the other's
+            # In place, as a graph that was captured holds the tensor.
+            if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    if overrides(optimizer, "load_state_dict"):
+        # It may rebuild what hangs on the state, and cast the state itself.
+        optimizer.load_state_dict(optimizer.state_dict())
+        fill()
+
+
+# How memory is laid out: plain, as the part that a given parameter is, or on a DTensor's mesh.
+_Lie = ModelTensor | tuple[Any, Sequence[Any]] | None
+
+
+class _Room:
+    """Memory for an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
+
+    Attributes:
+        tensors: of which all ranks have memory.
+    """
+
+    def __init__(
+        self, source: PartSource, matched: PartMatch, optimizer: Optimizer, rank: int
+    ) -> None:
+        self.source, self.matched, self.rank = source, matched, rank
+        self.state = optimizer.state
+        self.tensors: list[ShardedTensor] = []
+        self.counts_on_device = {
+            id(parameter)
+            for group in optimizer.param_groups
+            if group.get("capturable") or group.get("fused")
+            for parameter in group["params"]
+        }
+        self.meshes: dict[torch.device, Any] = {}  # an empty DTensor on each
+
+    def taker(self, parameter: ModelTensor | None, where: str) -> Callable[[Any], torch.Tensor]:
+        """What gives memory to each tensor of a parameter's state, or to those of no parameter."""
+        now: dict[str, torch.Tensor] = {}
+        if parameter is not None and parameter.tensor in self.state:
+            to_json(self.state[parameter.tensor], where, now.setdefault)
+        return lambda entry: self._take(entry, parameter, now)
+
+    def _take(
+        self,
+        entry: Mapping[str, list[str]],
+        parameter: ModelTensor | None,
+        now: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Memory for one tensor; what cannot be placed becomes a problem of the part."""
+        ((kind, (where, layout)),) = entry.items()
+        is_own = kind == "~rank"
+        key = own_name(where, self.rank) if is_own else where
+        stored = self.source.listing.tensors.get(key)
+        same_layout = parameter is not None and str(parameter.layout) == layout
+        try:
+            if stored is None or (is_own and not (self.source.same_ranks and same_layout)):
+                raise _Unplaced(
+                    f"{where}: each of {self.source.ranks} ranks saved a tensor of its own, of "
+                    "another shape than its parameter: only as many ranks with the same layout can "
+                    "go on with it"
+                )
+            device, current = self._device(where, parameter), now.get(where)
+            lie: _Lie = None
+            if is_dtensor(current) and current.shape == stored.shape and not is_own:
+                lie = current, current.placements  # as the optimizer itself has laid it out
+            elif parameter is not None and parameter.layout is None:
+                lie = self._as_saved(where, layout, device) if kind == "~laid" else None
+            elif parameter is not None and not is_own:
+                lie = _by_parameter(parameter, kind, stored.shape, where, layout)
+        except _Unplaced as error:
+            self.matched.problems.append(str(error))
+            return torch.empty(0, device="cpu")
+        sharded = _hold(key, lie, stored.shape, self._dtype(stored, where, parameter), device)
+        self.tensors += [] if is_own else [sharded]
+        self.matched.fills.append(TensorFill(sharded, stored, sharded.local(), self.source.listing))
+        return sharded.tensor
+
+    def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
+        """Lay out a DTensor of a plain parameter as it was saved, over all ranks.
+
+        Raises:
+            _Unplaced: its mesh was not one axis of all ranks.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if not dist.is_initialized():
+            return None
+        parsed = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
+        if parsed is None or int(parsed[3]) != self.source.ranks:
+            raise _Unplaced(
+                f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so only "
+                "the optimizer knows its mesh: let the optimizer make its state before the resume"
+            )
+        if device not in self.meshes:
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            empty = torch.empty(0, device=device)
+            self.meshes[device] = DTensor.from_local(empty, mesh, [Replicate()], run_check=False)
+        return self.meshes[device], [Shard(int(parsed[2])) if parsed[2] else Replicate()]
+
+    def _dtype(
+        self, stored: StoredTensor, where: str, parameter: ModelTensor | None
+    ) -> torch.dtype:
+        own_dtype = stored.dtype if parameter is None else parameter.dtype
+        casts = self.source.casts and not _is_count(where) and stored.dtype.is_floating_point
+        return own_dtype if casts and own_dtype.is_floating_point else stored.dtype
+
+    def _device(self, where: str, parameter: ModelTensor | None) -> torch.device:
+        """State lives with its parameter; a step count only where a kernel reads it."""
+        if parameter is None:
+            return torch.device("cpu")
+        if _is_count(where) and id(parameter.tensor) not in self.counts_on_device:
+            return torch.device("cpu")
+        return device_for(parameter, rank_device())
+
+
+class _Unplaced(Exception):
+    """A tensor that cannot be placed; becomes a problem of the part."""
+
+
+def _by_parameter(
+    parameter: ModelTensor, kind: str, shape: tuple[int, ...], where: str, layout: str
+) -> _Lie:
+    """How a tensor lies whose parameter is sharded.
+
+    Raises:
+        _Unplaced: it does not say which part belongs to which rank.
+    """
+    tensor = parameter.tensor
+    as_parameter: _Lie = (tensor, tensor.placements) if is_dtensor(tensor) else parameter
+    if kind == "~like" and (shape == parameter.shape or layout == str(parameter.layout)):
+        return as_parameter
+    if kind == "~laid" and shape == parameter.shape:
+        return as_parameter
+    if layout:
+        if is_dtensor(tensor):
+            from torch.distributed.tensor import Replicate
+
+            return tensor, [Replicate()] * tensor.device_mesh.ndim
+        return None
+    if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
+        return None
+    # Adafactor's sums of rows have size 1 where the parameter has columns: they are cut as it is.
+    pairs = zip(shape, parameter.shape, strict=False)
+    factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
+    if factored if is_dtensor(tensor) else shape == parameter.shape:
+        return as_parameter
+    raise _Unplaced(
+        f"{where}: has shape {list(shape)}, its parameter {list(parameter.shape)} is sharded now: "
+        "it does not say which part belongs to which rank"
+    )
+
+
+def _hold(
+    key: str, lie: _Lie, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> ShardedTensor:
+    """Memory for a tensor, laid out as `lie` says."""
+    if lie is None:
+        return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
+    if isinstance(lie, ModelTensor):
+        part = local_shape(shape, lie.layout, lie.coordinate)
+        local = torch.empty(part, dtype=dtype, device=device)
+        return ShardedTensor(key, local, shape, lie.layout, lie.coordinate)
+    like, placements = lie
+    mesh: Any = like.device_mesh
+    layout = Layout(
+        tuple(mesh.shape), tuple(placement_of(placement, "") for placement in placements)
+    )
+    local = torch.empty(
+        local_shape(shape, layout, mesh.get_coordinate()), dtype=dtype, device=device
+    )
+    whole = torch.empty(shape, device="meta")
+    tensor = dtensor_like(
+        like, local, placements=placements, shape=whole.shape, stride=whole.stride()
+    )
+    return as_sharded(key, tensor)

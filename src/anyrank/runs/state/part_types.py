@@ -1,0 +1,234 @@
+"""The parts of a training state: what each contributes to a save, and what fills it at a resume."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
+
+import torch
+
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.listing import Listing, TensorFill
+from anyrank.models.dtensors import as_sharded
+from anyrank.runs.state.resume_report import Outcome
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import count, join_first
+
+SHOWN = 10
+
+
+@dataclass
+class PartState:
+    """What one part contributes to a save.
+
+    Attributes:
+        record: JSON, of which `agreement` says how it is on the ranks.
+        tensors: what the ranks hold together; the same list on all of them.
+        own_tensors: what this rank alone holds; its names end with the rank.
+        aliases: other name -> name, of tied tensors.
+        may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
+            one rank keeps); the first rank's are saved.
+        agreement: of the record: "equal" on all ranks, the "first" rank's where others may differ,
+            or kept "per rank" where it differs.
+        unsaved: names of attributes of an optimizer that hold tensors, and are in no record.
+    """
+
+    record: Any
+    tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
+    own_tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
+    aliases: dict[str, str] = field(default_factory=dict[str, str])
+    may_differ: set[str] = field(default_factory=set[str])
+    agreement: Literal["equal", "first", "per rank"] = "equal"
+    unsaved: list[str] = field(default_factory=list[str])
+
+
+def shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
+    """The tensors that the ranks hold together: the same list on all of them."""
+    return [tensor for saved in parts.values() for tensor in saved.tensors]
+
+
+@dataclass
+class PartMatch:
+    """What a resume would do with one part.
+
+    Attributes:
+        outcome: exact or resharded, or what else, and why.
+        fills: memory that is filled, the same list on all ranks.
+        load: fills a module by itself, by all ranks together; the bytes that this rank read.
+        commit: puts everything else in place when the memory is filled.
+        problems: whatever does not fit; nothing is changed while any part has one.
+        notes: for the report, in sentences.
+        warnings: the same, of what people have to know.
+        is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
+        groups: of an optimizer, the saved group whose options each of its groups takes, where they
+            are not those of the checkpoint.
+        has_meta_buffers: whether buffers that no checkpoint holds are on meta.
+    """
+
+    outcome: Outcome
+    fills: list[TensorFill] = field(default_factory=list[TensorFill])
+    load: Callable[[], int] | None = None
+    commit: Callable[[], None] = lambda: None
+    problems: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])
+    is_regrouped: bool = False
+    groups: Sequence[int | None] | None = None
+    has_meta_buffers: bool = False
+
+
+@dataclass(frozen=True)
+class PartSource:
+    """What parts are filled from: a committed step, or what another tool saved.
+
+    Attributes:
+        listing: its tensors.
+        ranks: how many saved it.
+        same_ranks: whether as many resume it.
+        fresh: patterns of names of parameters that the step need not have.
+        drop: patterns of names of parameters that the state need not have.
+        casts: whether floating state becomes of its parameter's dtype, as torch does it.
+        joins: whether an optimizer's group may have parameters of several that differ, as its
+            hyperparameters are the script's.
+    """
+
+    listing: Listing
+    ranks: int
+    same_ranks: bool
+    fresh: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    casts: bool = False
+    joins: bool = False
+
+    def is_fresh(self, name: str) -> bool:
+        """Whether a parameter that the step does not have starts anew, by its name or its end."""
+        return _matches(name, self.fresh)
+
+    def is_dropped(self, name: str) -> bool:
+        """Whether what the step has of a parameter may be left, by its name or its end."""
+        return _matches(name, self.drop)
+
+    def outcome_for(self, saved_layout: str, layout: str) -> Outcome:
+        """Exact when ranks and layout are those of the save, else resharded."""
+        if self.same_ranks and saved_layout == layout:
+            return Outcome("exact")
+        if self.same_ranks:
+            return Outcome("resharded", "laid out otherwise")
+        return Outcome("resharded", f"saved on {count(self.ranks, 'rank')}")
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    parts = name.split(".")
+    ends = [".".join(parts[n:]) for n in range(len(parts))]
+    return any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
+
+
+def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) -> Outcome | None:
+    """The outcome of a part that has other names than the checkpoint; None for the same."""
+    texts = [in_line(fresh_title, fresh)] if fresh else []
+    texts += [in_line("dropped, as drop= asks", dropped)] if dropped else []
+    return Outcome("derived", "; ".join(texts)) if texts else None
+
+
+def own_name(where: str, index: int) -> str:
+    """The name of a tensor that only the rank of this index holds."""
+    return f"{where}@{index:05d}"
+
+
+def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
+    """A tensor as this rank holds it, for a save; the values of a conj or neg view are copied.
+
+    Raises:
+        CheckpointError: a kind of tensor whose bytes a checkpoint cannot hold.
+    """
+    check_has_bytes(name, tensor)
+    try:
+        plain = tensor if hasattr(tensor, "placements") else tensor.resolve_conj().resolve_neg()
+        sharded = as_sharded(name, plain)
+        if sharded.is_dtensor:
+            as_sharded(name, sharded.local())  # which may be of a class that hides its bytes
+    except LoadError as error:
+        raise _cannot_be_saved(name, _kind(tensor)) from error
+    return sharded
+
+
+def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements do not lie in strided memory.
+
+    Raises:
+        CheckpointError: it is nested, sparse, quantised or on meta.
+    """
+    if tensor.is_nested:  # first, as it may have no shape
+        raise _cannot_be_saved(name, "nested tensor")
+    if tensor.is_meta:
+        raise _cannot_be_saved(name, "tensor on meta")
+    if tensor.layout != torch.strided:
+        raise _cannot_be_saved(name, f"{tensor.layout} tensor")
+    if tensor.is_quantized:
+        raise _cannot_be_saved(name, "quantised tensor")
+
+
+def _kind(tensor: Any) -> str:
+    """The class of a tensor, and of a DTensor's part."""
+    name = type(tensor).__name__
+    if not hasattr(tensor, "placements"):
+        return name
+    return f"{name} of {type(tensor.to_local()).__name__}"
+
+
+def _cannot_be_saved(name: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: a {kind} cannot be saved: a checkpoint holds plain tensors, and sharded or "
+        "replicated DTensors; keep this value in one of these"
+    )
+
+
+def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
+    """One hash of how tensors lie on the ranks."""
+    rows = [(sharded.name, str(sharded.layout)) for sharded in tensors]
+    return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
+
+
+def misfits(stored: StoredTensor, target: ShardedTensor) -> str | None:
+    """Why a stored tensor cannot fill this one, or None."""
+    if stored.shape != target.shape:
+        return (
+            f"{target.name}: has shape {list(target.shape)}, the checkpoint {list(stored.shape)}: "
+            "build it as the run had it"
+        )
+    if stored.dtype != target.dtype:
+        return (
+            f"{target.name}: is {target.dtype}, the checkpoint has {stored.dtype}: resume changes "
+            "no dtype; make it as it was, or anyrank.load() the weights alone"
+        )
+    return None
+
+
+def other_class(part: str, name: str, saved: str) -> str:
+    """The problem of an object that is of another class than the checkpoint's."""
+    return (
+        f"{part}: is a {name}, the checkpoint's a {saved}: resume with the {saved} that the run "
+        f"was saved with, or leave the {name} as it is with skip=[{part!r}]"
+    )
+
+
+def in_line(title: str, names: Sequence[str]) -> str:
+    """What several names share, and the first of them, in one line."""
+    return f"{title}: {join_first(names, SHOWN)}"
+
+
+def differences(record: Any, other: Any, where: str = "") -> str:
+    """The first place where two JSON values differ."""
+    if isinstance(record, Mapping) and isinstance(other, Mapping):
+        for key in sorted({*record, *other}):  # pyright: ignore[reportUnknownVariableType]
+            if record.get(key) != other.get(key):
+                return differences(record.get(key), other.get(key), f"{where}.{key}")
+    if isinstance(record, list) and isinstance(other, list) and len(record) == len(other):
+        pairs = enumerate(zip(cast("list[Any]", record), cast("list[Any]", other), strict=True))
+        number, (first, second) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+        return differences(first, second, f"{where}.{number}")
+    return f"{where.lstrip('.') or 'value'}: {str(record)[:80]} and {str(other)[:80]}"

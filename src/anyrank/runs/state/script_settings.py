@@ -1,0 +1,141 @@
+"""What the script gives optimizers and schedules, recorded for the resumes of later scripts.
+
+A state_dict() brings the saved run's settings back (T_max, betas), also where the script has been
+changed since. So a save keeps what the script gave before anything was filled; a resume compares it
+(`anyrank.runs.resume.settings`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.runs.state.accelerate_wrappers import innermost
+from anyrank.runs.state.part_types import PartMatch
+from anyrank.runs.state.plain_values import ABSENT, as_json, plain
+
+Settings = Literal["saved", "script"]
+
+NOT_SETTINGS = ("params", "param_names", *IMPLEMENTATION)
+FUNCTIONS = "functions"  # what no checkpoint has: what a schedule's functions are made with, decays
+RATE_FUNCTIONS = ("lr_lambdas",)
+DECAYS = ("decay", "beta")  # of averaged weights: timm's, ema_pytorch's
+AVERAGES = (*DECAYS, "avg_fn", "multi_avg_fn")  # and the functions of torch's AveragedModel
+
+
+class ScriptSettings:
+    """The settings of a state's parts as the script made them.
+
+    Attributes:
+        initial: part -> its settings, as they were when the state was made.
+        kept: the same as JSON, for the next saves: of a setting that the script has changed and
+            that is not used, the value of the saved run's script.
+    """
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = parts
+        self.initial = {
+            name: initial
+            for name, part in parts.items()
+            # A loader compares its own settings when it gets its state.
+            if name != "data" and (initial := _initial(part)) is not None
+        }
+        self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
+
+    def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> bool:
+        """Whether the saved run's script gave the same, as far as it is known; groups in their
+        order. `saved` is its `record`, `matched` the parts that it fills: all of those here, as an
+        optimizer and its schedules go by each other.
+        """
+        if self.initial.keys() - matched.keys():
+            return False
+        for name in matched.keys() & saved.keys() & self.initial.keys():
+            settings = as_json(self.initial[name])
+            # `kept` is of a script before, if this process has resumed another step already.
+            if not saved[name] == self.kept[name] == settings:
+                return False
+            groups = matched[name].groups
+            if groups is not None and [*groups] != [*range(len(settings))]:
+                return False
+        return True
+
+    def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a save keeps: those that the parts bring back, by their `records`."""
+        kept: dict[str, Any] = {}
+        for name, initial in self.kept.items():
+            tree = records.get(name, {}).get("tree")
+            is_whole = is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer)
+            restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
+            # An empty dict says that the part brings no setting back: then none is to be taken.
+            kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
+            if FUNCTIONS in initial and not is_whole:
+                rows = cast("list[dict[str, Any]]", initial[FUNCTIONS])
+                unsaved = [{k: row[k] for k in row if k not in restored} for row in rows]
+                kept[name][FUNCTIONS] = unsaved
+        return kept
+
+
+def _initial(part: Any) -> Any:
+    """The settings of one part: of an optimizer a list by group, of others a dict; None if it has
+    none. Calls nothing of a class that is not known to be cheap.
+    """
+    if isinstance(part, Optimizer):
+        return [
+            {k: _detached(v) for k, v in group.items() if k not in NOT_SETTINGS}
+            for group in part.param_groups
+        ]
+    unsaved = _unsaved(part, RATE_FUNCTIONS if is_schedule(part) else AVERAGES)
+    if isinstance(part, torch.nn.Module):
+        return unsaved or None
+    if is_schedule(part):
+        try:
+            initial = copy.deepcopy(part.state_dict())
+        except Exception:  # of the user's code, which the save will raise
+            return None
+        return {**initial, **unsaved}
+    names = inspect.signature(type(part)).parameters if _has_signature(type(part)) else ()
+    values = vars(part) if hasattr(part, "__dict__") else {}
+    plain_values = {name: values[name] for name in names if name in values}
+    return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} | unsaved or None
+
+
+def _unsaved(part: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What a part is made with that is no entry of its state."""
+    if not hasattr(part, "__dict__") or vars(part).keys().isdisjoint(names):
+        return {}
+    from anyrank.runs.resume.settings.unsaved import numbers_of  # a door: see test_house
+
+    numbers = [row for name in names for row in numbers_of(name, vars(part).get(name))]
+    return {FUNCTIONS: numbers} if any(numbers) else {}
+
+
+def is_schedule(part: Any) -> bool:
+    """Whether a part's whole state, when it is made, is what the script gives."""
+    if isinstance(part, LRScheduler | torch.amp.GradScaler):
+        return True
+    return not isinstance(part, Optimizer) and optimizer_of(part) is not None
+
+
+def optimizer_of(part: Any) -> Any:
+    """The optimizer inside a schedule's, without wrappers."""
+    optimizer: Any = getattr(part, "optimizer", None)
+    return innermost(optimizer) if isinstance(optimizer, Optimizer) else None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _has_signature(kind: type) -> bool:
+    try:
+        inspect.signature(kind)
+    except (TypeError, ValueError):
+        return False
+    return True

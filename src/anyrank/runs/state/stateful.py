@@ -1,0 +1,299 @@
+"""Anything with `state_dict()` and `load_state_dict()` as a part of the state.
+
+Optimizers with methods of their own are such parts too: wrappers and sharded optimizers have slow
+weights, inner optimizers or partitions besides torch's state, which only their methods know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.content_hash import content_hash
+from anyrank.files.json_codec import from_json, to_json
+from anyrank.files.listing import TensorFill
+from anyrank.models.dtensors import as_sharded
+from anyrank.runs.state.part_types import (
+    PartMatch,
+    PartSource,
+    PartState,
+    hold_to_save,
+    layout_digest,
+    other_class,
+    own_name,
+)
+from anyrank.runs.state.resume_report import Outcome
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.training.steps.loader import ElasticLoader
+
+HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
+# What schedulers keep for each group of their optimizer.
+BY_GROUP = {
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs"),
+    *("max_lrs", "base_momentums", "max_momentums"),
+}
+NESTED = 6  # containers within each other that are looked into
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """torch's protocol: schedulers, scalers, loaders and most trackers have it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
+    """What a stateful object contributes to a save. This rank's view.
+
+    Its plain tensors go with its record: kept once when all ranks have the same record, else for
+    each rank.
+
+    Raises:
+        CheckpointError: a value that is neither tensor nor plain; names its key.
+    """
+    saved = PartState({}, agreement="per rank")
+
+    def put(where: str, tensor: torch.Tensor) -> Any:
+        sharded = hold_to_save(where, tensor.detach())
+        if sharded.layout is None:
+            sharded.name = own_name(where, rank)
+            saved.own_tensors.append(sharded)
+            return {"~rank": where}
+        saved.tensors.append(sharded)
+        return {"~whole": own_name(where, 0)}
+
+    tree = to_json(thing.state_dict(), part, put)
+    saved.record = {
+        "kind": "stateful",
+        "class": _class_name(thing),
+        "layout": layout_digest(saved.tensors),
+        "tree": tree,
+    }
+    for sharded in saved.tensors:  # as where they are plain: `diff` compares them by name
+        sharded.name = own_name(sharded.name, 0)
+    # Nothing keeps them equal: a tracker may average over the batches of its own rank.
+    saved.may_differ = {sharded.name for sharded in saved.tensors}
+    return saved
+
+
+def match_stateful(
+    part: str,
+    thing: Any,
+    record: Any,
+    source: PartSource,
+    rank: int,
+    groups: Sequence[int | None] | None = None,
+) -> PartMatch:
+    """What fills a stateful object. Nothing is changed.
+
+    Args:
+        part: its name in the state.
+        thing: the object.
+        record: of the checkpoint.
+        source: the checkpoint.
+        rank: this process's own.
+        groups: of a scheduler whose optimizer has other groups than the checkpoint's: the saved
+            group of each, or None for a new one.
+
+    Raises:
+        CorruptCheckpoint: the record is not what a save writes of such an object.
+    """
+    matched = PartMatch(Outcome("exact"))
+    name, is_position = _class_name(thing), isinstance(thing, ElasticLoader)
+    if record["class"] != name:
+        matched.problems.append(other_class(part, name, record["class"]))
+        return matched
+    if "by_rank" in record:
+        if not source.same_ranks and isinstance(thing, LRScheduler):
+            # The rates were equal, as a save compares them: a plateau's metrics were not.
+            reason = (
+                f"its state differed between the {source.ranks} ranks that saved it, and the first "
+                "rank's is used: step it by a value that all ranks share (sync_dist, all_reduce)"
+            )
+            matched.outcome, rank = Outcome("derived", reason), 0
+        elif not source.same_ranks:
+            matched.problems.append(
+                f"{part}: a {record['class']} whose state differed between the {source.ranks} "
+                "ranks that saved it cannot go on with another number: give it a state that knows "
+                "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
+            )
+            return matched
+        record = record | {"tree": record["by_rank"][rank]}
+    current: Any = thing.state_dict()
+    # An empty state is no state to load: some objects refuse it. A position always has one.
+    if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
+        return PartMatch(Outcome("fresh", "it had no state when it was saved"))
+    if groups is not None:
+        from anyrank.runs.state.optimizer_groups import in_groups  # a door: see test_house
+
+        record = record | {"tree": in_groups(record["tree"], current, groups)}
+    own_rank = rank if "by_rank" in record else 0
+    now = cache(lambda: tensors_now(part, thing))
+    tensors: list[ShardedTensor] = []
+
+    def take(entry: Mapping[str, str]) -> torch.Tensor:
+        ((kind, written),) = entry.items()
+        key = own_name(written, own_rank) if kind == "~rank" else written
+        where = written.removesuffix(own_name("", 0))
+        stored = source.listing.tensors[key]
+        like = now().get(where)
+        is_sharded = hasattr(like, "placements") and "by_rank" not in record
+        # What the object has now says where its tensor lies: its code may never move it.
+        if like is not None and (kind == "~whole" or is_sharded):
+            tensor = torch.empty_like(like)
+        else:
+            device = None if like is None else like.device
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+        sharded = as_sharded(where, tensor)
+        tensors.append(sharded)
+        matched.fills.append(TensorFill(sharded, stored, sharded.local(), source.listing))
+        return tensor
+
+    tree: Any = from_json(record["tree"], take)
+    if isinstance(thing, ElasticLoader):
+        try:
+            thing.position.check_state_dict(tree)
+        except CorruptCheckpoint:  # damage is no misfit: an older step may be whole
+            raise
+        except CheckpointError as error:
+            matched.problems.append(f"{part}: {error}")
+    if tensors and any(sharded.layout for sharded in tensors):
+        matched.outcome = source.outcome_for(record["layout"], layout_digest(tensors))
+
+    def commit() -> None:
+        _give(part, thing, tree)
+        # Only now does a schedule stand at the step for which its function is asked.
+        if text := _changed_schedule(thing, tree):
+            reasons = [reason for reason in (matched.outcome.reason, text) if reason]
+            matched.outcome = Outcome("derived", "; ".join(reasons))
+
+    matched.commit = commit
+    return matched
+
+
+def _changed_schedule(thing: Any, tree: Any) -> str:
+    """Say if the function of a LambdaLR, which is not saved, gives another learning rate.
+
+    Args:
+        thing: with its state.
+        tree: that state.
+    """
+    if type(thing) is not LambdaLR or not isinstance(tree.get("_last_lr"), list):
+        return ""
+    step = thing.last_epoch
+    try:
+        factors = [function(step) for function in thing.lr_lambdas]
+    except Exception:  # of the user's code, which its next step will raise
+        return ""
+    for saved, base, factor in zip(tree["_last_lr"], thing.base_lrs, factors, strict=False):
+        rate = float(base * factor)
+        if not math.isclose(saved, rate, rel_tol=1e-6, abs_tol=1e-12):
+            return (
+                f"its function gives a learning rate of {rate:g} at count {step}, where it was "
+                f"{saved:g}: the function of a LambdaLR is not saved"
+            )
+    return ""
+
+
+def _give(part: str, thing: Stateful, tree: Any) -> None:
+    """Let an object load its state.
+
+    Raises:
+        CheckpointError: its own code failed.
+    """
+    try:
+        thing.load_state_dict(tree)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the user's code
+        raise CheckpointError(
+            f"{part}: load_state_dict() of {type(thing).__name__} raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _class_name(thing: Any) -> str:
+    """The name of an object's class; of a schedule of schedules with the classes of its parts, as
+    each part would take another's settings without a word.
+    """
+    name = type(thing).__name__
+    inner: Any = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
+    return f"{name}({', '.join(_class_name(part) for part in inner)})" if inner else name
+
+
+def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
+    """The tensors that an object has now, by key: a resume lays out those that it reads alike."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def put(where: str, tensor: torch.Tensor) -> None:
+        tensors[where] = tensor.detach()
+
+    to_json(thing.state_dict(), part, put)
+    return tensors
+
+
+# -- optimizers with methods of their own ---------------------------------------------------------
+
+
+def has_own_methods(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's `state_dict()` is not torch's own alone."""
+    return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
+
+
+def overrides(optimizer: Optimizer, method: str) -> bool:
+    """Whether a method of an optimizer is not torch's own."""
+    is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
+    return not is_inherited or method in vars(optimizer)
+
+
+def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
+    """Names of an optimizer's attributes that hold tensors, or optimizers with state, that are
+    not among the saved ones, nor copies of them: a resume does not bring them back.
+    """
+    known = {_memory_of(tensor) for tensor in saved}
+    known |= {_memory_of(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [
+        (name, tensor)
+        for name, value in vars(optimizer).items()
+        if name not in PLAIN
+        for tensor in _tensors_in(value, NESTED)
+        if _memory_of(tensor) not in known
+    ]
+    if left and has_own_methods(optimizer):  # its state_dict() may hold copies
+        values = {content_hash(tensor) for tensor in saved}
+        left = [(name, tensor) for name, tensor in left if content_hash(tensor) not in values]
+    return sorted({name for name, _ in left})
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors of a value that holds some: a tensor, a container, an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Optimizer):
+        yield from _tensors_in(value.state, depth)
+    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        items: Any = value.values() if isinstance(value, Mapping) else value
+        for item in items:
+            yield from _tensors_in(item, depth - 1)
+
+
+def _memory_of(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
+    local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    address = local.data_ptr() if local.layout == torch.strided else id(tensor)
+    return address, local.shape, local.dtype

@@ -1,0 +1,68 @@
+"""Which format a folder is in, by the names of its entries.
+
+A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS where
+it is read; another tool's run one of FOLDERS here, and of RUNS in `sources/tools/read.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from anyrank.files.manifest import MANIFEST, STEP
+from anyrank.sources import weight_files
+from anyrank.sources.run_step import ASIDE, METADATA
+
+# What writes folders -> rows of patterns. A folder is of a kind if some entry fits each pattern of
+# one of its rows; kinds are tried in this order, and the empty row of WEIGHTS fits every folder.
+# `sources/readers` lists the weights of LISTED_BY_READERS; `sources/tools/read.py` has the others,
+# which are the runs of other tools.
+RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
+LISTED_BY_READERS = (RUN, DCP, WEIGHTS)
+FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(ASIDE) + ".*",)),
+    "trainer": ((r"trainer_state\.json",),),
+    "accelerate": ((r"random_states_\d+\.pkl",), (r"pytorch_model_fsdp(_\d+)?(\.bin)?",)),
+    "deepspeed": (
+        (r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",),
+        (r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt",),
+        ("latest", "global_step.*"),
+    ),
+    "verl": ((r"model_world_size_\d+_rank_\d+\.pt",),),
+    "torch_checkpointing": ((r"model_0\.pt",), (r"metadata\.pkl", r"\w+?_\d+\.pt")),
+    "megatron": ((re.escape(METADATA), r"common\.pt"),),
+    DCP: ((re.escape(METADATA),),),
+    WEIGHTS: ((),),
+}
+
+
+def is_run_of_tool(name: str) -> bool:
+    """Whether a name in FOLDERS is of the runs of another tool."""
+    return name not in LISTED_BY_READERS
+
+
+def looks_like(name: str, names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is of the format of this name in FOLDERS."""
+    return any(
+        all(any(re.fullmatch(pattern, entry) for entry in names) for pattern in row)
+        for row in FOLDERS[name]
+    )
+
+
+def format_of_folder(names: Sequence[str]) -> str:
+    """The name in FOLDERS of what wrote a folder with these entries."""
+    return next(name for name in FOLDERS if looks_like(name, names))
+
+
+def is_of_tool(names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is a checkpoint of another tool, to go on from."""
+    return format_of_folder(names) not in (RUN, WEIGHTS)
+
+
+def checkpoint_among(names: Sequence[str]) -> str | None:
+    """What checkpoint a folder with these entries holds, by their names alone; None for none."""
+    if METADATA in names or any(name.endswith(".distcp") for name in names):
+        return "a torch.distributed.checkpoint folder"
+    return next(
+        (name for name in sorted(names) if name.lower().endswith(weight_files.ENDINGS)), None
+    )

@@ -1,0 +1,76 @@
+"""Several files as one source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.sources.source import list_source
+from anyrank.sources.weight_files import META_PART, OF_META
+from anyrank.tensors.spec import StoredTensor
+
+
+def list_files(paths: Sequence[str | os.PathLike[str]]) -> Listing:
+    """The tensors of a list of files or folders.
+
+    Raises:
+        LoadError: two of them hold the same key, or each is a rank's part of a model.
+        UnsafeFile: as each of them.
+    """
+    names = [os.fspath(path) for path in paths]
+    parts = [path for path in names if META_PART.match(os.path.basename(path))]
+    if len(parts) > 1:
+        raise LoadError(f"{parts[0]}: is {OF_META}")
+    listings = [list_source(path) for path in names]
+    return join(", ".join(sorted({listing.format for listing in listings})), listings)
+
+
+def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:
+    """One listing of several files.
+
+    Raises:
+        LoadError: two of them hold the same key.
+    """
+    parts = [*listings]
+    files: list[FileInfo] = []
+    tensors: dict[str, StoredTensor] = {}
+    checksums: list[Checksum] = []
+    sums: dict[int, str] = {}
+    adapters: dict[int, dict[str, Any]] = {}
+    beside: dict[str, StoredTensor] = {}
+    for listing in parts:
+        base = len(files)
+        files += (info.with_file_offset(base) for info in listing.files)
+        checksums += (replace(c, file=c.file + base) for c in listing.checksums)
+        sums |= {base + number: where for number, where in listing.sums.items()}
+        adapters |= {base + number: config for number, config in listing.adapters.items()}
+        for key, stored in listing.tensors.items():
+            if key in tensors:
+                first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
+                raise LoadError(
+                    f"{key} is in {first} and again in {listing.files[0].path}: "
+                    "give only the files that belong together"
+                )
+            tensors[key] = stored.with_file_offset(base)
+        beside |= {key: t.with_file_offset(base) for key, t in listing.beside.items()}
+    return Listing(
+        format=format_name,
+        files=tuple(files),
+        tensors=tensors,
+        metadata={k: v for listing in parts for k, v in listing.metadata.items()},
+        skipped=(*skipped, *(note for listing in parts for note in listing.skipped)),
+        checksums=tuple(checksums),
+        sums=sums,
+        extras={k: v for listing in parts for k, v in listing.extras.items()},
+        unreadable={k: v for listing in parts for k, v in listing.unreadable.items()},
+        tables=frozenset(table for listing in parts for table in listing.tables),
+        table=next((listing.table for listing in parts if listing.table), ""),
+        beside=beside,
+        unread_beside={k: v for listing in parts for k, v in listing.unread_beside.items()},
+        quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
+        adapters=adapters,
+    )

@@ -1,0 +1,99 @@
+"""A dict of tensors in memory as a source."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from anyrank.errors import LoadError, WrongValue
+from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
+from anyrank.sources.part_names import NESTED
+from anyrank.tensors.box import Box
+from anyrank.tensors.sharded_tensor import is_released
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+
+def _tensors_in(value: Any) -> int:
+    inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    return sum(isinstance(tensor, torch.Tensor) for tensor in inner.values())
+
+
+def list_memory(tensors: Mapping[str, Any]) -> Listing:
+    """A dict of tensors in memory: each tensor is a "file" whose bytes are its storage.
+
+    Raises:
+        LoadError: a value is not a plain dense tensor.
+        ValueError: there are no tensors, or they are in an inner dict.
+    """
+    files: list[FileInfo] = []
+    stored: dict[str, StoredTensor] = {}
+    skipped: list[str] = []
+    unreadable: dict[str, str] = {}
+    extras: dict[str, tuple[Any] | None] = {}
+    first: dict[Any, StoredTensor] = {}  # by memory
+    direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
+    inner = next((name for name in NESTED if _tensors_in(tensors.get(name)) > direct), None)
+    if inner is not None or not direct:
+        if inner is None:
+            keys = ", ".join(map(str, list(tensors)[:20]))
+            raise WrongValue(
+                f"the dict {f'holds no tensors, only {keys}' if keys else 'is empty'}: give the "
+                "dict of weights"
+            )
+        raise WrongValue(
+            "the dict holds the weights in an inner dict: give the inner one, for instance "
+            f"source[{inner!r}]"
+        )
+    for key, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            if key.rsplit(".", 1)[-1] == EXTRA_STATE:
+                extras[key] = extra_of(value)
+                continue
+            if hasattr(value, "__array__"):  # a weight, which would be missed
+                unreadable[key] = "an array and no tensor (torch.as_tensor makes one)"
+            skipped.append(f"{key}: {unreadable.get(key, 'not a tensor')}")
+            continue
+        wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
+        if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
+            raise LoadError(
+                f"{key}: a {type(value).__name__} of {value.dtype}, layout {value.layout}, on "
+                f"{value.device} has no bytes that anyrank can read here: give plain tensors; a "
+                "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
+            )
+        if is_released(value):
+            raise LoadError(f"{key}: its memory was released (untyped_storage().resize_)")
+        shape = tuple(value.shape)
+        memory = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
+        if memory in first and value.numel():  # tied
+            stored[key] = first[memory].renamed(key)
+            continue
+        chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
+        stored[key] = first[memory] = StoredTensor(key, shape, value.dtype, (chunk,))
+        nbytes = value.numel() * value.element_size()
+        files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
+    return Listing(
+        "memory",
+        tuple(files),
+        stored,
+        skipped=tuple(skipped),
+        extras=extras,
+        unreadable=unreadable,
+    )
+
+
+def extra_of(value: Any) -> tuple[Any] | None:
+    """A module's extra state as `Listing.extras` keeps it."""
+    return (value,) if _is_plain(value) else None
+
+
+def _is_plain(value: Any, depth: int = 16) -> bool:
+    if isinstance(value, (list, tuple, dict, set, frozenset)) and depth:
+        parts: Any = value
+        inner = [*parts.keys(), *parts.values()] if isinstance(value, dict) else parts
+        return type(parts) in (list, tuple, dict, OrderedDict, set, frozenset) and all(
+            _is_plain(part, depth - 1) for part in inner
+        )
+    return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype)

@@ -1,0 +1,68 @@
+"""Runs as sources: the steps that a folder has, and the weights of the newest or of one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+from anyrank.errors import AnyrankError, LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import MANIFEST, read_manifest
+from anyrank.files.storage import Storage, join_path, storage_for
+from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, list_step, list_steps
+from anyrank.wording import join_first
+
+WEIGHTS = "model."  # begins the names of a step's weights
+
+
+def steps_in(folder: str) -> list[SavedStep]:
+    """The steps with a readable manifest, the newest first; none where there is no run."""
+    storage = storage_for(folder)
+    if not storage.is_dir(folder):
+        return []
+    steps: list[SavedStep] = []
+    for step in whole_steps(storage, folder, storage.names(folder)):
+        path = join_path(folder, step.name)
+        with contextlib.suppress(AnyrankError):
+            steps.append(describe(read_manifest(storage, path), path))
+    return steps
+
+
+def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
+    """Those of `list_steps` that are whole."""
+    return [step for step in list_steps(storage, folder, names) if step.is_whole]
+
+
+def no_step(names: Iterable[str]) -> str:
+    """What a run's folder with these entries has in place of a whole step."""
+    aside = sorted(name for name in names if name.startswith(ASIDE))
+    text = "holds no step that a run has committed"
+    if not aside:
+        return text
+    return (
+        f"{text}, and {join_first(aside, 3)} set aside: anyrank.verify() says what is damaged in "
+        "one, and one that is whole is a step again by its old name"
+    )
+
+
+def list_folder(storage: Storage, folder: str) -> Listing:
+    """The weights of a step, or of the newest committed step of a run.
+
+    Raises:
+        LoadError: the run has no committed step, or the step is damaged.
+    """
+    names = storage.names(folder)
+    if MANIFEST not in names:
+        for step in whole_steps(storage, folder, names):
+            return list_folder(storage, join_path(folder, step.name))
+        raise LoadError(f"{folder}: {no_step(names)}")
+    try:
+        listing = list_step(storage, folder, read_manifest(storage, folder))
+    except AnyrankError as error:
+        raise LoadError(str(error)) from error
+    beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}
+    skipped = tuple(f"{k}: of another part" for k in beside)
+    weights = {k[len(WEIGHTS) :]: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
+    table = WEIGHTS.removesuffix(".")
+    return replace(listing, tensors=weights, skipped=skipped, table=table, beside=beside)

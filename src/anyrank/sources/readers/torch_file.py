@@ -1,0 +1,269 @@
+"""torch.save files: the zip format, and the pickle stream that came before it (torch < 1.6)."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from anyrank.errors import AnyrankError, LoadError, UnsafeFile
+from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.storage import OpenFile, Storage, read_range
+from anyrank.sources.readers import pickled_tables, pickles
+from anyrank.sources.weight_files import ZIP_MAGIC
+from anyrank.tensors.box import Box
+from anyrank.tensors.spec import Chunk, StoredTensor
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_PROTOCOL = 1001
+MAX_PICKLE_BYTES = 1 << 30
+MAX_SHOWN_BYTES = 16 << 20  # of a pickle that is refused
+
+
+class RangeIO(io.RawIOBase):
+    """Bytes [start, start + size) of an open file as a seekable stream."""
+
+    def __init__(self, file: OpenFile, start: int, size: int) -> None:
+        super().__init__()
+        self.file, self.start, self.size, self.position = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        self.position = max(0, base + offset)
+        return self.position
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)[: max(0, self.size - self.position)]
+        got = self.file.readv([view], self.start + self.position) if len(view) else 0
+        self.position += got
+        return got
+
+
+def list_file(storage: Storage, path: str) -> Listing:
+    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file.
+
+    Raises:
+        UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
+    """
+    read = read_file(storage, path)
+    name = read.name
+    if isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree:
+        name = "lightning"
+    content = pickled_tables.find_table(read.tree, path)
+    table = content.table
+    tensors = {key: read.stored(key, ref) for key, ref in pickled_tables.refs_of(table).items()}
+    beside, unread = _beside(read, content)
+    return Listing(
+        name,
+        (read.info,),
+        tensors,
+        checksums=read.checksums,
+        skipped=tuple(content.others),
+        extras=pickled_tables.extras_of(table),
+        unreadable={
+            str(key): f"a {value.kind}"
+            for key, value in table.items()
+            if isinstance(value, pickles.Bytesless)
+        },
+        tables=content.tables,
+        table=content.name,
+        beside=beside,
+        unread_beside=unread,
+    )
+
+
+def _beside(
+    read: TorchFile, content: pickled_tables.FoundTable
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors that are not in the chosen table, by whole keys, and what is not read of them: a
+    table that nobody asks for is no reason to refuse the file.
+    """
+    beside: dict[str, StoredTensor] = {}
+    unread: dict[str, str] = {}
+    for key, value in pickled_tables.values_beside(read.tree, content):
+        if isinstance(value, pickles.Bytesless):
+            unread[key] = f"a {value.kind}"
+            continue
+        try:
+            beside[key] = read.stored(key, value)
+        except UnsafeFile:
+            raise
+        except LoadError:
+            unread[key] = f"a {' and '.join(value.views)} view"
+    return beside, unread
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """What `torch.save` put into a file.
+
+    Attributes:
+        name: of the format.
+        info: the file.
+        tree: containers and plain values, with a `TensorRef` for each tensor.
+        places: key of a storage -> its byte offset and bytes.
+        checksums: of the storages.
+    """
+
+    name: str
+    info: FileInfo
+    tree: Any
+    places: dict[str, tuple[int, int]]
+    checksums: tuple[Checksum, ...]
+
+    def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
+        """A tensor of the tree, bound to the bytes of its storage.
+
+        Raises:
+            LoadError: a conj or neg view.
+            UnsafeFile: the view reaches outside its storage, or the storage outside the file.
+        """
+        path = self.info.path
+        if ref.views:
+            raise LoadError(
+                f"{path}: {key}: was saved as a {' and '.join(ref.views)} view, whose values are "
+                "not those of its bytes: save it after .resolve_conj() and .resolve_neg()"
+            )
+        if ref.storage.key not in self.places:
+            raise UnsafeFile(f"{path}: {key}: its storage {ref.storage.key!r} is not in the file")
+        start, size = self.places[ref.storage.key]
+        first = ref.storage.offset * ref.storage.dtype.itemsize + ref.offset * ref.dtype.itemsize
+        box = Box.whole(ref.shape)
+        reach = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=False)) + 1
+        last = first + reach * ref.dtype.itemsize if box.numel else first
+        sane = len(ref.shape) == len(ref.strides) and min((0, *ref.shape, *ref.strides, first)) == 0
+        if not sane or last > size or start + size > self.info.size:
+            raise UnsafeFile(
+                f"{path}: {key}: shape {list(ref.shape)} with strides {list(ref.strides)} at byte "
+                f"{first} does not fit its storage of {size} bytes"
+            )
+        chunk = Chunk(box, 0, start + first, ref.strides)
+        return StoredTensor(key, ref.shape, ref.dtype, (chunk,))
+
+
+def read_file(storage: Storage, path: str) -> TorchFile:
+    """The tree of a file in either format, and where the bytes of its tensors are.
+
+    Raises:
+        UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
+    """
+    with closing(storage.open(path)) as file, parsing(path):
+        info = file.info
+        magic = read_range(file, 0, min(4, info.size))
+        if magic == ZIP_MAGIC:
+            return TorchFile("torch zip", info, *read_zip(file, 0, info.size))
+        if magic[:1] == b"\x80":
+            return TorchFile("torch legacy", info, *_read_legacy(file, info.size), ())
+    raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
+
+
+@contextmanager
+def parsing(path: str) -> Generator[None]:
+    """What a parser raises on damaged bytes, which can be anything, as an error with the file."""
+    try:
+        yield
+    except (AnyrankError, OSError):
+        raise
+    except Exception as error:
+        raise UnsafeFile(
+            f"{path}: is damaged ({type(error).__name__}: {error}); copy it again"
+        ) from error
+
+
+def read_zip(
+    file: OpenFile, start: int, size: int
+) -> tuple[Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
+    """Tree, storage key -> (byte offset, bytes), and checksums of a zip at [start, start + size).
+
+    Raises:
+        UnsafeFile: not a whole torch zip.
+    """
+    path = file.path
+    try:
+        archive = zipfile.ZipFile(io.BufferedReader(RangeIO(file, start, size), 1 << 16))
+    except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
+        raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
+    records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    # None was kept (torch.serialization.set_crc32_options), or the record is empty.
+    unknown = {name for name, entry in records.items() if not entry.CRC}
+    for name in unknown:
+        records[name].CRC = None  # pyright: ignore[reportAttributeAccessIssue] - not compared then
+    pickled = records.get("data.pkl")
+    if pickled is None or pickled.file_size > MAX_PICKLE_BYTES:
+        raise UnsafeFile(f"{path}: a zip without a data.pkl of sane size: not a torch.save file")
+    places: dict[str, tuple[int, int]] = {}
+    checksums: list[Checksum] = []
+    for name, entry in records.items():
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise UnsafeFile(f"{path}: record {name} is compressed, which torch.save never does")
+        if name.startswith("data/"):
+            offset = start + entry.header_offset
+            header = read_range(file, offset, 30)
+            if header[:4] != ZIP_MAGIC:
+                raise UnsafeFile(f"{path}: record {name} has no header; copy the file again")
+            offset += 30 + sum(struct.unpack("<HH", header[26:30]))
+            places[name[5:]] = (offset, entry.file_size)
+            if name not in unknown:
+                stop, digest = offset + entry.file_size, f"{entry.CRC:08x}"
+                checksums.append(Checksum(0, offset, stop, digest, f"record {name}"))
+    try:
+        order = archive.read("".join((pickled.filename[: -len("data.pkl")], "byteorder")))
+    except KeyError:
+        order = b"little"  # files older than the record
+    if order != b"little":
+        raise UnsafeFile(f"{path}: written on a {order.decode(errors='replace')}-endian machine")
+    return pickles.loads(archive.read(pickled), path), places, tuple(checksums)
+
+
+def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:
+    path = file.path
+    stream = io.BufferedReader(RangeIO(file, 0, size), 1 << 16)
+    magic, protocol = pickles.load(stream, path), pickles.load(stream, path)
+    system = pickles.load(stream, path)
+    if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL:
+        raise UnsafeFile(f"{path}: a pickle, but not one that torch.save wrote")
+    if isinstance(system, dict) and not system.get("little_endian", True):
+        raise UnsafeFile(f"{path}: written on a big-endian machine")
+    finder = _ElementSizes(stream, path)
+    start = stream.tell()
+    try:
+        tree = finder.tree()
+    except pickles.UnknownName as error:
+        data = read_range(file, start, min(size - start, MAX_SHOWN_BYTES))
+        raise pickles.explained(error, data, finder) from error
+    keys = pickles.load(stream, path)
+    position = stream.tell()
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        itemsize = finder.itemsizes.get(str(key), 1)
+        nbytes = int.from_bytes(read_range(file, position, 8), "little") * itemsize
+        places[str(key)] = (position + 8, nbytes)
+        position += 8 + nbytes
+        if position > size:
+            raise UnsafeFile(f"{path}: truncated: storage {key} ends at byte {position} of {size}")
+    return tree, places
+
+
+class _ElementSizes(pickles.TensorUnpickler):
+    """Remembers each storage's element size, which the legacy format keeps in the pickle only."""
+
+    def __init__(self, file: Any, path: str) -> None:
+        super().__init__(file, path)
+        self.itemsizes: dict[str, int] = {}
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        if pid[0] == "module":  # (module, class, source file, source text): the class is enough
+            return pid[1]
+        ref = super().persistent_load(pid)
+        self.itemsizes[ref.key] = ref.dtype.itemsize
+        return ref

@@ -1,0 +1,339 @@
+"""Which tensors of a source are the weights, where it holds several tables of tensors.
+
+A table is what a checkpoint keeps under one name: `model`, `ema`, `optimizer`. Names that the
+caller's `rename=` gives decide. Only where none of them fits is a table guessed, by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from anyrank.errors import AnyrankError, LoadError
+from anyrank.files.listing import Listing
+from anyrank.sources.part_names import NESTED, is_other_part
+from anyrank.sources.tables.renamer import renamer
+from anyrank.tensors.names import Rename, candidates
+from anyrank.tensors.spec import StoredTensor
+
+Renamer = Callable[[str], str]
+T = TypeVar("T")
+
+
+def chosen_weights(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
+    """As `weights_for` of the core, where there is something to choose."""
+
+    def fits(key: str, name: str) -> bool:
+        return name != key and any(other in known for other in candidates(name))
+
+    if rename is not None:
+        rename = partial(_renamed, rename)
+        named = _tables_named(listing, rename, fits)
+        if named is not None:
+            return named
+    elif listing.beside and not _any_known(listing.tensors, known):
+        # A model that has several parts in it, under their names.
+        parts = _tables_named(listing, str, lambda key, _: _any_known([key], known))
+        if parts is not None:
+            return parts
+    prefix = inner_prefix(listing.tensors, known, rename)
+    inner: dict[str, StoredTensor] = {}
+    others: list[str] = []
+    for key, stored in listing.tensors.items():
+        if prefix and key.startswith(prefix):
+            inner[key[len(prefix) :]] = stored
+        elif _is_beside(key, known, listing, prefix or ""):
+            others.append(key)
+        else:
+            inner.setdefault(key, stored)
+    return _chosen(listing, inner, others)
+
+
+def idle_entries(
+    rename: Rename, source: Listing, chosen: Listing, keys: Collection[str]
+) -> list[str]:
+    """As `idle_renames` of the core.
+
+    Raises:
+        LoadError: as there.
+    """
+    used = {id(stored) for stored in chosen.tensors.values()}
+    left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
+    aimed = _aimed_elsewhere(rename, source, chosen, keys, left)
+    if aimed:
+        key = aimed[0]
+        prefix, name = _before(key, chosen.tensors), _renamed(renamer(rename), key)
+        raise LoadError(
+            f"rename= makes {name} of {key}, which is no name of the model, and takes none of the "
+            f"keys that are: give the prefix that is before the model's names"
+            + (f", as {prefix!r}" if prefix else "")
+        )
+    # What is left out needs no renaming, and whoever names it is not told that it is not there.
+    others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
+    idle = unused(rename, {*chosen.tensors, *keys, *others})
+    if not idle:
+        return []
+    # A list of regexes may be one for files of several kinds; where none is for this file, it is
+    # mistyped as a dict's name is.
+    is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
+    tables = [] if is_for_source else _alternatives(source, chosen)
+    from anyrank.tensors.near_names import Near  # a door
+
+    near = Near({*chosen.tensors, *others, *tables})
+    if tables:
+        raise LoadError(
+            f"rename= names {idle[0]!r}{near.hint(idle[0])}, and no key of the source fits it, "
+            f"which has the tables {', '.join(tables)}: name the one that is meant"
+        )
+    return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
+
+
+def _aimed_elsewhere(
+    rename: Rename, source: Listing, chosen: Listing, keys: Collection[str], left: list[str]
+) -> list[str]:
+    """Keys of other tables than the chosen one that `rename=` takes out of them, in entries that
+    match nothing of what was chosen: another table was meant than the one that was guessed.
+
+    Args:
+        rename: a regex of a list is judged with the others.
+        source, chosen, keys: as for `idle_entries`.
+        left: whole keys that were not chosen.
+    """
+    apply = partial(_renamed, renamer(rename))
+    whole = whole_keys(source)
+    chosen_keys = {*chosen.tensors, *keys, *(whole.keys() - left)}
+    changed = any(apply(key) != key for key in chosen_keys)
+    if not isinstance(rename, Mapping):
+        # An optimizer's tensors may have the names that a function or a regex is for.
+        moved = [] if changed else [key for key in left if not _is_other_part(key, source)]
+    elif changed and whole.keys() >= chosen.tensors.keys():
+        moved = []  # other entries chose by whole keys
+    else:
+        idle = [old for old in unused(rename, chosen_keys) if not _is_left_out(old)]
+        if changed:  # a dict may be one for several files: what takes a table out is for this one
+            idle = [old for old in idle if not rename[old]]
+        moved = [key for key in left if _is_in(key, [old.rstrip(".") for old in idle])]
+    depth = _depth_of_tables(source)
+    return [key for key in moved if _leaves_table(key, apply(key), source, depth)]
+
+
+def _is_left_out(old: str) -> bool:
+    """Whether an entry of `rename=` is for leaving out an optimizer or its like: {"optimizer": ""},
+    and not what is inside of it: {"callbacks.EMA": ""}.
+    """
+    return is_other_part(old.rstrip(".").rpartition(".")[2])
+
+
+def _before(key: str, names: Collection[str]) -> str | None:
+    """What stands before the longest end of a key that is a name; None where no end is one."""
+    parts = key.split(".")
+    cuts = range(1, len(parts))
+    return next((".".join(parts[:n]) for n in cuts if ".".join(parts[n:]) in names), None)
+
+
+def _alternatives(source: Listing, chosen: Listing) -> list[str]:
+    """The tables of a source that hold most of the chosen names, where one of them was guessed."""
+    whole = whole_keys(source)
+    if whole.keys() >= chosen.tensors.keys():  # by whole keys: nothing was guessed
+        return []
+    names = {id(stored): key for key, stored in chosen.tensors.items()}
+    counts: Counter[str] = Counter()
+    for key, stored in whole.items():
+        if _is_other_part(key, source):
+            continue
+        end = names.get(id(stored))
+        table = _before(key, chosen.tensors) if end is None else key.removesuffix(end).rstrip(".")
+        if table is not None:
+            counts[table] += 1
+    tables = [name for name, count in counts.items() if name and 2 * count >= len(names)]
+    return sorted(tables) if len(tables) > 1 else []
+
+
+def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
+    """The tables that `rename=` takes tensors out of, by their whole keys; None where it names no
+    table. What is to be filled is not known.
+    """
+    if rename is None:
+        return None
+    leaves = partial(_leaves_table, listing=listing, depth=_depth_of_tables(listing))
+    return _tables_named(listing, partial(_renamed, rename), leaves)
+
+
+def _depth_of_tables(listing: Listing) -> int:
+    """Which part of a whole key tells the tables: the second, where one name is above all."""
+    return int(len({key.partition(".")[0] for key in whole_keys(listing)}) == 1)
+
+
+def _leaves_table(key: str, name: str, listing: Listing, depth: int) -> bool:
+    """Whether a name, which a whole key became, is out of the key's table. A regex for names within
+    tables leaves none.
+    """
+    parts = _table_of(key, listing).split(".")
+    table = parts[min(depth, len(parts) - 1)]
+    return name not in ("", key) and name.split(".").count(table) < key.split(".").count(table)
+
+
+def _tables_named(
+    listing: Listing, rename: Renamer, is_named: Callable[[str, str], bool]
+) -> Listing | None:
+    """The tables of which `rename` names a tensor, by whole keys; None where there is none."""
+    known_tables = bool(listing.table or listing.tables or listing.beside)
+    whole = whole_keys(listing)
+    others = {key for key in whole if known_tables and _is_other_part(key, listing)}
+    # What is kept in an optimizer or a callback is asked last, as a regex for the weights' names
+    # may fit theirs, and by its whole place, as {"optimizer": ""} is for leaving it out.
+    deeper = [key for key in others if not _is_part_cut(key, rename(key))]
+    named: set[str] = set()
+    for keys in (whole.keys() - others, deeper):
+        named = named or {_table_of(key, listing) for key in keys if is_named(key, rename(key))}
+    if not named or (not known_tables and named == {""}):
+        return listing if named else None
+    chosen = {key: t for key, t in whole.items() if _table_of(key, listing) in named}
+    return take_tables(listing, chosen, [key for key in whole if key not in chosen])
+
+
+def _is_part_cut(key: str, name: str) -> bool:
+    """Whether a name is a key of an optimizer or its like without the name of that part."""
+    part = key if is_other_part(key) else key.partition(".")[2]  # below one name above all
+    return name == part.partition(".")[2]
+
+
+def take_tables(
+    listing: Listing, chosen: dict[str, StoredTensor], others: Iterable[str]
+) -> Listing:
+    """The listing with the tensors of some tables, by whole keys; what else there was is said."""
+    tables = {_table_of(key, listing) for key in chosen}
+    stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], tables)]
+    unread = whole_unread(listing).items()
+    unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
+    # What is left out stays in sight: scales may have a table of their own.
+    left = {key: t.renamed(key) for key, t in whole_keys(listing).items() if key not in chosen}
+    listing = replace(listing, skipped=tuple(stays), unreadable=unreadable, beside=left)
+    return _chosen(listing, chosen, others)
+
+
+def inner_prefix(
+    keys: Iterable[str], known: Collection[str], rename: Callable[[str], str] | None = None
+) -> str | None:
+    """The prefix under which the weights are, when no key means a tensor of the model by itself.
+
+    Where one name is above all (`app` in torch's recipes for DCP), they are looked for below it.
+    What follows the prefix may be the name, or become it by `rename`.
+    """
+    keys = list(keys)
+    renamers = [lambda key: key, *([rename] if rename else [])]
+
+    def any_known(prefix: str) -> bool:
+        inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        return _any_known((renamed(key) for renamed in renamers for key in inner), known)
+
+    if any_known(""):
+        return None
+    outer = {f"{key.partition('.')[0]}." for key in keys}
+    [above] = outer if len(outer) == 1 else [""]
+    prefixes = [f"{name}." for name in NESTED if f"{name}." in outer]
+    prefixes += [f"{above}{name}." for name in NESTED if above]
+    return next((prefix for prefix in prefixes if any_known(prefix)), None)
+
+
+def _any_known(keys: Iterable[str], known: Collection[str]) -> bool:
+    return any(name in known for key in keys for name in candidates(key))
+
+
+def unused(rename: Rename, keys: Collection[str]) -> list[str]:
+    """Entries of `rename=` that match none of the keys; a callable has no entries."""
+    if rename is None or callable(rename):
+        return []
+    if isinstance(rename, Mapping):
+        names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
+        return [old for old in rename if old not in names and f"{old}." not in names]
+    left: list[str] = []
+    for pattern, replacement in rename:  # each is given what those before it made of a key
+        regex = re.compile(pattern)
+        if not any(map(regex.search, keys)):
+            left.append(pattern)
+        keys = [regex.sub(replacement, key) for key in keys]
+    return left
+
+
+def whole_keys(listing: Listing) -> dict[str, StoredTensor]:
+    """Every tensor of every table."""
+    return _below_table(listing, listing.tensors) | listing.beside
+
+
+def whole_unread(listing: Listing) -> dict[str, str]:
+    """Every tensor of every table that is not read, and what it is."""
+    return _below_table(listing, listing.unreadable) | listing.unread_beside
+
+
+def _below_table(listing: Listing, table: Mapping[str, T]) -> dict[str, T]:
+    prefix = f"{listing.table}." if listing.table else ""
+    return {f"{prefix}{key}": value for key, value in table.items()}
+
+
+def _renamed(rename: Renamer, key: str) -> str:
+    """What a key becomes; itself where a function was not written for keys of this table."""
+    try:
+        return rename(key)
+    except AnyrankError:
+        return key
+
+
+def _table_of(key: str, listing: Listing) -> str:
+    """The table that a whole key is in; "" for none."""
+    if listing.table or key in listing.beside or key in listing.unread_beside:
+        return key.partition(".")[0]
+    parts = key.split(".")
+    tables = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+    return next((table for table in tables if table in listing.tables), "")
+
+
+def _is_in(key: str, tables: Collection[str]) -> bool:
+    """Whether a key is one of these names, or lies below one of them."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in tables for n in range(1, len(parts) + 1))
+
+
+def _is_other_part(key: str, listing: Listing) -> bool:
+    """Whether a whole key is of an optimizer or its like, also below one name above all."""
+    outer, _, inner = key.partition(".")
+    return is_other_part(key) or (
+        outer in listing.tables
+        and f"{outer}.{inner.partition('.')[0]}" in listing.tables
+        and is_other_part(inner)
+    )
+
+
+def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) -> bool:
+    """Whether a key is of another part of the checkpoint, and not a tensor that nobody expects."""
+    tables: Collection[str] = () if listing.table else listing.tables  # keys are within a table
+    if prefix[:-1] in tables:
+        return True
+    table = key.partition(".")[0]
+    is_table = bool(prefix) or table in tables
+    is_other = is_other_part(key) or is_optimizer(table, listing)
+    return is_table and is_other and key not in known
+
+
+def is_optimizer(table: str, listing: Listing) -> bool:
+    """Whether a table is an optimizer's state_dict(), whatever its name."""
+    groups = f"{table}.param_groups"
+    return groups in listing.tables or any(note.startswith(groups) for note in listing.skipped)
+
+
+def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
+    """The listing with these tensors alone; what else there was is said."""
+    noted = {note.partition(":")[0] for note in listing.skipped}
+    notes = (
+        f"{key}: {'not weights' if _is_other_part(key, listing) else 'of another table'}"
+        for key in others
+        if not _is_in(key, noted)
+    )
+    skipped = (*listing.skipped, *notes)
+    beside = {key: t for key, t in listing.beside.items() if key not in tensors}
+    listing = replace(listing, tensors=tensors, skipped=skipped, table="", beside=beside)
+    return replace(listing, unread_beside={})

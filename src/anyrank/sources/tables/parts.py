@@ -1,0 +1,102 @@
+"""The parts of a source as those see them who have no model: its weights, and what else there is.
+
+`convert` writes the weights, and `diff` compares both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import FORMAT
+from anyrank.sources.part_names import NESTED, is_other_part
+from anyrank.sources.tables.choice import is_optimizer, whole_keys, whole_unread
+from anyrank.tensors.spec import StoredTensor
+
+# Formats that say themselves which table the weights are.
+SAYING = (FORMAT, "lightning")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a source holds, by whole keys.
+
+    Attributes:
+        weights: the tensors of all tables that may hold weights.
+        others: those of optimizers and the like, of which no flat source has any.
+        unread: what is among them and has no bytes that are its values.
+        prefix: of the weights' keys, where they are of one table that is known as theirs.
+        has_several: whether several tables may hold weights.
+    """
+
+    weights: dict[str, StoredTensor]
+    others: dict[str, StoredTensor]
+    unread: dict[str, str]
+    prefix: str = ""
+    has_several: bool = False
+
+
+def parts_of(listing: Listing) -> Parts:
+    """Weights and others, by the names of tables where the format tells tables and modules apart.
+
+    A flat source has no tables, whatever the names of a model's children are. Tensors by themselves
+    beside a known table that has more of them (a queue, a generator's state) are no table.
+    """
+    unread = whole_unread(listing)
+    if listing.format in SAYING:
+        prefix = f"{listing.table}." if listing.table else ""
+        weights = {prefix + key: stored for key, stored in listing.tensors.items()}
+        return Parts(weights, dict(listing.beside), unread, prefix)
+    whole = whole_keys(listing)
+    above = _above_all(whole, listing)
+    groups: dict[str, dict[str, StoredTensor]] = {}
+    others: dict[str, StoredTensor] = {}
+    for key, stored in whole.items():
+        part = key.removeprefix(above).partition(".")[0]
+        is_table = above + part in listing.tables
+        if is_table and not (is_other_part(part) or is_optimizer(above + part, listing)):
+            groups.setdefault(part, {})[key] = stored
+        elif is_table or key in listing.beside:
+            others[key] = stored
+        else:
+            groups.setdefault("", {})[key] = stored
+    known = max((len(group) for part, group in groups.items() if part in NESTED), default=0)
+    if len(groups.get("", ())) < known:
+        others |= groups.pop("", {})
+    weights = {key: stored for group in groups.values() for key, stored in group.items()}
+    [only] = groups if len(groups) == 1 else [""]
+    prefix = f"{above}{only}." if only in NESTED else ""
+    return Parts(weights, others, unread, prefix, has_several=len(groups) > 1)
+
+
+def _above_all(whole: dict[str, StoredTensor], listing: Listing) -> str:
+    """The prefix of the one table that holds all others, as in `{"app": {"model": ...}}`."""
+    first, *others = {key.partition(".")[0] for key in whole} or {""}
+    is_outer = not others and first in listing.tables and first not in NESTED
+    return f"{first}." if is_outer else ""
+
+
+def alike(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str]]:
+    """Two sources as they are compared, and the keys of what is beside the weights in one of them.
+
+    Weights go by their names in the table of weights, where both sources have at most one. What is
+    beside them is compared where both are checkpoints of one format, as each names it its own way.
+    """
+    of_a, of_b = parts_of(a), parts_of(b)
+    both = bool(of_a.others and of_b.others) and a.format.split()[0] == b.format.split()[0]
+    # Names of several tables stay whole, and so do those that are names of another part as well.
+    is_whole = of_a.has_several or of_b.has_several
+    is_whole |= both and any(
+        not part.others.keys().isdisjoint(key.removeprefix(part.prefix) for key in part.weights)
+        for part in (of_a, of_b)
+    )
+
+    def shown(listing: Listing, part: Parts) -> Listing:
+        prefix = "" if is_whole else part.prefix
+        tensors = {key.removeprefix(prefix): stored for key, stored in part.weights.items()}
+        unread = {key.removeprefix(prefix): what for key, what in part.unread.items()}
+        listing = replace(listing, unreadable=unread)
+        return listing.with_tensors(tensors | (part.others if both else {}))
+
+    beside = [] if both else [*of_a.others, *of_b.others]
+    return shown(a, of_a), shown(b, of_b), beside

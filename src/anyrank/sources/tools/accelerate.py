@@ -1,0 +1,184 @@
+"""Folders that Accelerate's `save_state` writes, with DDP, and with FSDP, sharded or full; and the
+`checkpoint-N` folders of the transformers Trainer, and of what is built on it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage, join_path
+from anyrank.sources import weight_files
+from anyrank.sources.readers import dcp, huggingface
+from anyrank.sources.readers.folders import looks_like
+from anyrank.sources.tools import dcp_state, deepspeed
+from anyrank.sources.tools.checkpoint import (
+    Collector,
+    ForeignCheckpoint,
+    ForeignOptimizer,
+    count_of,
+    is_plain_number,
+    optimizer_of,
+)
+
+RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")
+CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")
+OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.(?:bin|pt)$")
+SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
+SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.(?:bin|pt)$")
+MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(?:safetensors|bin)$")
+STATE = "trainer_state.json"
+ENGINE = "pytorch_model"  # the folder where its engine of DeepSpeed's saves
+FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
+SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
+
+
+def list_folder(storage: Storage, folder: str) -> Listing:
+    """The weights of a folder of Accelerate, the Trainer or DeepSpeed: in safetensors if there are
+    any, else where DeepSpeed or FSDP put them.
+
+    Raises:
+        LoadError: it holds those of several models; as `read`.
+    """
+    names = storage.names(folder)
+    if not any(".safetensors" in name for name in names):
+        if looks_like("deepspeed", names):
+            return deepspeed.list_folder(storage, folder)
+        if ENGINE in names:
+            return deepspeed.list_folder(storage, join_path(folder, ENGINE))
+        if any(FSDP_MODEL.match(name) for name in names):
+            return _list_fsdp(storage, folder, names)
+    return huggingface.list_folder(storage, folder)
+
+
+def _list_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
+    models = _models(storage, folder, names)
+    if len(models) > 1:
+        shown = ", ".join(name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name))
+        raise LoadError(f"{folder}: holds several sets of weights ({shown}): give one of these")
+    (listing,) = models.values()
+    return listing
+
+
+def read(storage: Storage, folder: str) -> ForeignCheckpoint:
+    """What such a folder holds.
+
+    Raises:
+        LoadError, UnsafeFile: it is not whole, or a pickle in it would run code.
+    """
+    files, names = Collector(storage, folder), storage.names(folder)
+    if STATE in names:
+        return _read_trainer(files, names)
+    if ENGINE in names:
+        inner = deepspeed.read(storage, files.named(ENGINE))
+        return replace(inner, tool="Accelerate")
+    return _read(files, names)
+
+
+def _read_trainer(files: Collector, names: list[str]) -> ForeignCheckpoint:
+    path = files.named(STATE)
+    try:
+        progress: Any = json.loads(files.small(path))
+        epoch, step = progress.get("epoch"), count_of(progress, "global_step")
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise LoadError(f"{path}: is not a JSON object ({error})") from error
+    is_engines = looks_like("deepspeed", names)
+    checkpoint = deepspeed.read(files.storage, files.folder) if is_engines else _read(files, names)
+    epoch = float(epoch) if is_plain_number(epoch) else None
+    return replace(checkpoint, tool="transformers Trainer", step=step, epoch=epoch)
+
+
+def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
+    listings = _models(files.storage, files.folder, names) or {"model": _exported(files, names)}
+    models = {name: files.add(listing) for name, listing in listings.items()}
+    optimizers = _optimizer_files(files, names)
+    states: dict[str, Any] = {}
+    for name in names:
+        if match := SCHEDULER.match(name):
+            tree = files.tree(files.named(name))
+            states |= {_numbered("scheduler", match[1]): tree} if isinstance(tree, dict) else {}
+        elif name == "scaler.pt":
+            states["scaler"] = files.tree(files.named(name))
+        elif match := CUSTOM.match(name):
+            states[match[1]] = files.tree(files.named(name))
+    ranks = sum(bool(RANDOM.match(name)) for name in names)
+    step = next((files.steps_of(optimizer) for optimizer in optimizers.values()), None)
+    scheduler = states.get("scheduler")
+    if step is None and ranks == 1 and scheduler is not None:
+        step = scheduler.get("last_epoch")
+    not_read = {
+        name: "random streams belong to the processes that saved them"
+        for name in names
+        if RANDOM.match(name)
+    }
+    not_read |= {
+        name: "the position of a loader of this tool's, in its own order of samples"
+        for name in names
+        if name.startswith(("dl_state_dict", "sampler"))
+    }
+    return ForeignCheckpoint(
+        "Accelerate",
+        files.listing("trainer" if STATE in names else "accelerate"),
+        models,
+        optimizers,
+        states,
+        step=step if isinstance(step, int) and step >= 0 else None,
+        ranks=ranks or None,
+        scheduler_steps=1 if STATE in names else max(ranks, 1),  # the Trainer's counts steps
+        not_read=not_read,
+    )
+
+
+def _numbered(name: str, number: str | None) -> str:
+    """`model`, `model_1`, ...: as Accelerate numbers what it was given to prepare."""
+    return name if number in (None, "0") else f"{name}_{number}"
+
+
+def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listing]:
+    listings: dict[str, Listing] = {}
+    for name in names:
+        path = join_path(folder, name)
+        if match := SHARDED_MODEL.match(name):
+            key, lister = _numbered("model", match[1]), _sharded_model
+        elif match := MODEL.match(name):
+            key, lister = _numbered("model", match[1]), weight_files.list_file
+        else:
+            continue
+        if key not in listings:
+            listings[key] = lister(storage, path)
+    return listings
+
+
+def _exported(files: Collector, names: list[str]) -> Listing:
+    """The weights that `save_pretrained` or `save_model` put into the folder.
+
+    Raises:
+        LoadError: there are none, or not all.
+    """
+    stems, endings = huggingface.STEMS, weight_files.ENDINGS
+    if not any(name.startswith(stems) and name.endswith(endings) for name in names):
+        shown = ", ".join(names[:20])
+        raise LoadError(f"{files.folder}: no weights of a model here; the folder holds {shown}")
+    return huggingface.list_folder(files.storage, files.folder)
+
+
+def _sharded_model(storage: Storage, path: str) -> Listing:
+    listing = dcp.list_folder(storage, path)
+    inner = {key.removeprefix("model."): tensor for key, tensor in listing.tensors.items()}
+    return listing.with_tensors(inner)
+
+
+def _optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOptimizer]:
+    """The state of each optimizer in the folder, by the optimizer's name."""
+    optimizers: dict[str, ForeignOptimizer] = {}
+    for name in names:
+        path = files.named(name)
+        if match := SHARDED_OPTIMIZER.match(name):
+            optimizers[_numbered("optimizer", match[1])] = dcp_state.read_optimizer(files, path)
+        elif match := OPTIMIZER.match(name):
+            optimizers[_numbered("optimizer", match[1])] = optimizer_of(files.tree(path), path)
+    return optimizers

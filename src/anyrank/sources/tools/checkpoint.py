@@ -1,0 +1,318 @@
+"""What another tool's checkpoint holds, part by part, and how its files are collected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard, TypeVar, cast
+
+import torch
+
+from anyrank.errors import LoadError, UnsafeFile
+from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.storage import Storage, join_path, read_range, read_whole
+from anyrank.sources.readers import pickles, torch_file
+from anyrank.sources.tools import shards
+from anyrank.sources.weight_files import saying_what_it_is
+from anyrank.tensors.spec import StoredTensor
+
+V = TypeVar("V")
+
+MAX_JSON_BYTES = 1 << 30
+MOMENTS_STAY = "its moments are cut by the tool's parallelism: they start at zero"
+
+
+@dataclass(frozen=True)
+class ForeignGroup:
+    """A group of an optimizer.
+
+    Attributes:
+        params: its parameters, by name, or by their number in the optimizer.
+        options: hyperparameters; plain values, or stored tensors.
+    """
+
+    params: list[str | int]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ForeignOptimizer:
+    """The state of an optimizer.
+
+    Attributes:
+        groups: in the tool's order.
+        state: parameter, by name or number -> key -> stored tensor or plain value.
+    """
+
+    groups: list[ForeignGroup]
+    state: dict[str | int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """A checkpoint of another tool, known from headers and small values alone.
+
+    Attributes:
+        tool: that wrote it.
+        listing: its files, to which `weights` and the other tables refer.
+        weights: name of a model -> its tensors, extra state and metadata, without files.
+        optimizers: name -> state.
+        states: name -> what `state_dict()` of a scheduler, scaler or other part returned.
+        step: completed optimizer steps, or None where the tool did not save them.
+        not_a_step: what it says in the place of a step, in words, or "".
+        epoch: epochs, with the part of the current one; None as for `step`.
+        batches: of the current epoch, where its part is unknown.
+        samples: of completed steps; None as for `step`.
+        ranks: how many processes saved it, or None.
+        scheduler_steps: how often the scheduler was stepped in each optimizer step.
+        not_read: what else is there -> why it does not come over.
+        keys: name of a part here -> what the tool calls it, where that is another name.
+        optimizer_steps: how often the optimizer was stepped, by its state; None if it has no count.
+        assumed: what was taken for what, in sentences for the report.
+    """
+
+    tool: str
+    listing: Listing
+    weights: dict[str, Listing]
+    optimizers: dict[str, ForeignOptimizer] = field(default_factory=dict[str, ForeignOptimizer])
+    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    step: int | None = None
+    not_a_step: str = ""
+    epoch: float | None = None
+    batches: int = 0
+    samples: int | None = None
+    ranks: int | None = None
+    scheduler_steps: int = 1
+    not_read: dict[str, str] = field(default_factory=dict[str, str])
+    keys: dict[str, str] = field(default_factory=dict[str, str])
+    optimizer_steps: int | None = None
+    assumed: list[str] = field(default_factory=list[str])
+
+    def for_parts(self, names: Collection[str], chosen: Mapping[str, str]) -> ForeignCheckpoint:
+        """The same with the parts named as those of a state.
+
+        Args:
+            names: of the state's parts. One that is the tool's own name for a part gets that part.
+            chosen: part of the state -> name of the part here, or the tool's.
+
+        Raises:
+            LoadError: it has no such part.
+        """
+        own_names = {key: name for name, key in self.keys.items()}
+        known = {*self.weights, *self.optimizers, *self.states}
+        moves = {key: name for key, name in own_names.items() if key in names and key not in known}
+        for part, key in chosen.items():
+            moves[part] = own_names.get(key, key)
+            if moves[part] not in known:
+                shown = ", ".join(sorted(self.keys.get(name, name) for name in known))
+                raise LoadError(f"parts= names {key!r} for {part}: the checkpoint has {shown}")
+        if not moves:
+            return self
+        keys = {name: key for name, key in self.keys.items() if name not in moves.values()}
+        keys |= {part: self.keys.get(name, name) for part, name in moves.items()}
+        return replace(
+            self,
+            weights=_moved(self.weights, moves),
+            optimizers=_moved(self.optimizers, moves),
+            states=_moved(self.states, moves),
+            keys={part: key for part, key in keys.items() if part != key},
+        )
+
+    def model(self, name: str) -> Listing:
+        """The weights of one model, as a source of `load`."""
+        files = self.listing.files, self.listing.checksums
+        return replace(self.weights[name], files=files[0], checksums=files[1], sums={})
+
+
+def _moved(table: dict[str, V], moves: Mapping[str, str]) -> dict[str, V]:
+    """A table whose entries have the names of parts; `moves` is new name -> old name."""
+    left = {name: value for name, value in table.items() if name not in moves.values()}
+    return left | {part: table[name] for part, name in moves.items() if name in table}
+
+
+class Collector:
+    """The files of one checkpoint, read one after another into one list."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self.storage, self.folder = storage, folder
+        self.files: list[FileInfo] = []
+        self.checksums: list[Checksum] = []
+
+    def add(self, listing: Listing) -> Listing:
+        """A listing whose files become files of this checkpoint."""
+        base = len(self.files)
+        self.files += listing.files
+        self.checksums += (replace(c, file=c.file + base) for c in listing.checksums)
+        tensors = {key: stored.with_file_offset(base) for key, stored in listing.tensors.items()}
+        adapters = {base + number: config for number, config in listing.adapters.items()}
+        return replace(listing, tensors=tensors, adapters=adapters)
+
+    def tree(self, path: str) -> Any:
+        """What `torch.save` put into a file: plain values, and stored tensors.
+
+        Raises:
+            UnsafeFile: it is damaged, or its pickle names unknown globals.
+        """
+        with saying_what_it_is(self.storage, path):
+            read = torch_file.read_file(self.storage, path)
+        base = len(self.files)
+        self.files.append(read.info)
+        self.checksums += (replace(c, file=base) for c in read.checksums)
+        return bound(read.tree, path, lambda key, ref: read.stored(key, ref).with_file_offset(base))
+
+    def named(self, *names: str) -> str:
+        """The path of something in the folder."""
+        return join_path(self.folder, "/".join(names))
+
+    def value(self, stored: StoredTensor) -> float | None:
+        """The value of a stored tensor of one element."""
+        chunk = stored.chunks[0]
+        path = self.files[chunk.file].path
+        with closing(self.storage.open(path)) as file:
+            data = read_range(file, chunk.offset, stored.dtype.itemsize)
+        return torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
+
+    def steps_of(self, optimizer: ForeignOptimizer) -> int | None:
+        """How often an optimizer was stepped: the largest count among its parameters'."""
+        counts: list[float] = []
+        for entries in optimizer.state.values():
+            count = entries.get("step")
+            if isinstance(count, StoredTensor) and count.numel == 1 and count.chunks:
+                count = self.value(count)
+            if is_plain_number(count):
+                counts.append(count)
+        return int(max(counts)) if counts else None
+
+    def small(self, path: str) -> bytes:
+        """All bytes of a small file.
+
+        Raises:
+            LoadError: it is too large.
+        """
+        return read_whole(self.storage, path, MAX_JSON_BYTES)
+
+    def listing(self, tool: str) -> Listing:
+        """All files, without tensors."""
+        return Listing(tool, tuple(self.files), {}, checksums=tuple(self.checksums))
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Stands for an object of a class that is not read.
+
+    Attributes:
+        name: of the class.
+    """
+
+    name: str
+
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+
+
+def _class_of(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
+
+
+def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -> Any:
+    """A tree whose tensor references are bound to bytes. Shared containers stay shared.
+
+    What is neither a container nor a plain value is `Unread`.
+
+    Raises:
+        UnsafeFile: it holds itself.
+    """
+    done: dict[int, Any] = {}
+
+    def walk(value: Any, where: str) -> Any:
+        if isinstance(value, pickles.TensorRef):
+            return bind(where or "tensor", value)
+        if isinstance(value, pickles.DTensorRef):
+            return shards.shard_of(bind(where or "tensor", value.local), value.spec, path)
+        if not isinstance(value, (dict, list, tuple)):
+            return value if isinstance(value, PLAIN) else Unread(_class_of(value))
+        known: Any = cast("Any", value)
+        if id(known) in done:
+            return done[id(known)]
+        if isinstance(known, dict):
+            table = cast("dict[Any, Any]", known)
+            pairs = [
+                (k if isinstance(k, PLAIN) else Unread(_class_of(k)), v) for k, v in table.items()
+            ]
+            copy: Any = {key: walk(item, f"{where}.{key}".lstrip(".")) for key, item in pairs}
+        else:
+            parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
+            copy = tuple(parts) if isinstance(known, tuple) else parts
+        done[id(known)] = copy
+        return copy
+
+    try:
+        return walk(tree, "")
+    except RecursionError as error:
+        raise UnsafeFile(f"{path}: its pickle nests without end") from error
+
+
+def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
+    """What `Optimizer.state_dict()` returned, or torch's state dict helpers did.
+
+    Raises:
+        LoadError: it is neither.
+    """
+    table: Any = tree if isinstance(tree, dict) else {}
+    groups, state = table.get("param_groups"), table.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        shown = ", ".join(map(str, cast("dict[Any, Any]", table))) or type(tree).__name__
+        raise LoadError(f"{path}: not the state of a torch optimizer; it holds {shown[:200]}")
+    parsed: list[ForeignGroup] = []
+    names: dict[str | int, str | int] = {}
+    for group in cast("list[Any]", groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise LoadError(f"{path}: a group of the optimizer has no list of parameters")
+        options = {str(key): value for key, value in cast("dict[Any, Any]", group).items()}
+        params = [_name(param, path) for param in options.pop("params")]
+        param_names = options.pop("param_names", None)  # of optimizers made of named_parameters()
+        if isinstance(param_names, list) and len(cast("list[Any]", param_names)) == len(params):
+            named = [_name(param, path) for param in cast("list[Any]", param_names)]
+            names |= zip(params, named, strict=True)
+            params = named
+        parsed.append(ForeignGroup(params, options))
+    keys = {key: _name(key, path) for key in cast("dict[Any, Any]", state)}
+    return ForeignOptimizer(
+        parsed,
+        {names.get(keys[key], keys[key]): _entries(state[key], path) for key in keys},
+    )
+
+
+def _name(key: Any, path: str) -> str | int:
+    if isinstance(key, (str, int)) and not isinstance(key, bool):
+        return key
+    raise LoadError(f"{path}: {str(key)[:80]!r} is not a parameter's name or number")
+
+
+def _entries(entries: Any, path: str) -> dict[str, Any]:
+    if not isinstance(entries, dict):
+        raise LoadError(f"{path}: the state of a parameter is a {type(entries).__name__}")
+    return {str(key): value for key, value in cast("dict[Any, Any]", entries).items()}
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, StoredTensor]:
+    """The stored tensors of nested tables, by their keys joined with dots."""
+    tensors: dict[str, StoredTensor] = {}
+    for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
+        if isinstance(value, StoredTensor):
+            tensors[f"{prefix}{key}"] = value.renamed(f"{prefix}{key}")
+        else:
+            tensors |= flat(value, f"{prefix}{key}.")
+    return tensors
+
+
+def is_plain_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is an int or a float, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def count_of(table: Mapping[str, Any], key: str) -> int | None:
+    """A count of at least 0 among values that nobody vouches for, or None."""
+    value = table.get(key)
+    return value if type(value) is int and value >= 0 else None

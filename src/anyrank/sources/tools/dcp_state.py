@@ -1,0 +1,97 @@
+"""Optimizers and other parts in torch.distributed.checkpoint folders, in the layouts in use.
+
+Nested: `optimizer.state.<parameter>.exp_avg` and `optimizer.param_groups` as a list of groups, as
+torch's `get_optimizer_state_dict` returns them. Flat: the same keys, and
+`optimizer.param_groups.<parameter>.lr` for each parameter, as with
+`StateDictOptions(flatten_optimizer_state_dict=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from anyrank.errors import LoadError
+from anyrank.sources.readers import dcp
+from anyrank.sources.tools.checkpoint import (
+    Collector,
+    ForeignGroup,
+    ForeignOptimizer,
+    Unread,
+    bound,
+    optimizer_of,
+)
+
+STATE, GROUPS = "state.", "param_groups."
+
+
+def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
+    """The optimizer in a DCP folder that holds nothing else.
+
+    Raises:
+        LoadError: it holds none.
+    """
+    content = dcp.read_folder(files.storage, folder, lambda key: "param_groups." in key)
+    tree = add_folder(files, content).tree()
+    return read_tree(tree.get("optimizer", tree), folder)
+
+
+def add_folder(files: Collector, content: dcp.DcpFolder) -> dcp.DcpFolder:
+    """Make the files of a folder files of the checkpoint; the folder, counting those."""
+    listing = files.add(content.listing)
+    objects = bound(content.objects, files.folder, lambda key, ref: Unread("Tensor"))
+    return dcp.DcpFolder(listing, content.paths, objects, content.others)
+
+
+def read_tree(tree: Any, path: str) -> ForeignOptimizer:
+    """An optimizer's part of a saved state dict, nested or flat.
+
+    Raises:
+        LoadError: it is neither.
+    """
+    table: dict[Any, Any] = tree if isinstance(tree, dict) else {}
+    if isinstance(table.get("state"), dict):
+        groups = _listed(table.get("param_groups"))
+        groups = [
+            {**group, "params": _listed(group.get("params"))}
+            for group in groups
+            if isinstance(group, dict)
+        ]
+        return optimizer_of({"state": table["state"], "param_groups": groups}, path)
+    if not any(str(key).startswith(STATE) for key in table):
+        shown = ", ".join(map(str, [*table][:10]))
+        raise LoadError(f"{path}: no optimizer in a layout that torch writes; it holds {shown}")
+    return _flat(table)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list that DCP took apart, from its entries by number."""
+    if isinstance(value, dict):
+        table = cast("dict[Any, Any]", value)
+        return [table[key] for key in sorted(table, key=lambda key: int(key))]
+    return list(cast("list[Any]", value)) if isinstance(value, (list, tuple)) else []
+
+
+def _flat(table: Mapping[Any, Any]) -> ForeignOptimizer:
+    state: dict[str | int, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in table.items():
+        name, _, last = str(key).rpartition(".")
+        if name.startswith(STATE):
+            state.setdefault(name.removeprefix(STATE), {})[last] = value
+        elif name.startswith(GROUPS):
+            options.setdefault(name.removeprefix(GROUPS), {})[last] = value
+    return ForeignOptimizer(_by_options(options, state), state)
+
+
+def _by_options(
+    options: Mapping[str, dict[str, Any]], state: Mapping[str | int, Any]
+) -> list[ForeignGroup]:
+    """Groups of the parameters that have the same hyperparameters."""
+    groups: dict[str, ForeignGroup] = {}
+    for name in {**dict.fromkeys(map(str, state)), **dict.fromkeys(options)}:
+        values = options.get(name, {})
+        groups.setdefault(repr(sorted(values.items())), ForeignGroup([], values)).params.append(
+            name
+        )
+    return [*groups.values()]

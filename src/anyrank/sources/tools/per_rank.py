@@ -1,0 +1,62 @@
+"""Folders with files of each rank: torch_checkpointing's (torchtitan).
+
+Each file is what `torch.save` made of a rank's state dict, with its shares as DTensors. The weights
+and the step are read, and a scheduler's state; an optimizer's moments are not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage
+from anyrank.sources.tools.checkpoint import MOMENTS_STAY, Collector, ForeignCheckpoint, count_of
+from anyrank.sources.tools.shards import whole_tensors
+
+MODEL = re.compile(r"^model_(\d+)\.pt$")
+
+
+def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint:
+    """What a folder of torch_checkpointing holds.
+
+    Raises:
+        LoadError: a rank's file is missing, or the shares do not make up a tensor.
+        UnsafeFile: a file is damaged, or its pickle would run code.
+    """
+    files, names = Collector(storage, folder), storage.names(folder)
+    world = max(int(match[1]) for name in names if (match := MODEL.match(name))) + 1
+    weights = _weights(files, [f"model_{rank}.pt" for rank in range(world)])
+    states = {
+        part: files.tree(files.named(f"{item}_0.pt"))
+        for part, item in (("scheduler", "lr_scheduler"), ("train_state", "train_state"))
+        if f"{item}_0.pt" in names
+    }
+    progress: Any = states.pop("train_state", None)
+    step = count_of(progress, "step") if isinstance(progress, dict) else None
+    return ForeignCheckpoint(
+        "torch_checkpointing",
+        files.listing("torch_checkpointing"),
+        {"model": weights},
+        states=states,
+        step=step,
+        ranks=world,
+        not_read={"optimizer": MOMENTS_STAY},
+    )
+
+
+def _weights(files: Collector, names: list[str]) -> Listing:
+    """The tensors that the model's files of all ranks hold together.
+
+    Raises:
+        LoadError: one is missing.
+    """
+    lost = [name for name in names if not files.storage.is_file(files.named(name))]
+    if lost:
+        raise LoadError(
+            f"{files.folder}: {lost[0]} is missing ({len(lost)} of {len(names)} ranks' files): "
+            "copy them all"
+        )
+    trees = [files.tree(files.named(name)) for name in names]
+    return Listing("", (), whole_tensors(trees, files.folder))

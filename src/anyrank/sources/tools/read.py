@@ -1,0 +1,93 @@
+"""What a checkpoint of another tool holds, to begin a run from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from anyrank.errors import CheckpointError, LoadError
+from anyrank.files.fingerprints import with_fingerprints
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage, storage_for
+from anyrank.sources.readers.folders import format_of_folder
+from anyrank.sources.tools import accelerate, deepspeed, per_rank, tables
+from anyrank.sources.tools.checkpoint import ForeignCheckpoint
+from anyrank.sources.weight_files import FILES, format_of
+
+# What reads the run in a folder of a tool, by its name in FOLDERS of `readers/folders.py`.
+RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
+    "trainer": accelerate.read,
+    "accelerate": accelerate.read,
+    "deepspeed": deepspeed.read,
+    "torch_checkpointing": per_rank.read_torch_checkpointing,
+    "dcp": tables.read_dcp,
+}
+# Tools whose folders are known and not read -> what makes one that is.
+BY_THEIR_OWN = {
+    "verl": "saved by verl's FSDP workers, a file for each rank: merge them into a Hugging Face "
+    "folder with verl's own tool (python -m verl.model_merger merge --backend fsdp)",
+    "megatron": "a torch_dist checkpoint of Megatron's: convert it into a Hugging Face folder with "
+    "Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py)",
+}
+LISTED_ALONE = ("trainer", "accelerate", "deepspeed")  # their weights take less than the run
+
+
+def list_weights(name: str, storage: Storage, folder: str) -> Listing:
+    """The weights in a folder of the tool of this name.
+
+    Raises:
+        LoadError, UnsafeFile: as its reader.
+    """
+    if name in BY_THEIR_OWN:
+        raise LoadError(f"{folder}: is {BY_THEIR_OWN[name]}, and give that")
+    if name in LISTED_ALONE:
+        return accelerate.list_folder(storage, folder)
+    return RUNS[name](storage, folder).model("model")
+
+
+def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
+    """What a checkpoint of another tool holds, from its headers and small values.
+
+    Args:
+        path: of it.
+        far: whether ranks on other machines read it too, each what it sees.
+
+    Raises:
+        CheckpointError: nothing there, or nothing that is read here; it is not whole.
+        UnsafeFile: a header that lies, or a pickle that would run code.
+    """
+    storage = storage_for(path)
+    try:
+        run = _reader(storage, path)(storage, path)
+        return replace(run, listing=with_fingerprints(run.listing)) if far else run
+    except LoadError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignCheckpoint]:
+    if storage.is_dir(path):
+        names = storage.names(path)
+        name = format_of_folder(names)
+        if name in RUNS:
+            return RUNS[name]
+        if name in BY_THEIR_OWN:
+            raise CheckpointError(f"{path}: is {BY_THEIR_OWN[name]}, and give that")
+        shown = ", ".join(names[:20]) or "nothing"
+        raise CheckpointError(
+            f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "
+            "For weights alone call anyrank.load"
+        )
+    if storage.is_file(path):
+        if format_of(path) == "torch":
+            return tables.read_file
+        endings = ", ".join(ending for ending, kind in FILES.items() if kind.name == "torch")
+        raise CheckpointError(
+            f"{path}: a run is read from {endings} and folders; for weights alone call anyrank.load"
+        )
+    raise CheckpointError(
+        f"{path}: does not exist (working directory {os.getcwd()}): resume takes 'auto', 'must', a "
+        "step, or the path of a checkpoint"
+    )

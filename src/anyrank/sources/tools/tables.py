@@ -1,0 +1,233 @@
+"""Checkpoints that are one table of parts: files of training scripts and of Lightning, and DCP.
+
+Parts are known by the names that scripts give them. What has no such name keeps its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage, join_path
+from anyrank.sources.part_names import NESTED
+from anyrank.sources.readers import dcp
+from anyrank.sources.readers.pickled_tables import extras_of
+from anyrank.sources.tools import dcp_state
+from anyrank.sources.tools.checkpoint import (
+    Collector,
+    ForeignCheckpoint,
+    ForeignOptimizer,
+    count_of,
+    flat,
+    is_plain_number,
+    optimizer_of,
+)
+from anyrank.tensors.spec import StoredTensor
+
+EMAS = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "ema_model")
+OPTIMIZERS = (
+    "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
+    "optimizers",
+)  # fmt: skip
+SCHEDULERS = (
+    "scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict",
+)  # fmt: skip
+SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "MixedPrecision")
+STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_steps")
+PROGRESS = ("train_state", "trainer_state", "progress", "state")
+DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
+STEP_NAME = re.compile(r"(?:^|[_.-])(?:step|iter|iteration|checkpoint)[_=-]?(\d+)(?=[_.-]|$)")
+META = "meta.pt"  # of Lightning's sharded folders: all that is not in DCP's files
+NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
+WHY = "random streams and loaders belong to the processes that saved them"
+
+
+def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
+    """What a file holds that `torch.save` wrote: Lightning's, or a training script's.
+
+    Raises:
+        LoadError: no weights are in it.
+        UnsafeFile: it is damaged, or its pickle would run code.
+    """
+    folder, _, _ = path.rpartition("/")
+    files = Collector(storage, folder)
+    tree = files.tree(path)
+    if not isinstance(tree, dict):
+        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
+    return _read_table(files, cast("dict[Any, Any]", tree), path)
+
+
+def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
+    """What a folder of torch.distributed.checkpoint holds: a script's, torchtitan's, Lightning's.
+
+    Raises:
+        LoadError, UnsafeFile: as `read_file`; a data file is missing.
+    """
+    files = Collector(storage, folder)
+    content = dcp.read_folder(
+        storage, folder, lambda key: not key.removeprefix("app.").startswith(NOT_READ)
+    )
+    table: dict[Any, Any] = {**dcp_state.add_folder(files, content).tree()}
+    if storage.is_file(join_path(folder, META)):
+        rest = files.tree(files.named(META))
+        table |= rest if isinstance(rest, dict) else {}
+    while len(table) == 1 and isinstance(inner := next(iter(table.values())), dict):
+        if any(isinstance(value, StoredTensor) for value in inner.values()):
+            break
+        table = {**cast("dict[Any, Any]", inner)}  # as in {"app": AppState()}
+    run = _read_table(files, table, folder)
+    ranks = {match[1] for info in content.listing.files if (match := DATA.search(info.path))}
+    not_read = dict.fromkeys({key.split(".")[0] for key in content.others}, WHY)
+    name = run.tool if run.tool == "Lightning" else "torch.distributed.checkpoint"
+    return replace(run, tool=name, ranks=len(ranks) or None, not_read=run.not_read | not_read)
+
+
+def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
+    """The parts of a checkpoint by their names in a table.
+
+    Raises:
+        LoadError: no weights are in it.
+    """
+    rest = {str(key): value for key, value in table.items()}
+    weights: dict[str, Listing] = {}
+    not_read: dict[str, str] = {}
+    keys: dict[str, str] = {}  # of parts that have another name here
+    averages: dict[str, Any] = {}
+    for name, names in (("model", NESTED), ("ema", EMAS)):
+        key = next((key for key in names if flat(rest.get(key))), None)
+        if key is not None:
+            inner = rest.pop(key)
+            weights[name] = _weights(inner)
+            keys[name] = key
+            averages |= {} if name == "model" else {name: inner}  # its part may be no module
+            if isinstance(rest.get(name), dict):
+                del rest[name]
+                not_read[name] = f"the part {name} was read from {key}"
+    optimizers = {
+        name: _optimizer(tree, f"{path}: {name}")
+        for name, tree in _take_parts(rest, OPTIMIZERS, keys)
+    }
+    stateful = [*_take_parts(rest, SCHEDULERS, keys), *_take_parts(rest, SCALERS, keys)]
+    states: dict[str, Any] = averages | dict(stateful)
+    step, not_a_step = _step(files, rest)
+    assumed: list[str] = []
+    if step is None and not not_a_step and (match := STEP_NAME.search(path.rpartition("/")[2])):
+        step = int(match[1])
+        assumed.append(f"step {step} is read from the name of {path}, which holds none")
+    counts = [files.steps_of(optimizer) for optimizer in optimizers.values()]
+    optimizer_steps = max((count for count in counts if count is not None), default=None)
+    if step is None and not not_a_step and optimizer_steps:
+        step = optimizer_steps
+        assumed.append(f"step {step} is what the optimizer has counted: {path} holds none")
+    if "model" not in weights:
+        tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
+        tensors = {key: value for key, value in tensors.items() if key not in STEPS}
+        if not tensors:
+            shown = ", ".join(map(str, [*table][:20])) or "nothing"
+            raise LoadError(
+                f"{path}: no weights here; looked in {', '.join(NESTED)}; it has {shown}"
+            )
+        weights["model"] = Listing("", (), tensors)
+        rest = {key: value for key, value in rest.items() if key not in tensors}
+    loops: Any = rest.pop("loops", None)
+    for key, value in rest.items():
+        if isinstance(value, dict) and value and not key.startswith(NOT_READ):
+            states.setdefault(key, value)
+            if flat(value):  # of a module, if the part is one
+                weights[key] = _weights(cast("dict[Any, Any]", value))
+    is_lightning = "pytorch-lightning_version" in rest
+    saved_epoch = rest.get("epoch")
+    if isinstance(saved_epoch, StoredTensor) and saved_epoch.numel == 1:
+        saved_epoch = files.value(saved_epoch)
+    epoch, batches = _epoch(saved_epoch, loops)
+    if epoch is not None and not isinstance(loops, dict):
+        assumed.append(
+            f"epoch {epoch:g} is taken for {epoch:g} whole epochs; if it counts from 1, or names "
+            "the epoch that had ended, give resume(epoch=) the whole epochs"
+        )
+    return ForeignCheckpoint(
+        "Lightning" if is_lightning else "a training script",
+        files.listing("lightning" if is_lightning else "torch"),
+        weights,
+        optimizers,
+        states,
+        step=step,
+        not_a_step=not_a_step,
+        epoch=epoch,
+        batches=batches,
+        not_read=not_read | {key: WHY for key in rest if key.startswith(NOT_READ)},
+        keys={name: key for name, key in keys.items() if name != key},
+        optimizer_steps=optimizer_steps,
+        assumed=assumed,
+    )
+
+
+def _weights(table: Any) -> Listing:
+    """Weights, and extra state of modules among them."""
+    extras = {
+        key: value
+        for key, value in extras_of(table).items()
+        if not isinstance(table[key], StoredTensor)
+    }
+    return Listing("", (), flat(table), extras=extras)
+
+
+def _take_parts(
+    rest: dict[str, Any], names: Sequence[str], keys: dict[str, str]
+) -> list[tuple[str, Any]]:
+    """The parts of one kind, taken out of the table: `optimizer`, `optimizer_1`, ...; notes in
+    `keys` what the table calls them.
+    """
+    first = names[0]
+    parts: list[tuple[str, Any]] = []
+    for key in [key for key in rest if key in names or key.removeprefix(f"{first}_").isdigit()]:
+        value = rest.pop(key)
+        trees = cast("list[Any]", value) if isinstance(value, list) else [value]
+        for tree in trees:
+            if isinstance(tree, dict) and tree:
+                parts.append((f"{first}_{len(parts)}" if parts else first, tree))
+                keys[parts[-1][0]] = key
+    return parts
+
+
+def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
+    if isinstance(tree.get("param_groups"), list):
+        return optimizer_of(tree, path)
+    return dcp_state.read_tree(tree, path)
+
+
+def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
+    """Completed steps, by the names that scripts give their count; and what else stands there."""
+    wrong = ""
+    tables = [rest, *(rest[key] for key in PROGRESS if isinstance(rest.get(key), dict))]
+    for table in tables:
+        for name in STEPS:
+            value = table.get(name)
+            if isinstance(value, StoredTensor) and value.numel == 1:
+                value = files.value(value)
+            if is_plain_number(value) and value >= 0 and value % 1 == 0:
+                table.pop(name)
+                return int(value), ""
+            if value is not None and not isinstance(value, dict | StoredTensor):
+                wrong = wrong or f"the checkpoint's {name} is {value!r:.40}, which is no step"
+    return None, wrong
+
+
+def _epoch(epoch: Any, loops: Any) -> tuple[float | None, int]:
+    """Whole epochs, and batches of the next one."""
+    progress: Any = loops.get("fit_loop") if isinstance(loops, dict) else None
+    if not isinstance(progress, dict):
+        return (float(epoch), 0) if is_plain_number(epoch) and epoch >= 0 else (None, 0)
+    try:
+        batches = progress["epoch_loop.batch_progress"]
+        done = count_of(progress["epoch_progress"]["current"], "completed") or 0
+        processed = count_of(progress["epoch_progress"]["current"], "processed") or 0
+        if batches["is_last_batch"]:
+            return float(max(done, processed)), 0
+        return float(done), count_of(batches["current"], "completed") or 0
+    except (KeyError, TypeError, AttributeError):
+        return None, 0

@@ -1,0 +1,1 @@
+"""`convert`: weights into files of another format."""

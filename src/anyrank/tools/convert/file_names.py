@@ -1,0 +1,199 @@
+"""A transformers model's tensors under the names of its checkpoints, and its configuration.
+
+transformers renames, fuses and stacks tensors while it loads; its own code that undoes this when a
+model is saved is run on symbolic tensors, so that nothing is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import content_hash
+from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.reader import Reader
+from anyrank.models.dialects.transformers.conversions import FILE_NAMED, conversion_code, pretrained
+from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
+from anyrank.models.plain_copies import plain_copy
+from anyrank.models.tensors import ModelTensor, find_tensors, in_state_dict
+from anyrank.models.wrappers import plain_class
+from anyrank.sources.part_names import is_other_part
+from anyrank.sources.tables.choice import inner_prefix
+from anyrank.tensors.names import candidates
+from anyrank.tensors.near_names import near
+from anyrank.tensors.spec import StoredTensor, dtype_name
+from anyrank.tools.convert.selection import Selection
+
+BUFFER_BYTES = 4 << 20
+Tensors = dict[str, StoredTensor]
+
+
+def as_files(
+    selection: Selection,
+    listing: Listing,
+    model: nn.Module,
+    targets: Sequence[ModelTensor] | None = None,
+) -> Selection:
+    """A source's tensors under the file names of a model, ties by what the model ties.
+
+    Args:
+        selection: of the source.
+        listing: the source; one of safetensors has the file names already.
+        model: real or on meta.
+        targets: its tensors under the names that are wanted; default: all of them.
+
+    Raises:
+        LoadError: the source is not of this model, a tied tensor has two values, or a conversion
+            that computes values.
+    """
+    targets = find_tensors(model) if targets is None else targets
+    ties = _ties_of(model, targets)
+    if listing.format.startswith(FILE_NAMED):
+        return _tied(selection, listing, ties)
+    live = {
+        name: target.registrations[0].name
+        for target in in_state_dict(targets)
+        for name in target.flat_names()
+    }
+    selection = _in_table(selection, live)
+    tensors: Tensors = {}
+    renamed = dict(selection.renamed)
+    unknown: list[str] = []
+    others: list[str] = []
+    extras: Tensors = {}  # extra state of modules, of which a model has no list
+    for name, stored in selection.tensors.items():
+        hit = next((live_name for live_name in candidates(name) if live_name in live), None)
+        if hit is None and is_other_part(name):
+            others.append(f"{name}: not weights")
+        elif hit is None and name.rpartition(".")[2] == EXTRA_STATE:
+            extras[name] = stored
+        elif hit is None:
+            unknown.append(name)
+        else:
+            tensors[hit] = stored
+    tied = {ties.get(name, name): kept for name, kept in selection.tied.items()}
+    selection = _tied(replace(selection, tensors=tensors), listing, ties)
+    missing = sorted({*live.values()} - {*selection.tensors} - {*selection.tied} - {*tied})
+    if unknown or missing:
+        first = (unknown or missing)[0]
+        near_ones = missing if unknown else unknown
+        raise LoadError(
+            f"the source is not of this {plain_class(model).__name__}: {len(unknown)} keys are not "
+            f"in it, and {len(missing)} of its tensors are not in the source; {first}"
+            f"{near(first, near_ones)}: give its own model=, or rename=" + _prefixed(unknown)
+        )
+    files = _file_named(model, selection.tensors)
+    by_chunks = {stored.chunks: name for name, stored in files.items()}
+    for name, stored in selection.tensors.items():
+        if (new := by_chunks.get(stored.chunks, name)) != name:
+            renamed[name] = new
+    skipped = (*selection.skipped, *others)
+    return replace(selection, tensors=files | extras, renamed=renamed, skipped=skipped)
+
+
+def _prefixed(unknown: Sequence[str]) -> str:
+    """The rename= for keys that are all under one name."""
+    first = unknown[0].partition(".")[0] if unknown else ""
+    under = bool(first) and all(name.startswith(f"{first}.") for name in unknown)
+    return f", for instance rename={ {first: ''}!r}" if under else ""
+
+
+def _in_table(selection: Selection, known: Collection[str]) -> Selection:
+    """The table of weights of a checkpoint of several parts, as `load` finds it by the model."""
+    names = [*selection.tensors, *selection.tied]
+    prefix = inner_prefix(names, known)
+    if prefix is None:
+        return selection
+    keys = {name: key for key, name in selection.renamed.items()}
+    inner = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    owners = {name: name for name in selection.tensors} | selection.tied
+    first: dict[str, str] = {}  # an owner may be outside the table, and its bytes not
+    for name in inner:
+        first.setdefault(owners[name], name)
+    tensors = {inner[name]: selection.tensors[owner] for owner, name in first.items()}
+    tied = {
+        inner[name]: inner[first[owners[name]]] for name in inner if first[owners[name]] != name
+    }
+    outer = {name: new for name, new in selection.renamed.items() if new not in inner}
+    renamed = outer | {keys.get(name, name): new for name, new in inner.items()}
+    others = tuple(
+        f"{keys.get(name, name)}: of another table" for name in names if name not in inner
+    )
+    return Selection(tensors, tied, renamed, (*selection.skipped, *others), selection.left_out)
+
+
+def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:
+    """The same tensors by the names that transformers saves them under; other models keep theirs.
+
+    Raises:
+        LoadError: a conversion that computes values; or as `conversion_code`.
+    """
+    inner = pretrained(model)
+    if inner is None:
+        return dict(tensors)
+    revert = conversion_code().revert_weight_conversion
+    symbolic: Any = {name: SymbolicTensor(stored) for name, stored in tensors.items()}
+    try:
+        reverted: dict[str, Any] = revert(plain_copy(inner), symbolic)
+    except Exception as error:  # transformers' own code, and ours below it
+        raise LoadError(f"transformers' names of {type(inner).__name__}: {error!r}") from error
+    return {name: tensor.stored.renamed(name) for name, tensor in reverted.items()}
+
+
+def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]:
+    """Name -> the name that holds the values, as the model declares it and as it is."""
+    ties = dict(getattr(pretrained(model), "all_tied_weights_keys", None) or {})
+    for target in targets:
+        names = [registration.name for registration in target.registrations]
+        kept = next((name for name in names if name not in ties), names[0])
+        ties |= {name: ties.get(name, kept) for name in names if name != kept}
+    return ties
+
+
+def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Selection:
+    """Without the second copies of tied tensors, which must be equal to the first.
+
+    Raises:
+        LoadError: they hold different values.
+    """
+    tensors, tied = dict(selection.tensors), dict(selection.tied)
+    with Reader(listing, buffer_bytes=BUFFER_BYTES) as reader:
+        for name, kept in ties.items():
+            if tied.get(kept) == name:  # the name that is kept is the other
+                tensors[kept] = tensors.pop(name).renamed(kept)
+                tied.pop(kept)
+                tied[name] = kept
+            elif name in tensors and kept not in tensors:
+                tensors[kept] = tensors.pop(name).renamed(kept)
+                tied[name] = kept
+            elif name in tensors:
+                pair = [content_hash(reader.read(tensors[key])) for key in (name, kept)]
+                if pair[0] != pair[1]:
+                    raise LoadError(
+                        f"{name} and {kept} are one tensor in the model, and hold different values "
+                        "in the source: give a model= that does not tie them, or correct the source"
+                    )
+                del tensors[name]
+                tied[name] = kept
+    return replace(selection, tensors=tensors, tied=tied)
+
+
+def configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """config.json and generation_config.json of a transformers model; nothing for other models."""
+    inner = pretrained(model)
+    if inner is None:
+        return {}
+    config: dict[str, Any] = json.loads(inner.config.to_json_string())
+    config["architectures"] = [plain_class(inner).__name__]
+    config["dtype"] = dtype_name(dtype or inner.dtype)  # from_pretrained casts to it
+    files = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    generation: Any = getattr(inner, "generation_config", None)
+    if generation is not None and inner.can_generate():
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files

@@ -1,0 +1,262 @@
+"""A live model into files: its ranks save its weights beside the destination, and the first rank
+converts what they have saved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import join_path, storing, write_file
+from anyrank.loading.verify import compare_replicas, content_hashes
+from anyrank.models.alike import check_alike, differing_replicas, inventory_of
+from anyrank.models.dialects.layouts.given import join_parts, tensors_with_layout
+from anyrank.models.own_state_dict import (
+    added_to_state_dict,
+    changed_in_state_dict,
+    extra_states,
+)
+from anyrank.models.tensors import ModelTensor, in_state_dict
+from anyrank.runs.saving.rank_file import make_items, write_share
+from anyrank.sources.dcp_output import metadata_of
+from anyrank.sources.readers import dcp
+from anyrank.sources.readers.joining import join
+from anyrank.sources.readers.memory import list_memory
+from anyrank.sources.run_step import StoredBox
+from anyrank.sources.tables.renamer import renamer
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, shared
+from anyrank.tensors.writes import plan_writes
+from anyrank.tools.convert.destination import STORE, Destination, destination
+from anyrank.tools.convert.file_names import as_files, configuration
+from anyrank.tools.convert.options import ConvertOptions
+from anyrank.tools.convert.report import ConvertReport
+from anyrank.tools.convert.selection import Selection
+from anyrank.tools.convert.stored import convert_listing
+from anyrank.wording import count
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.group import Group
+from anyrank.world.ranks import Ranks, open_ranks
+
+
+def convert_live(
+    src: object,
+    dst: str | os.PathLike[str],
+    checked: Callable[[], ConvertOptions],
+    process_group: Group,
+) -> ConvertReport:
+    """As `convert`, of a model. All ranks.
+
+    Args:
+        src: the model; `checked` refuses anything else.
+        dst: as for `convert`.
+        checked: the options; raises for arguments that are wrong in themselves.
+        process_group: as for `convert`.
+    """
+    start = time.perf_counter()
+    with torch.inference_mode(False), open_ranks(process_group, "convert()") as ranks:
+        options, target = _agreed(dst, checked, ranks)
+        assert isinstance(src, nn.Module)
+        model = src
+        target = replace(target, token=ranks.run_on_one("naming the folder", lambda: target.token))
+        tensors, extras = ranks.run(
+            "looking at the model", lambda: _find_written(model, options, ranks)
+        )
+        if options.layout is not None:
+            join_parts([tensors], ranks)
+        inventories = ranks.together("describing the model", lambda: inventory_of(tensors, ranks))
+        title = "the ranks' models differ"
+        coordinates = check_alike(title, tensors, inventories, ranks, LoadError)
+        pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
+        tied = {alias: name for alias, name in pairs if alias != name}
+        # Another rank's tie would be written as the first rank's is.
+        ties = {f"tie of {alias}": name for alias, name in tied.items()}
+        compare_arguments(ranks, "convert", ties, LoadError)
+        buffers = {t.name: t for t in tensors if t.kind == "buffer" and t.layout is None}
+        replicas = [pair for pair in shared(tensors, coordinates) if pair[0].name not in buffers]
+        compare_replicas(replicas, ranks)
+        # Nothing keeps these equal: the first rank's are written, and the report says so.
+        whole = [
+            *buffers.values(),
+            *(ShardedTensor(k, v, tuple(v.shape), None, None) for k, v in extras.items()),
+        ]
+        differ = differing_replicas([(t, ranks.ranks) for t in whole], ranks, content_hashes)
+
+        def convert(listing: Listing) -> ConvertReport:
+            names = [*(tensor.name for tensor in tensors), *extras]
+            weights = {name: listing.tensors[name] for name in names}
+            selection = as_files(Selection(weights, tied), listing, model, tensors)
+            selection = _renamed(selection, renamer(options.rename))
+            has_files = options.to == "safetensors" and not target.is_file
+            small = configuration(model, options.cast_dtype) if has_files else {}
+            return convert_listing(listing, selection, target, options, small=small)
+
+        if ranks.size == 1:
+            local = {tensor.name: tensor.local() for tensor in tensors}
+            report = convert(list_memory(local | extras))
+        else:
+            with _saved(tensors, [*buffers], coordinates, target, ranks) as folder:
+                report = ranks.run_on_one("converting", lambda: convert(_listed(folder, extras)))
+    return replace(
+        report,
+        source=type(model).__name__,
+        skipped=[*report.skipped, *_skipped(model, differ, extras)],
+        verified=f"{count(len(replicas), 'tensor')} among the ranks" if replicas else "",
+        seconds=time.perf_counter() - start,
+    )
+
+
+@contextlib.contextmanager
+def _saved(
+    tensors: Sequence[ModelTensor],
+    buffers: Sequence[str],
+    coordinates: Mapping[int, Coordinates],
+    target: Destination,
+    ranks: Ranks,
+) -> Generator[str, None, None]:
+    """A folder beside the destination that holds the weights while the block runs. All ranks.
+
+    Raises:
+        CheckpointError: of any rank, on all ranks: it cannot write.
+    """
+    folder = f"{target.folder}-weights"
+
+    def make() -> None:
+        with storing(folder):
+            STORE.make_folder(folder)
+
+    def write_own() -> list[StoredBox]:
+        writes = plan_writes(tensors, coordinates, by_first=buffers)
+        items = make_items(tensors, [], writes, ranks.rank)
+        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items)[0]
+
+    try:
+        ranks.run_on_one("making the folder", make)
+        boxes = [
+            box
+            for share_boxes in ranks.together("writing the weights", write_own)
+            for box in share_boxes
+        ]
+        path = join_path(folder, dcp.METADATA)
+        ranks.run_on_one(
+            "writing the index", lambda: write_file(STORE, path, metadata_of(boxes, {}, False))
+        )
+        yield folder
+    finally:
+        if ranks.index == 0:
+            with contextlib.suppress(OSError):
+                STORE.remove_folder(folder)
+
+
+def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
+    """The selection under the names that the caller asked for.
+
+    Raises:
+        LoadError: two tensors get one name, or one an empty name.
+    """
+    tensors = [(rename(name), stored) for name, stored in selection.tensors.items()]
+    tied = {rename(name): rename(kept) for name, kept in selection.tied.items()}
+    names = [*(name for name, _ in tensors), *map(rename, selection.tied)]
+    twice = [name for name, number in Counter(names).items() if number > 1 or not name]
+    if twice:
+        if not twice[0]:
+            raise LoadError("rename= gives a tensor of the model an empty name")
+        raise LoadError(f"rename= gives two tensors of the model the name {twice[0]}: rename one")
+    renamed = {key: rename(name) for key, name in selection.renamed.items()}
+    renamed |= {
+        name: new
+        for name in selection.tensors
+        if (new := rename(name)) != name and name not in selection.renamed.values()
+    }
+    return replace(selection, tensors=dict(tensors), tied=tied, renamed=renamed)
+
+
+def _listed(folder: str, extras: Mapping[str, torch.Tensor]) -> Listing:
+    """What the ranks have saved, and the first rank's extra state."""
+    saved = dcp.list_folder(STORE, folder)
+    return join(saved.format, [saved, list_memory(extras)]) if extras else saved
+
+
+def _skipped(model: nn.Module, differ: Iterable[str], extras: Collection[str]) -> list[str]:
+    """What of the model is not in the output as this rank holds it, and why."""
+    return [
+        *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
+        *(
+            f"{key}: extra state of a module, which is not a tensor"
+            for key in extra_states(model)
+            if key not in extras
+        ),
+        *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
+    ]
+
+
+def _agreed(
+    dst: str | os.PathLike[str], checked: Callable[[], ConvertOptions], ranks: Ranks
+) -> tuple[ConvertOptions, Destination]:
+    """The options and where to write, alike on all ranks. All ranks.
+
+    Raises:
+        ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
+            differ.
+    """
+    answers: list[tuple[ConvertOptions, Destination]] = []
+    arguments: dict[str, object] = {}  # filled by `check`, which runs before they are compared
+
+    def check() -> None:
+        options = checked()
+        arguments["dst"] = os.fspath(dst)
+        arguments.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
+        arguments["layout"] = options.layout is not None  # ranks may give different ones
+        target = destination(dst, [], options.is_file(dst), options.overwrite)
+        answers.append((options, target))
+
+    compare_arguments(ranks, "convert", arguments, LoadError, check)
+    return answers[0]
+
+
+def _find_written(
+    model: nn.Module, options: ConvertOptions, ranks: Ranks
+) -> tuple[list[ModelTensor], dict[str, torch.Tensor]]:
+    """The model's tensors, with what plain ones are parts of, and extra state that is a tensor.
+
+    Raises:
+        LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
+    """
+    tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
+    adapters = [tensor.name for tensor in tensors if tensor.adapter]
+    if adapters:
+        from anyrank.models.dialects.peft.merging import as_merged  # whose processes have PEFT
+
+        merged = as_merged(tensors)
+        adapters, tensors = ([], merged) if merged is not None else (adapters, tensors)
+    on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
+    if adapters:
+        raise LoadError(
+            f"{adapters[0]}: belongs to an adapter: merge it into the model first "
+            "(merge_and_unload, anyrank.integrations.peft.merge), or save the adapter with PEFT"
+        )
+    if on_meta:
+        raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
+    if changed := changed_in_state_dict(model):
+        raise LoadError(
+            f"{changed[0]}: its module's own code changes it in state_dict(), as {len(changed)} "
+            "tensors of this model, and convert writes them as they are: convert what "
+            "torch.save(model.state_dict()) wrote"
+        )
+    if not tensors:
+        raise LoadError("the model has no parameters and no buffers: give one to write")
+    extras = {
+        key: value.detach()
+        for key, value in extra_states(model).items()
+        if type(value) in (torch.Tensor, nn.Parameter)
+        and value.layout == torch.strided
+        and not value.is_meta
+    }
+    return tensors, extras

@@ -1,0 +1,83 @@
+"""The options of `convert`: checked before anything is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from anyrank.checks import check_bool, check_choice, check_int
+from anyrank.models.dialects.layouts.given import check_layout
+from anyrank.models.options import GivenLayout
+from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.weight_files import format_of
+from anyrank.tensors.names import Rename
+from anyrank.wording import FLOATS
+
+FORMATS = ("safetensors", "dcp", "torch")
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the caller of `convert` asked for; see there for each.
+
+    Raises:
+        ValueError: an unknown format or dtype, no positive size, a regex that does not compile.
+        TypeError: an option of another type.
+    """
+
+    to: str
+    dtype: object  # a torch.dtype, its name or None
+    rename: Rename
+    shard_bytes: int | None
+    overwrite: bool
+    layout: GivenLayout
+
+    def __post_init__(self) -> None:
+        check_choice("to", self.to, FORMATS)
+        if self.shard_bytes is not None:
+            if self.to != "safetensors":
+                raise ValueError(f"shard_bytes= is for to='safetensors', not {self.to!r}")
+            check_int("shard_bytes", self.shard_bytes, 1)
+        check_bool(overwrite=self.overwrite)
+        renamer(self.rename)
+        check_layout(self.layout)
+        _ = self.cast_dtype
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The dtype of floating tensors in the output; None where they keep theirs.
+
+        Raises:
+            ValueError, TypeError: `dtype` names none.
+        """
+        if self.dtype is None:
+            return None
+        if not isinstance(self.dtype, (str, torch.dtype)):
+            raise TypeError(f"dtype={self.dtype!r}: give a torch.dtype or its name")
+        name = FLOATS.get(str(self.dtype).removeprefix("torch."))
+        if name is None:
+            names = ", ".join(FLOATS)
+            raise ValueError(
+                f"dtype={self.dtype!r}: give one of {names}; other tensors keep their dtype"
+            )
+        return getattr(torch, name)
+
+    def is_file(self, dst: str | os.PathLike[str]) -> bool:
+        """Whether the destination is one file, and not a folder."""
+        return self.to == "torch" or format_of(os.fspath(dst)) == self.to
+
+    def check_name(self, dst: str) -> None:
+        """Refuse a destination that has the name of a file of another format.
+
+        Raises:
+            ValueError: names both.
+        """
+        named = format_of(dst) or self.to
+        if named != self.to:
+            hint = f"to={named!r}, or another name" if named in FORMATS else "another name"
+            raise ValueError(
+                f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give {hint}"
+            )

@@ -1,0 +1,119 @@
+"""Files of each format that is written, planned byte by byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from anyrank.errors import LoadError
+from anyrank.sources import torch_zip
+from anyrank.sources.dcp_output import metadata_of
+from anyrank.sources.run_step import METADATA, StoredBox
+from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED
+from anyrank.sources.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
+from anyrank.tensors.box import Box
+from anyrank.tensors.writes import PIECE_BYTES
+from anyrank.tools.convert.output import FileSpan, Output, OutputFile, OutputTensor, shards_of
+
+DCP_DATA = "__0_0.distcp"
+
+
+def plan_safetensors(
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]
+) -> OutputFile:
+    """One file, its tensors by element size so that each is aligned.
+
+    Raises:
+        LoadError: a dtype or a name that the format does not have, or too many names.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in CODES or tensor.name == RESERVED:
+            raise LoadError(
+                f"{tensor.name}: is the name of the header's own table in safetensors, and so "
+                "of no tensor: give rename= or another to="
+                if tensor.name == RESERVED
+                else f"{tensor.name}: is {tensor.dtype}, which safetensors does not have: give "
+                "another to="
+            )
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, object] = {RESERVED: dict(metadata)}
+    position = 0
+    for tensor in ordered:
+        shape, code = list(tensor.shape), CODES[tensor.dtype]
+        if code == "F4":  # two elements a byte, which torch counts as one
+            shape[-1:] = [shape[-1] * 2] if shape else []
+        offsets = [position, position + tensor.nbytes]
+        header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
+        position += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    if len(text) > MAX_HEADER_BYTES:
+        raise LoadError(f"{name}: a header of {len(text)} bytes is too long: give shard_bytes=")
+    head = len(text).to_bytes(8, "little") + text
+    spans: list[FileSpan] = []
+    start = len(head)
+    for tensor in ordered:
+        spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
+        start += tensor.nbytes
+    return OutputFile(name, start, ((0, head),), tuple(spans))
+
+
+def plan_safetensors_folder(
+    tensors: Sequence[OutputTensor], metadata: Mapping[str, str], shard_bytes: int, stem: str
+) -> Output:
+    """A Hugging Face folder: one file, or shards of at most `shard_bytes` and their index.
+
+    Raises:
+        LoadError: as `plan_safetensors`.
+    """
+    groups = shards_of(tensors, shard_bytes)
+    if len(groups) == 1:
+        return Output((plan_safetensors(f"{stem}.safetensors", groups[0], metadata),))
+    files: list[OutputFile] = []
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        name = f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        files.append(plan_safetensors(name, group, metadata))
+        weight_map |= dict.fromkeys((tensor.name for tensor in group), name)
+    total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
+    index = {"metadata": total, "weight_map": weight_map}
+    text = json.dumps(index, indent=2) + "\n"
+    return Output(tuple(files), {f"{stem}.safetensors.index.json": text.encode()})
+
+
+def plan_torch_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
+    """One file with a dict of tensors; tied names share a storage."""
+    keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    opcodes = bytearray(b"\x80\x02}(")
+    for key, owner in [*((n, n) for n in keys), *tied.items()]:
+        tensor = by_name[owner]
+        opcodes += value_opcodes(key) + tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
+    archive = TorchZip(bytes(opcodes + b"u."))
+    spans: list[FileSpan] = []
+    for tensor in tensors:
+        start = archive.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
+        spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
+    archive.close()
+    return Output((OutputFile(name, archive.size, tuple(archive.fixed), tuple(spans)),))
+
+
+def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
+    """A DCP folder of a flat dict of tensors; tied names point at the same bytes."""
+    fixed: list[tuple[int, bytes]] = []
+    spans: list[FileSpan] = []
+    places: list[StoredBox] = []
+    position = 0
+    for tensor in tensors:
+        for box in Box.whole(tensor.shape).cut(PIECE_BYTES // tensor.dtype.itemsize):
+            nbytes = box.numel * tensor.dtype.itemsize
+            head, tail = wrap(nbytes, box.sizes, tensor.dtype)
+            start, length = position + len(head), len(head) + nbytes + len(tail)
+            what = (tensor.name, tensor.shape, tensor.dtype, box)
+            places.append(StoredBox(*what, DCP_DATA, start, position, length))
+            padding = bytes(-length % torch_zip.ALIGN)
+            fixed += [(position, head), (start + nbytes, tail + padding)]
+            spans.append(FileSpan(tensor, box, start))
+            position += length + len(padding)
+    file = OutputFile(DCP_DATA, position, tuple(fixed), tuple(spans))
+    return Output((file,), {METADATA: metadata_of(places, tied, by_part=False)}, has_sums=True)

@@ -1,0 +1,136 @@
+"""Which tensors of a source are written, under which names, and which of them are one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing, ties_of
+from anyrank.models.dialects.transformers.dequantise import without_scales
+from anyrank.models.dialects.transformers.quantised import scales_of
+from anyrank.models.fits import PACKED
+from anyrank.sources.tables.choice import tables_named, take_tables, unused
+from anyrank.sources.tables.parts import parts_of
+from anyrank.sources.tables.renamer import renamer
+from anyrank.tensors.names import WRAPPERS, Rename
+from anyrank.tensors.spec import StoredTensor
+from anyrank.tools.convert.output import OutputTensor
+from anyrank.wording import count
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is written.
+
+    Attributes:
+        tensors: name -> stored tensor, in order.
+        tied: name -> the name of the tensor that it is.
+        renamed: key of the source -> name, where they differ.
+        skipped: what is not written, or not renamed, with the reason.
+        left_out: names in the source of what `rename=` leaves out.
+    """
+
+    tensors: dict[str, StoredTensor]
+    tied: dict[str, str] = field(default_factory=dict[str, str])
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    skipped: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
+
+
+def select(listing: Listing, rename: Rename) -> Selection:
+    """The weights of a source, by the names of the plain module.
+
+    Args:
+        listing: the source.
+        rename: as for `convert`.
+
+    Raises:
+        LoadError: two keys get one name, there are no weights, or one is not a dense tensor.
+    """
+    new_name = renamer(rename)
+    named = tables_named(listing, None if rename is None else new_name)
+    if named is None:
+        listing, keys = _weights_of(listing)
+    else:
+        listing, keys = named, {key: key for key in named.tensors}
+    left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
+    skipped = [f"{key}: rename= leaves it out" for key in left_out]
+    names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
+    if names and all(name.startswith("module.") for name in names.values()):
+        names = {key: name.removeprefix("module.") for key, name in names.items()}
+    tensors: dict[str, StoredTensor] = {}
+    owner: dict[str, str] = {}
+    for key, name in names.items():
+        if name in owner:
+            raise LoadError(f"both {owner[name]} and {key} of the source become {name}: rename one")
+        if not name:
+            where = listing.files[0].path if listing.files else "the source"
+            what = (
+                f"{key}: has only names of wrappers in it" if key else "one tensor without a name"
+            )
+            raise LoadError(f"{where}: {what}: give it a name, in a dict or by rename=")
+        owner[name] = key
+        tensors[name] = listing.tensors[key]
+    for key, what in listing.unreadable.items():
+        raise LoadError(f"{key}: is {what}; then convert")
+    if not tensors:
+        raise LoadError(
+            "the source holds no weights to convert: `anyrank inspect` shows what it holds"
+        )
+    tied = ties_of(tensors)
+    kept = {name: stored for name, stored in tensors.items() if name not in tied}
+    extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
+    renamed = {key: name for key, name in names.items() if key != name}
+    idle = [f"{old}: rename= has it, and no key matches" for old in unused(rename, keys.values())]
+    notes = (*listing.skipped, *skipped, *extras, *idle)
+    stored_names = frozenset(listing.tensors[key].name for key in left_out)
+    return Selection(kept, tied, renamed, notes, stored_names)
+
+
+def _weights_of(listing: Listing) -> tuple[Listing, dict[str, str]]:
+    """The weights by whole keys, and key -> name; of the one table that is known as theirs, the
+    name within it.
+    """
+    parts = parts_of(listing)
+    chosen = take_tables(listing, parts.weights, parts.others)
+    return chosen, {key: key.removeprefix(parts.prefix) for key in parts.weights}
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def outputs_of(
+    listing: Listing, selection: Selection, dtype: torch.dtype | None
+) -> list[OutputTensor]:
+    """The tensors to write: floating ones in `dtype`, if it is given; others keep theirs.
+
+    Raises:
+        LoadError: a cast would take 8-bit values for weights, without their scales, or would round
+            the scales of integers, which go to nothing in float16.
+    """
+    cast = [] if dtype is None else [*selection.tensors.values()]
+    floating = [stored for stored in cast if stored.dtype.is_floating_point]
+    # A mask of uint8 is none, though its module may have a parameter of such a name.
+    scaled = {*scales_of(listing.tensors.values()).values()}
+    scaled = {name for name in scaled if name.endswith("weight")}
+    integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
+    problems = without_scales(listing, [*floating, *integers], None, selection.left_out)
+    if problems:
+        raise LoadError(
+            f"{problems[0]}; or convert without dtype= ({count(len(problems), 'tensor')})"
+        )
+    packed = [stored.name for stored in floating if stored.dtype == PACKED != dtype]
+    if packed:
+        raise LoadError(f"{packed[0]}: is {PACKED}, two numbers in a byte: convert without dtype=")
+    return [
+        OutputTensor(
+            name,
+            stored.shape,
+            dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype,
+        )
+        for name, stored in selection.tensors.items()
+    ]

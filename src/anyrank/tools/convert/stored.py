@@ -1,0 +1,234 @@
+"""A source at rest into files: what is written of it, the plan of the files, and the writing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from anyrank.errors import LoadError
+from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
+from anyrank.files.listing import Listing
+from anyrank.files.manifest import FORMAT
+from anyrank.files.progress import progress_of_tool
+from anyrank.files.storage import join_path, write_file
+from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
+from anyrank.sources.source import Source, list_source
+from anyrank.tensors.names import is_of_adapter, is_own_factor
+from anyrank.tensors.spec import dtype_name
+from anyrank.tools.convert.content import StoredContent
+from anyrank.tools.convert.copies import companions
+from anyrank.tools.convert.destination import STORE, Destination, destination
+from anyrank.tools.convert.file_names import as_files, configuration
+from anyrank.tools.convert.options import SHARD_BYTES, ConvertOptions
+from anyrank.tools.convert.output import Output, OutputTensor
+from anyrank.tools.convert.planned_files import (
+    plan_dcp_folder,
+    plan_safetensors,
+    plan_safetensors_folder,
+    plan_torch_file,
+)
+from anyrank.tools.convert.report import ConvertReport
+from anyrank.tools.convert.selection import Selection, outputs_of, select
+from anyrank.tools.convert.writing import write
+from anyrank.wording import count
+
+FOR_TRANSFORMERS = {"format": "pt"}  # it asks for it
+STEMS = ("diffusion_pytorch_model",)
+
+
+def convert_stored(
+    src: Source, dst: str | os.PathLike[str], options: ConvertOptions, model: nn.Module | None
+) -> ConvertReport:
+    """As `convert`, of what is not a model."""
+    start = time.perf_counter()
+    target = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
+    listing = list_source(src)
+    if options.cast_dtype is not None:
+        check_method(listing)
+        listing = dequantised(listing, {})
+    selection = _selected(listing, options, model)
+    small: dict[str, bytes] = {}
+    if options.to == "safetensors" and not target.is_file:
+        small = {} if model is None else configuration(model, options.cast_dtype)
+        small |= companions(_base_of(src), listing, options.cast_dtype)
+    report = convert_listing(listing, selection, target, options, small=small)
+    return replace(
+        report,
+        source=_name_of(src, listing),
+        copied=[*small],
+        seconds=time.perf_counter() - start,
+    )
+
+
+def convert_listing(
+    listing: Listing,
+    selection: Selection,
+    target: Destination,
+    options: ConvertOptions,
+    *,
+    small: Mapping[str, bytes] | None = None,
+) -> ConvertReport:
+    """Write what was selected of a listing.
+
+    Args:
+        listing: of the source.
+        selection: what is written of it, by its names in the output.
+        target: where to.
+        options: of the conversion.
+        small: name -> bytes of files that go beside the weights.
+
+    Returns:
+        The report, which its caller completes.
+
+    Raises:
+        LoadError: the source cannot be read, or a tensor has no place in the format.
+        CheckpointError: the destination cannot be written; bytes of a run are damaged.
+    """
+    tensors = outputs_of(listing, selection, options.cast_dtype)
+    stem = _stem(listing, selection)
+    output = _plan(target, tensors, selection.tied, options, listing.metadata, stem)
+    output = replace(output, small={**(small or {}), **output.small})
+    content = StoredContent(listing, selection.tensors)
+    try:
+        content.open()
+        replaced = _write(target, output, content, content.reader.check_unchanged)
+    finally:
+        content.reader.close()
+    return ConvertReport(
+        source="",
+        path=target.path,
+        replaced=replaced,
+        format=options.to,
+        files=output.names,
+        tensors=len(tensors),
+        nbytes=output.nbytes,
+        tied=selection.tied,
+        cast={
+            tensor.name: f"{kind} -> {dtype_name(tensor.dtype)}"
+            for tensor in tensors
+            if (kind := listing.kind_of(selection.tensors[tensor.name])) != dtype_name(tensor.dtype)
+        },
+        renamed=selection.renamed,
+        copied=[],
+        skipped=list(selection.skipped),
+        verified=_verified(listing),
+        seconds=0.0,
+    )
+
+
+def _verified(listing: Listing) -> str:
+    """What is compared while it is read, in words: files of a run with the checksums of blocks."""
+    if listing.sums:
+        return f"xxh3-64 of {count(len(listing.sums), 'file')} of the source"
+    in_memory = any(info.in_memory for info in listing.files)
+    return "" if in_memory else "not the bytes of the source: anyrank.verify does"
+
+
+def _selected(listing: Listing, options: ConvertOptions, model: nn.Module | None) -> Selection:
+    """What is written, by its names in the output."""
+    selection = select(listing, options.rename)
+    unmerged = [name for name in selection.tensors if is_own_factor(name)]
+    if len({is_of_adapter(name) for name in selection.tensors}) > 1:
+        raise LoadError(
+            "the source is a base with an adapter: give one of them, or merge in a model "
+            "(anyrank.integrations.peft.merge, or PEFT's merge_and_unload) and convert that"
+        )
+    if unmerged and options.to == "safetensors":
+        raise LoadError(
+            f"{unmerged[0]}: belongs to an adapter that is still in its model, and who opens a "
+            "folder with it would get the base alone: merge it in the model "
+            "(anyrank.integrations.peft.merge), or save the adapter by itself "
+            "(anyrank.integrations.peft.save); to='torch' or 'dcp' keeps all as it is"
+        )
+    return selection if model is None else as_files(selection, listing, model)
+
+
+def _paths(src: Source) -> list[str]:
+    if isinstance(src, Mapping):
+        return []
+    return [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
+
+
+def _name_of(src: Source, listing: Listing) -> str:
+    """The source as it was given; of a run, the step that was read."""
+    if isinstance(src, (str, os.PathLike)) and listing.format == FORMAT and listing.files:
+        return listing.files[0].path.rpartition("/")[0]
+    return ", ".join(_paths(src)) or "memory"
+
+
+def _base_of(src: Source) -> Source:
+    """The folder that configuration and tokenizer are copied from: the only one, or the first."""
+    return src if isinstance(src, (Mapping, str, os.PathLike)) else next(iter(src))
+
+
+def _stem(listing: Listing, selection: Selection) -> str:
+    """What the files' names begin with, by which other tools find them."""
+    if all(map(is_of_adapter, selection.tensors)):
+        return "adapter_model"
+    names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
+    return next((s for s in STEMS if any(name.startswith(s) for name in names)), "model")
+
+
+def _write(
+    target: Destination, output: Output, content: StoredContent, check_source: Callable[[], None]
+) -> str:
+    """Write and commit; nothing is left where that fails, or the source changed meanwhile.
+
+    Returns:
+        As `Destination.commit`.
+
+    Raises:
+        LoadError: the source cannot be read.
+        CheckpointError: the destination cannot be written; bytes of a run are damaged.
+    """
+    try:
+        target.prepare(output.nbytes)
+        with progress_of_tool("converting", output.nbytes) as progress:
+            for file in output.files:
+                digester = BlockDigester() if output.has_sums else None
+                write(target.folder, file, content, progress, digester)
+                if digester is not None:
+                    path = join_path(target.folder, sums_name(file.name))
+                    write_file(STORE, path, BlockSums(file.size, digester.finish()).to_bytes())
+        for name, data in output.small.items():
+            write_file(STORE, join_path(target.folder, name), data)
+        check_source()
+        return target.commit()
+    except BaseException:
+        target.abandon()
+        raise
+
+
+def _plan(
+    target: Destination,
+    tensors: Sequence[OutputTensor],
+    tied: Mapping[str, str],
+    options: ConvertOptions,
+    metadata: Mapping[str, str],
+    stem: str,
+) -> Output:
+    """What to write.
+
+    Args:
+        target: where to.
+        tensors: what.
+        tied: name -> the name whose bytes it shares.
+        options: the format, and the size of its files.
+        metadata: free text for safetensors.
+        stem: what the names of safetensors files begin with.
+
+    Raises:
+        LoadError: a tensor that has no place in the format.
+    """
+    if options.to == "dcp":
+        return plan_dcp_folder(tensors, tied)
+    if options.to == "torch":
+        return plan_torch_file(target.name, tensors, tied)
+    texts = {**metadata, **FOR_TRANSFORMERS, **tied}
+    if target.is_file:
+        return Output((plan_safetensors(target.name, tensors, texts),))
+    return plan_safetensors_folder(tensors, texts, options.shard_bytes or SHARD_BYTES, stem)

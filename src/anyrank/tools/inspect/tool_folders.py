@@ -1,0 +1,48 @@
+"""Another tool's folder as `verify` and `diff` see it: its weights, and its optimizers' tensors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from anyrank.files.listing import Listing
+from anyrank.files.storage import storage_for
+from anyrank.sources.readers.folders import format_of_folder, is_run_of_tool
+from anyrank.sources.source import Source
+from anyrank.tensors.spec import StoredTensor
+
+
+def is_tool_folder(source: Source) -> bool:
+    """Whether a source is a folder of another tool, whose listing has the weights alone."""
+    if not isinstance(source, (str, os.PathLike)):
+        return False
+    storage, path = storage_for(os.fspath(source)), os.fspath(source)
+    return storage.is_dir(path) and is_run_of_tool(format_of_folder(storage.names(path)))
+
+
+def with_optimizers(source: Source, weights: Listing) -> Listing:
+    """The listing of another tool's folder, with the tensors of its optimizers and all its models.
+
+    An optimizer that no reader knows is among what is unreadable.
+
+    Raises:
+        CheckpointError, UnsafeFile: the folder is not whole, or one of its files is not safe.
+    """
+    from anyrank.sources.tools.read import read_foreign  # around the core: a door in test_house
+
+    assert isinstance(source, (str, os.PathLike))
+    run = read_foreign(os.fspath(source))
+    tensors = {**run.listing.tensors}
+    unreadable = {**weights.unreadable}
+    if "optimizer" in run.not_read and not tensors:
+        unreadable["optimizer"] = f"state as the ranks of {run.tool} cut it"
+    for part, listing in run.weights.items():
+        prefix = "" if part == "model" else f"{part}."
+        tensors |= {f"{prefix}{name}": stored for name, stored in listing.tensors.items()}
+    for part, optimizer in run.optimizers.items():
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, StoredTensor):
+                    tensors[f"{part}.{parameter}.{key}"] = value
+    listing = replace(weights, files=run.listing.files, checksums=run.listing.checksums)
+    return replace(listing, tensors=tensors, unreadable=unreadable)

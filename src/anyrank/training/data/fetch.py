@@ -1,0 +1,210 @@
+"""From sample ids to batches, with random numbers that depend on the microbatch alone.
+
+The items of the DataLoader used here are microbatches: the sampler yields requests, and the dataset
+returns each request with its batch, so that the loop can check which samples it got.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from anyrank.checks import check_function
+from anyrank.errors import CheckpointError
+from anyrank.tensors.hashing import derive
+from anyrank.training.data.order import Order
+from anyrank.training.data.schedule import Schedule, StepPlan
+from anyrank.training.random_state.streams import reseed
+
+
+@dataclass(frozen=True)
+class MicrobatchRequest:
+    """The samples of one microbatch.
+
+    Attributes:
+        epoch: counted from 0.
+        start: position of the first sample in the epoch's order, which with the epoch seeds the
+            random numbers of the samples.
+        ids: sample ids, in order.
+    """
+
+    epoch: int
+    start: int
+    ids: tuple[int, ...]
+    is_empty: ClassVar[bool] = False  # then its batch is another's, a copy
+
+
+def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
+    """The request of microbatch k of a step."""
+    return MicrobatchRequest(plan.epoch, plan.bounds(k)[0], tuple(schedule.ids(plan, k)))
+
+
+class FetchedBatch(NamedTuple):
+    """A request and its batch; a tuple, which a DataLoader with pin_memory pins.
+
+    Attributes:
+        request: that the batch answers.
+        batch: as collate_fn has made it.
+        has_own_memory: whether no tensor of the batch shares memory with another process.
+    """
+
+    request: Any
+    batch: Any
+    has_own_memory: bool = False
+
+    def __reduce__(self) -> Any:
+        from anyrank.training.data.worker_batches import as_message
+
+        return _from_worker, (as_message(self),)
+
+
+def _from_worker(message: bytes) -> FetchedBatch:
+    """A door: of a batch that has come from a worker."""
+    from anyrank.training.data.worker_batches import from_message
+
+    return from_message(message)
+
+
+class MicrobatchDataset(Dataset[FetchedBatch]):
+    """The user's dataset, indexed by microbatch. Used in the workers, or in this process.
+
+    Seeds the random streams, and leaves them to its caller.
+    """
+
+    def __init__(
+        self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> None:
+        if collate_fn is not None:
+            check_function("collate_fn", collate_fn)
+        self.dataset = dataset
+        self.seed = seed
+        self.collate_fn = collate_fn or default_collate
+
+    def __getitem__(self, request: Any) -> FetchedBatch:
+        # For the samples and for the collate_fn, which may draw too, for instance to mask tokens.
+        reseed(derive(self.seed, request.epoch, request.start, "samples"))
+        where, samples = "dataset.__getitems__", list[Any]()
+        try:
+            get_items = getattr(self.dataset, "__getitems__", None)
+            if get_items is not None:
+                samples += get_items(list(request.ids))
+            else:
+                for sample_id in request.ids:
+                    where = f"dataset[{sample_id}]"
+                    samples.append(self.dataset[sample_id])
+            if len(samples) != len(request.ids):
+                raise ValueError(
+                    f"{where} returned {len(samples)} samples for {len(request.ids)} ids"
+                )
+            where = "collate_fn"
+            # In a worker the default one makes memory that could be shared, and shares it not.
+            is_default = self.collate_fn is default_collate
+            return FetchedBatch(request, self.collate_fn(samples), is_default)
+        except Exception as error:
+            note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
+            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data
+                raise RuntimeError(f"StopIteration, {note}") from error
+            error.add_note(note)
+            raise
+
+
+class OwnOrder:
+    """A dataset that brings its order with it: of a loader's `from_shards` and `from_iterable`."""
+
+    position_class: Any = None  # a class of positions of its own
+    can_flow = False  # whether tail="flow" has a meaning
+    max_open = 1  # places in it that are read at a time
+
+    def __len__(self) -> int:
+        """Samples, or shards where their samples are not known."""
+        raise NotImplementedError
+
+    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> Order:
+        """The order of the samples, for steps of these sizes."""
+        raise NotImplementedError
+
+    def by_microbatch(
+        self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> MicrobatchDataset:
+        """What the workers index by requests."""
+        return MicrobatchDataset(self, seed, collate_fn)
+
+
+class RequestSampler(Sampler[Any]):
+    """Yields a loader's requests. One object for all iterations, so that workers can persist.
+
+    Args:
+        upcoming: a method of its position, referenced weakly: workers end with the loader.
+    """
+
+    def __init__(self, upcoming: Callable[[], Iterator[Any]]) -> None:
+        self.upcoming = weakref.WeakMethod(upcoming)
+
+    def __iter__(self) -> Iterator[Any]:
+        upcoming = self.upcoming()
+        assert upcoming is not None  # the loader itself iterates
+        return upcoming()
+
+
+def unchanged(batch: Any) -> Any:
+    """Collate function for items that are batches already."""
+    return batch
+
+
+def make_fetcher(
+    samples: MicrobatchDataset, requests: RequestSampler, num_workers: int, **options: Any
+) -> DataLoader[FetchedBatch]:
+    """A DataLoader from requests to batches. Iterating it draws from no stream of this process."""
+    if num_workers:
+        from anyrank.training.data.worker_exit import leave_to_rank
+
+        options["worker_init_fn"] = leave_to_rank
+    private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
+    return DataLoader(
+        samples,
+        batch_size=None,
+        sampler=requests,
+        collate_fn=unchanged,
+        generator=private,
+        num_workers=num_workers,
+        **options,
+    )
+
+
+def start_fetching(fetcher: DataLoader[FetchedBatch]) -> Iterator[FetchedBatch]:
+    """The batches of all requests; in this process without the DataLoader's 10 us for each."""
+    if fetcher.num_workers or fetcher.pin_memory:
+        return iter(fetcher)
+    return map(fetcher.dataset.__getitem__, fetcher.sampler)
+
+
+def check_length(dataset: Any, planned: int) -> None:
+    """Refuse a dataset that has another length than when its order was planned.
+
+    Raises:
+        CheckpointError: says both.
+    """
+    if (now := len(dataset)) != planned:
+        raise CheckpointError(
+            f"the dataset has {now} samples now, and had {planned} when the loader was made, which "
+            "planned its epochs for these: keep its length while a run goes on, or start a new run "
+            "from its weights with the new length"
+        )
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples; TypeError for a dataset that cannot be asked for sample i."""
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length or no dataset[i], so its order cannot "
+            "be planned: give a dataset with both, or use ElasticLoader.from_iterable for an "
+            "IterableDataset that has shards, ElasticLoader.from_shards for a function that reads"
+        )
+    return len(dataset)

@@ -1,0 +1,184 @@
+"""How an epoch is divided into steps, a step into microbatches, and microbatches among ranks.
+
+Pure arithmetic on positions in the epoch's order. Only `slots_of_rank` depends on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from anyrank.checks import check_choice, check_int
+from anyrank.training.data.order import Order
+
+Tail = Literal["short", "drop", "flow"]
+
+
+@dataclass(frozen=True)
+class MicrobatchSlot:
+    """One microbatch that a rank runs.
+
+    Attributes:
+        k: index of the microbatch in the step.
+        is_copy: run with weight 0, for the collectives only: another slot has the microbatch.
+    """
+
+    k: int
+    is_copy: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of one step of the run.
+
+    Attributes:
+        epoch: counted from 0.
+        number: steps of the run before this one.
+        start: first position in the epoch's order.
+        stop: position after its last sample.
+        microbatch: samples in each microbatch but the last.
+    """
+
+    epoch: int
+    number: int
+    start: int
+    stop: int
+    microbatch: int
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the step."""
+        return self.stop - self.start
+
+    @property
+    def assumed_samples(self) -> int:
+        """What losses are divided by until the number of samples is known: it, if it is planned."""
+        return self.samples
+
+    @property
+    def num_microbatches(self) -> int:
+        return -(-self.samples // self.microbatch)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """Positions [start, stop) of microbatch k."""
+        start = self.start + k * self.microbatch
+        return start, min(start + self.microbatch, self.stop)
+
+    def size(self, k: int) -> int:
+        """Number of samples in microbatch k."""
+        start, stop = self.bounds(k)
+        return stop - start
+
+    def slots(self, rank: int, size: int, takes_turns: bool = False) -> list[MicrobatchSlot]:
+        """The microbatches that one of `size` ranks runs."""
+        return slots_of_rank(self.num_microbatches, rank, size, takes_turns)
+
+
+def slots_of_rank(
+    count: int, rank: int, size: int, takes_turns: bool = False
+) -> list[MicrobatchSlot]:
+    """One rank's balanced part of `count` microbatches, and copies to fill it up.
+
+    Every rank gets the same number of slots, so that collectives in forward and backward match.
+
+    Args:
+        count: of the step.
+        rank: its index.
+        size: number of ranks.
+        takes_turns: the ranks take turns; otherwise a rank's microbatches are neighbours.
+    """
+    bounds = rank * count // size, (rank + 1) * count // size
+    ks = range(rank, count, size) if takes_turns else range(*bounds)
+    # A real microbatch has a valid shape, and values as finite as those of the step.
+    copied = ks[-1] if ks else bounds[0]
+    slots = [MicrobatchSlot(k, False) for k in ks]
+    return slots + [MicrobatchSlot(copied, True)] * (-(-count // size) - len(slots))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The constants of a run's data plan.
+
+    Attributes:
+        order: of the samples.
+        global_batch: samples of a step.
+        microbatch: samples of one forward pass; divides `global_batch`.
+        tail: what happens to the samples that do not fill an epoch's last step.
+    """
+
+    order: Order
+    global_batch: int
+    microbatch: int
+    tail: Tail
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "microbatch"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 1))
+        check_choice("tail", self.tail, get_args(Tail))
+        if self.global_batch % self.microbatch:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of microbatch "
+                f"{self.microbatch}: change one of them, for microbatches of equal size"
+            )
+        if self.order.n < 1:
+            raise ValueError("the dataset is empty: there is nothing to train on")
+        if self.tail == "drop" and self.order.n < self.global_batch:
+            raise ValueError(
+                f"tail='drop' would drop all {self.order.n} samples, fewer than global_batch "
+                f"{self.global_batch}: give another tail, or a smaller global_batch"
+            )
+
+    def arguments(self) -> dict[str, object]:
+        """What the plan depends on, by the loader's argument, for comparison over the ranks."""
+        return self.order.arguments() | {
+            "global_batch": self.global_batch,
+            "microbatch": self.microbatch,
+            "tail": self.tail,
+        }
+
+    @property
+    def num_microbatches(self) -> int:
+        """K, the microbatches of a full step."""
+        return self.global_batch // self.microbatch
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Number of steps of a whole epoch."""
+        full, left = divmod(self.order.n, self.global_batch)
+        return full + (left > 0 and self.tail != "drop")
+
+    def check_size(self, size: int) -> None:
+        """Raise ValueError if a full step has fewer microbatches than `size` ranks."""
+        if size > self.num_microbatches:
+            most = self.global_batch // size
+            hint = f"a microbatch of at most {most}, or " if most else ""
+            raise ValueError(
+                f"global_batch {self.global_batch} / microbatch {self.microbatch} = "
+                f"{self.num_microbatches} microbatches cannot feed {size} data-parallel ranks: "
+                f"give {hint}a global_batch of at least {size * self.microbatch}, or run on at "
+                f"most {self.num_microbatches} ranks"
+            )
+
+    def next_step(self, epoch: int, number: int, consumed: int) -> StepPlan | None:
+        """The step at position `consumed` of an epoch; None at the end of the epoch."""
+        n = self.order.n
+        stop = consumed + self.global_batch
+        if consumed >= n or (stop > n and self.tail == "drop"):
+            return None
+        return StepPlan(epoch, number, consumed, min(stop, n), self.microbatch)
+
+    def following(self, step: StepPlan) -> StepPlan | None:
+        """The step after a step; None at the end of its epoch."""
+        return self.next_step(step.epoch, step.number + 1, step.stop)
+
+    def rest(self, step: StepPlan) -> Iterator[StepPlan]:
+        """A step and the following steps of its epoch."""
+        current: StepPlan | None = step
+        while current is not None:
+            yield current
+            current = self.following(current)
+
+    def ids(self, step: StepPlan, k: int) -> list[int]:
+        """Sample ids of one microbatch."""
+        return self.order.ids(step.epoch, *step.bounds(k)).tolist()

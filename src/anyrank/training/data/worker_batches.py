@@ -1,0 +1,120 @@
+"""How a batch comes from a worker: its small tensors as bytes, beside the rest of the message.
+
+A DataLoader passes each tensor by a file descriptor, for which the rank has to ask a thread of the
+worker. That takes longer than copying a small tensor, as the worker is busy reading meanwhile, and
+a rank may run out of descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from anyrank.training.data.fetch import FetchedBatch
+
+SMALL = 128 * 1024  # bytes: three such tensors take half the time, three of 1 MiB take longer
+
+
+def as_message(fetched: FetchedBatch) -> bytes:
+    """A batch, for `from_message` in the rank. Large tensors go by descriptor."""
+    message = io.BytesIO()
+    try:
+        # As a plain tuple, which is not pickled by this function.
+        _Pickler(message, fetched.has_own_memory).dump((*fetched,))
+    except Exception as error:
+        # A queue prints what is raised here and sends nothing, so the rank would wait for ever.
+        why = (
+            f"a worker cannot send the batch of {list(fetched.request.ids)}: "
+            f"{type(error).__name__}: {error}: let the dataset and collate_fn return what can be "
+            "pickled, or give num_workers=0"
+        )
+        return pickle.dumps((None, _Unsent(why)))
+    return message.getvalue()
+
+
+def from_message(message: bytes) -> FetchedBatch:
+    """The inverse of `as_message`, once, for `as_sent`."""
+    return FetchedBatch(*pickle.loads(message))  # noqa: S301 - of this process's own worker
+
+
+def as_sent(fetched: FetchedBatch) -> FetchedBatch:
+    """A batch of `from_message`.
+
+    Raises:
+        TypeError: the worker could not pickle it. Here, and not where it is unpickled: that may be
+            a thread of the DataLoader's, which would end without a word.
+    """
+    if isinstance(fetched.batch, _Unsent):
+        raise TypeError(fetched.batch.why)
+    return fetched
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    """In the place of a batch that its worker could not pickle."""
+
+    why: str
+
+
+class _Pickler(ForkingPickler):
+    def __init__(self, message: io.BytesIO, has_own_memory: bool) -> None:
+        super().__init__(message, pickle.HIGHEST_PROTOCOL)
+        self._has_own_memory = has_own_memory
+        self._memories: dict[tuple[int, int], _Memory] = {}  # by address and size
+
+    def reducer_override(self, value: Any) -> Any:
+        """How an object is pickled that is no plain value."""
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        if value.is_conj() or value.is_neg():  # torch would pass other numbers
+            return _unchanged, (value.resolve_conj().resolve_neg(),)
+        if not _is_small(value) or (value.is_shared() and not self._has_own_memory):
+            return NotImplemented
+        storage = value.untyped_storage()
+        memory, size = _Memory(storage), storage.nbytes()
+        if size:  # memories of none have one address
+            memory = self._memories.setdefault((storage.data_ptr(), size), memory)
+        layout = value.storage_offset(), [*value.shape], [*value.stride()]
+        return _as_tensor, (memory, value.dtype, *layout)
+
+
+class _Memory:
+    """The memory of small tensors: those that share it in the worker share it in the rank."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __reduce__(self) -> Any:
+        data = ctypes.string_at(self._storage.data_ptr(), self._storage.nbytes())
+        return _as_memory, (data,)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is values in a memory that is small."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
+        and tensor.untyped_storage().nbytes() <= SMALL
+    )
+
+
+def _unchanged(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _as_memory(data: bytes) -> torch.UntypedStorage:
+    # Torch's own memory: math libraries may compute other bits where it begins elsewhere.
+    values = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    ctypes.memmove(values.data_ptr(), data, len(data))
+    return values.untyped_storage()
+
+
+def _as_tensor(memory: torch.UntypedStorage, dtype: torch.dtype, *layout: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, *layout)

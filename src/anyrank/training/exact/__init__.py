@@ -1,0 +1,1 @@
+"""`exact=True`: the same bits on any number of ranks."""

@@ -1,0 +1,280 @@
+"""What keeps a run from the same bits on any number of ranks: refused, or noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anyrank.tensors.sharded_tensor import version_of
+from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
+from anyrank.training.gradients.fsdp2 import parameter_groups
+from anyrank.training.gradients.sync import GradientSync
+from anyrank.versions import __version__
+from anyrank.world.ranks import Ranks
+
+SAMPLED = 1 << 14  # elements of a buffer; larger ones are compared whole in a model's first step
+KEEPS_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+TITLES = {
+    "device": "device type",
+    "cpu": "CPU instruction set",
+    "torch": "torch version",
+    "anyrank": "anyrank version",
+}
+FSDP2, OTHER = "FSDP2", "DDP or none"
+COMPILED = (
+    "exact=True: the model is compiled, and has the same bits on any number of ranks while its "
+    "wrapper stays: another one may change what torch compiles (of an nn.Sequential in a wrapper, "
+    "nothing), unless what is compiled is wrapped, as in DDP(torch.compile(model)); and "
+    "torch.compile(mode='max-autotune') chooses kernels by timing them, which may round in another "
+    "way in each process: compile it without autotuning"
+)
+
+
+def environment(model: nn.Module) -> dict[str, int | str]:
+    """What the results of a model on this rank depend on, apart from its data."""
+    return {
+        "threads": torch.get_num_threads(),
+        "device": " and ".join(_device_types(model)),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+        "anyrank": __version__,
+        "wrapper": FSDP2 if any(is_fsdp2(m) for m in model.modules()) else OTHER,
+    }
+
+
+def _device_types(model: nn.Module) -> list[str]:
+    """The types of devices that a model is on."""
+    return sorted({parameter.device.type for parameter in model.parameters()})
+
+
+def check_threads(record: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
+    """Raise if this rank has another number of threads than the run began with."""
+    threads = torch.get_num_threads()
+    if record.get("threads", threads) != threads:
+        raise error(
+            f"exact=True: the run began with {record['threads']} intra-op threads on each rank, "
+            f"here there are {threads}, and sums within a kernel depend on them: call "
+            f"torch.set_num_threads({record['threads']})"
+        )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How this run differs from a record, in words."""
+    reasons = {
+        "anyrank": "it may add up in another order",
+        "wrapper": "where a unit of FSDP2 uses its input several times, as with skip connections, "
+        "it adds up gradients in another order (x = x.view_as(x) at its beginning prevents it)",
+    }
+    return [
+        f"exact=True: the {TITLES.get(name, name)} was {value} and is {now[name]}: "
+        f"{reasons.get(name, 'kernels may round in another way')}, so bits may differ from here on"
+        for name, value in before.items()
+        if now[name] != value
+    ]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile wraps a model or a module of it."""
+    return any(name.endswith("_orig_mod") for name, _ in model.named_modules())
+
+
+def check_model(model: nn.Module, ranks: Ranks) -> None:
+    """Refuse what makes results depend on the number of ranks.
+
+    Raises:
+        ValueError: names the module or the parameter, and the way out.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise ValueError(
+                f"exact=True: {name} is a SyncBatchNorm in train mode, whose sums run over the "
+                f"ranks: use GroupNorm or LayerNorm, or {name}.eval()"
+            )
+        if _updates_statistics(module):
+            raise ValueError(
+                f"exact=True: {name} is a {type(module).__name__} in train mode, whose running "
+                "statistics are those of the microbatches that its rank runs: use GroupNorm or "
+                f"LayerNorm, track_running_stats=False, or {name}.eval()"
+            )
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ValueError(sparse_gradient(f"{name}.weight".lstrip("."), torch.sparse_coo))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"exact=True: {name or 'the model'} is an {type(module).__name__} with max_norm, "
+                "which scales rows of its weight in the forward pass, each rank those of its own "
+                "microbatches: build it without, and scale all rows after optimizer.step()"
+            )
+        if is_fsdp2(module) and len(parameter_groups(module)) > 1:
+            raise ValueError(
+                f"exact=True: {name or 'the model'} is sharded over several meshes, and FSDP2 has "
+                "no reduction for all of them: shard it over one mesh"
+            )
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            _check_mesh(name, parameter, ranks)
+            _check_hooks(name, parameter)
+    is_kept = torch.are_deterministic_algorithms_enabled()
+    is_kept = is_kept and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if set(_device_types(model)) - {"cpu"} and not is_kept:
+        raise ValueError(
+            "exact=True: kernels of accelerators may add in any order: call "
+            "torch.use_deterministic_algorithms(True), without warn_only, before the first step"
+        )
+
+
+def _updates_statistics(module: nn.Module) -> bool:
+    """Whether a forward pass changes a module's running statistics, which no version counts."""
+    return isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats
+
+
+def sparse_gradient(name: str, layout: torch.layout) -> str:
+    """Why a gradient that is not dense is refused, and the way out."""
+    return (
+        f"the gradient of {name} is {layout}, which exact=True does not add up: build the module "
+        "with sparse=False"
+    )
+
+
+def _check_mesh(name: str, parameter: Any, ranks: Ranks) -> None:
+    """Refuse a parameter that is sharded over other ranks than those of the data."""
+    members = parameter.device_mesh.mesh.flatten().tolist()
+    if sorted(members) != sorted(ranks.ranks):
+        raise ValueError(
+            f"exact=True: {name} is sharded over ranks {members}, the data over "
+            f"{list(ranks.ranks)}: tensor parallelism adds up in an order of its own; use FSDP2 or "
+            "DDP over the ranks of the data"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    others = [p for p in placements if not (p.is_shard() or p.is_replicate())]
+    if len(sharded) != 1 or len(placements) > 2 or others:
+        raise ValueError(
+            f"exact=True: {name} is laid out as {list(placements)} on {mesh}: shard it over one "
+            "axis of a mesh of one or two"
+        )
+    if mesh.size(sharded[0]) == 1 and ranks.size > 1:
+        raise ValueError(
+            f"exact=True: {name} is only replicated over {members}, by FSDP2's own all-reduce: use "
+            "DistributedDataParallel, or a mesh of one axis"
+        )
+
+
+def _check_hooks(name: str, parameter: Any) -> None:
+    """Refuse gradient hooks, which FSDP2 calls once a step on several ranks, or never."""
+    of_tensor = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    of_sum = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    if of_tensor or of_sum:
+        raise ValueError(
+            f"exact=True: {name} has a gradient hook, which FSDP2 calls with the sum over the "
+            "microbatches or not at all, and one rank in each microbatch: change gradients, and "
+            "call the optimizer, after the loop over microbatches()"
+        )
+
+
+def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
+    """Refuse wrappers whose reductions cannot be ordered.
+
+    Raises:
+        ValueError: names the wrapper, and the way out.
+    """
+    for module in sync.ddp:
+        if module.static_graph:
+            raise ValueError(
+                "exact=True: DistributedDataParallel(static_graph=True) reduces gradients in its "
+                "first backward in an order of its own: build it with static_graph=False"
+            )
+        if module._comm_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise ValueError(
+                "exact=True: a communication hook is registered on DistributedDataParallel, and "
+                "would not be called: build it without register_comm_hook"
+            )
+        if set(dist.get_process_group_ranks(module.process_group)) != set(ranks.ranks):
+            raise ValueError(
+                "exact=True: DistributedDataParallel reduces over other ranks than those of the "
+                f"data, {ranks.ranks}: give the loader its process_group"
+            )
+
+
+# -- what the loop over microbatches changes in a model: each rank would have its own changes -----
+#
+# A forward pass may update buffers (running statistics, counters) and parameters
+# (`Embedding(max_norm=...)`), and an optimizer may step in a gradient hook: refused.
+
+
+class ChangeWatch:
+    """The parameters and buffers of a model when a pass over the microbatches begins.
+
+    Args:
+        modules: of the model, by name.
+        parameters: the same.
+        is_first: it is the model's first pass: whole buffers, and writes through `.data`. In others
+            buffers are sampled, as an update may leave them as they were (DDP's broadcast).
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        is_first: bool,
+    ) -> None:
+        self.modules, self.is_first = modules, is_first
+        # FSDP2's forward works on copies, and its hooks are refused.
+        self.versions = {
+            name: (parameter, version_of(parameter))
+            for name, parameter in parameters.items()
+            if not is_dtensor(parameter)
+        }
+        self.before = {
+            name: (buffer, version_of(buffer), self.sample(buffer).clone())
+            for name, buffer in self.buffers()
+        }
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of the modules, by name."""
+        for prefix, module in self.modules.items():
+            yield from module.named_buffers(prefix, recurse=False)
+
+    def sample(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer, or in later passes elements all over a large one."""
+        if self.is_first or buffer.numel() <= SAMPLED:
+            return buffer
+        return buffer.reshape(-1)[:: 1 + buffer.numel() // SAMPLED]
+
+    def changed(self) -> list[str]:
+        """Names of what was changed, and forget the samples."""
+        before, self.before = self.before, {}
+        parameters = [n for n, (tensor, old) in self.versions.items() if version_of(tensor) != old]
+        buffers = [
+            name
+            for name, buffer in self.buffers()
+            if name in before and self.is_changed(buffer, *before[name])
+        ]
+        modules = self.modules.items()
+        statistics = [f"{name}.running_mean" for name, m in modules if _updates_statistics(m)]
+        return parameters + buffers + statistics
+
+    def is_changed(
+        self, buffer: torch.Tensor, same: torch.Tensor, version: int, copy: torch.Tensor
+    ) -> bool:
+        """Whether a buffer has other values than its sample."""
+        if buffer is same and version_of(buffer) == version and not self.is_first:
+            return False
+        if buffer.shape != same.shape or buffer.dtype != same.dtype:  # another buffer
+            return False
+        now = self.sample(buffer)
+        return not torch.isclose(copy, now, rtol=0, atol=0, equal_nan=True).all()

@@ -1,0 +1,85 @@
+"""A step's microbatches by rounds, one of each rank, and when their gradients are exchanged.
+
+Without FSDP2 a rank runs neighbouring microbatches, adds up their gradients as far as the tree
+allows, and exchanges what remains after the last one. Under FSDP2, whose units reduce gradients in
+each backward, the ranks take turns, so that a round's microbatches are neighbours, and units are
+exchanged after each: a shard's owner then keeps few nodes of a shard's size. Both give the same
+bits, and parameters outside of units can be summed under either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from anyrank.training.data.schedule import StepPlan
+from anyrank.training.exact.tree_sum import Span, TreeSum, merged
+from anyrank.world.ranks import Ranks
+
+
+class Rounds:
+    """The rounds of one step, and the current one; shared by all sums of a model.
+
+    Args:
+        plan: the step.
+        ranks: the ranks with different data.
+        takes_turns: the ranks take turns.
+
+    Attributes:
+        count: K, the microbatches of the step.
+        number: of the current round; -1 before the first.
+        own_leaves: this rank's microbatches.
+        whole_spans: the nodes that each rank holds when all rounds have run.
+    """
+
+    def __init__(self, plan: StepPlan, ranks: Ranks, takes_turns: bool) -> None:
+        self.count, self.index = plan.num_microbatches, ranks.index
+        self.takes_turns = takes_turns
+        self.number = -1
+        self._leaves = [
+            [None if slot.is_copy else slot.k for slot in plan.slots(rank, ranks.size, takes_turns)]
+            for rank in range(ranks.size)
+        ]
+        self.own_leaves = [leaf for leaf in self._leaves[self.index] if leaf is not None]
+        # Once a step: each unit and bucket asks for them.
+        self.whole_spans = [_spans_of(self.count, leaves) for leaves in self._leaves]
+        self._unit_spans = [
+            [_spans_of(self.count, [leaf]) for leaf in row] if takes_turns else []
+            for row in zip(*self._leaves, strict=True)
+        ]
+
+    @property
+    def leaf(self) -> int | None:
+        """This rank's microbatch; None for a copy, which is in no sum."""
+        return self._leaves[self.index][self.number]
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == len(self._leaves[self.index])
+
+    def unit_spans(self, number: int) -> list[list[Span]]:
+        """The nodes that each rank has for a unit when a round ends, where the ranks take turns."""
+        return self._unit_spans[number]
+
+    def add(self, sum_: TreeSum, term: torch.Tensor) -> None:
+        """Add a term of the current microbatch; those before without a gradient have none."""
+        if self.leaf is not None:
+            _skip(sum_, (leaf for leaf in self.own_leaves if leaf < self.leaf))
+            sum_.add(Span(self.leaf, self.leaf + 1), term)
+
+    def complete(self, sum_: TreeSum) -> None:
+        """Bring a sum to the nodes that its spans tell of this rank, for the exchange."""
+        _skip(sum_, self.own_leaves)
+
+
+def _skip(sum_: TreeSum, leaves: Iterable[int]) -> None:
+    """Append those of the leaves that come after a sum's nodes, without terms."""
+    for leaf in leaves:
+        if not sum_.nodes or sum_.nodes[-1][0].stop <= leaf:
+            sum_.add(Span(leaf, leaf + 1), None)
+
+
+def _spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
+    """The nodes over some leaves, in order; None is not a leaf."""
+    return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))

@@ -1,0 +1,1 @@
+"""The exchange of gradients at a step's end, and their norm."""

@@ -1,0 +1,1 @@
+"""Seeds, and the state of the random generators that a step uses."""

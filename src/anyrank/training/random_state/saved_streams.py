@@ -1,0 +1,229 @@
+"""Random streams in a checkpoint: exact on the same ranks, derived where the ranks changed.
+
+On the same ranks, and where it was equal on all of them, a stream continues exactly. Else new
+streams are derived, which no rank has drawn from: one for each data index where the ranks with the
+same data had the same stream, otherwise one for each rank. The states are JSON in the manifest,
+each state once. Nothing here communicates: the caller gathers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from anyrank.tensors.hashing import derive
+from anyrank.training.random_state.streams import Stream, TorchStream, ambient, own_accelerator
+
+Scope = Literal["global", "dp", "rank"]  # equal on all ranks, on those with the same data, on none
+StreamState = dict[str, Any]  # the `algorithm` of a stream and its `state`, as JSON
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """Where a rank is.
+
+    Attributes:
+        rank: among all.
+        world_size: the number of ranks.
+        data_index: the data-parallel coordinate; equal on ranks with the same data.
+        data_size: the number of data-parallel coordinates.
+    """
+
+    rank: int
+    world_size: int
+    data_index: int
+    data_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"on rank {self.rank} of {self.world_size}, data {self.data_index} of {self.data_size}"
+        )
+
+
+class StreamOutcome(NamedTuple):
+    """What happened to a stream at a resume, and why.
+
+    "unused" is a stream that is derived, and that nobody had drawn from or seeded: no news.
+    """
+
+    how: Literal["exact", "derived", "unused", "skipped"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class SavedStreams:
+    """The random streams of a checkpoint.
+
+    Attributes:
+        coords: of every rank that saved, in the order of ranks.
+        digests: for each of these ranks, stream -> digest of its state.
+        states: digest -> state.
+        unused: streams that no rank had drawn from or seeded since its state was made.
+    """
+
+    coords: list[RankCoords]
+    digests: list[dict[str, str]]
+    states: dict[str, StreamState]
+    unused: list[str] = field(default_factory=list[str])
+
+    def scope(self, name: str) -> Scope:
+        """Which of several ranks had the same stream."""
+        data = [coords.data_index for coords in self.coords]
+        states = [row.get(name) for row in self.digests]
+        count = len(states)
+        if None in states or count == 1:
+            return "rank"
+        if len({*states}) == 1:
+            return "global"
+        by_data = len({*zip(data, states, strict=True)}) == len({*data}) < count
+        return "dp" if by_data else "rank"
+
+    def states_on(self, rank: int) -> dict[str, StreamState]:
+        """Stream -> state on a rank that saved."""
+        return {name: self.states[digest] for name, digest in self.digests[rank].items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest holds."""
+        rows = [
+            {"data_index": coords.data_index, "data_size": coords.data_size, "streams": digests}
+            for coords, digests in zip(self.coords, self.digests, strict=True)
+        ]
+        return {"ranks": rows, "states": self.states, "unused": self.unused}
+
+
+def from_json(entries: Mapping[str, Any]) -> SavedStreams:
+    """The inverse of `SavedStreams.to_json`; raises a built-in exception for other entries."""
+    rows = entries["ranks"]
+    coords = [
+        RankCoords(rank, len(rows), row["data_index"], row["data_size"])
+        for rank, row in enumerate(rows)
+    ]
+    digests = [dict(row["streams"]) for row in rows]
+    states = {digest: entries["states"][digest] for row in digests for digest in row.values()}
+    return SavedStreams(coords, digests, states, list(entries["unused"]))
+
+
+def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
+    """The streams of this rank: ambient ones, its own accelerator's, the user's generators."""
+    users = [TorchStream(f"generator.{name}", generator) for name, generator in generators.items()]
+    return [*ambient(own_accelerator()), *users]
+
+
+def capture(generators: Mapping[str, torch.Generator]) -> dict[str, StreamState]:
+    """Stream -> the state that it has on this rank now.
+
+    Args:
+        generators: name -> generators of the user's own.
+    """
+    return {
+        stream.name: {"algorithm": stream.algorithm, "state": stream.to_json(stream.get())}
+        for stream in streams_here(generators)
+    }
+
+
+def undrawn(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Streams with the digests from before: every process has the ambient ones, used or not."""
+    return [name for name in now if before.get(name) == now[name]]
+
+
+def digest_of(state: StreamState) -> str:
+    """A hash that only equal states share."""
+    return blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
+
+
+def digests_of(states: Mapping[str, StreamState]) -> dict[str, str]:
+    """Stream -> digest of its state."""
+    return {name: digest_of(state) for name, state in states.items()}
+
+
+def coordinate(scope: Scope, coords: RankCoords) -> tuple[str, int]:
+    """Equal on the ranks that share a derived stream of this scope, different on all others."""
+    return ("dp", coords.data_index) if scope == "dp" else ("rank", coords.rank)
+
+
+def restore(
+    saved: SavedStreams,
+    coords: RankCoords,
+    *,
+    seed: int,
+    samples: int,
+    generators: Mapping[str, torch.Generator],
+) -> dict[str, StreamOutcome]:
+    """Set this rank's streams, exactly or derived. No collectives.
+
+    Args:
+        saved: of all ranks that saved.
+        coords: of this rank, now.
+        seed: of the run.
+        samples: committed samples of the run.
+        generators: name -> generators of the user's own.
+
+    Returns:
+        Stream -> outcome. "skipped" are saved streams that this process does not have.
+    """
+    outcomes: dict[str, StreamOutcome] = {}
+    states: list[tuple[Stream, Any]] = []
+    for stream in streams_here(generators):
+        state, outcome = _choose(stream, saved, coords)
+        if outcome.how == "derived":
+            where = coordinate(saved.scope(stream.name), coords)
+            state = derive(seed, stream.name, *where, samples)
+            if stream.name in saved.unused:
+                outcome = outcome._replace(how="unused")
+        states.append((stream, state))
+        outcomes[stream.name] = outcome
+    for stream, state in states:
+        if outcomes[stream.name].how == "exact":
+            stream.put(state)
+        else:
+            stream.seed(state)
+    for name in saved.digests[0].keys() - outcomes.keys():
+        outcomes[name] = StreamOutcome("skipped", "it was saved and is not in use here")
+    return outcomes
+
+
+def derive_all(
+    coords: RankCoords,
+    *,
+    seed: int,
+    samples: int,
+    generators: Mapping[str, torch.Generator],
+    reason: str,
+) -> dict[str, StreamOutcome]:
+    """Seed all of this rank's streams from the run's seed, each rank its own. No collectives."""
+    outcomes: dict[str, StreamOutcome] = {}
+    for stream in streams_here(generators):
+        stream.seed(derive(seed, stream.name, *coordinate("rank", coords), samples))
+        outcomes[stream.name] = StreamOutcome("derived", reason)
+    return outcomes
+
+
+def _choose(stream: Stream, saved: SavedStreams, coords: RankCoords) -> tuple[Any, StreamOutcome]:
+    """The state to put back and why that can be, or None and why a new one has to be derived."""
+    is_known = coords in saved.coords
+    states = saved.states_on(coords.rank if is_known else 0)
+    if stream.name not in states:
+        return None, StreamOutcome("derived", "it was not saved")
+    if saved.scope(stream.name) == "global":
+        return _readable(stream, states[stream.name], "equal on all ranks")
+    if is_known:
+        return _readable(stream, states[stream.name], "same ranks")
+    fewer = coords.rank >= len(saved.coords)
+    before = "on fewer ranks" if fewer else str(saved.coords[coords.rank])
+    return None, StreamOutcome("derived", f"saved {before}, now {coords}")
+
+
+def _readable(stream: Stream, saved: StreamState, why: str) -> tuple[Any, StreamOutcome]:
+    """A saved state in the stream's own form, exact for the reason given; or why it cannot be."""
+    try:
+        if (algorithm := saved["algorithm"]) != stream.algorithm:
+            reason = f"saved as {algorithm}, now {stream.algorithm}"
+            return None, StreamOutcome("derived", reason)
+        return stream.from_json(saved["state"]), StreamOutcome("exact", why)
+    except (ValueError, TypeError, RuntimeError, OverflowError, LookupError):
+        return None, StreamOutcome("derived", "saved by another version, or damaged")

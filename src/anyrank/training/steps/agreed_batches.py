@@ -1,0 +1,122 @@
+"""The batches of a step: each rank fetches its own, and the failure of one is every rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anyrank.training.data.fetch import FetchedBatch
+from anyrank.training.data.schedule import MicrobatchSlot
+from anyrank.world.failures import Failure, as_failure
+from anyrank.world.ranks import Ranks
+
+FIRST = 2  # batches of a step that the ranks agree on at once
+WHAT = "fetching a batch"
+
+
+@dataclass(frozen=True)
+class Fetcher:
+    """How the batches of a step are fetched on this rank.
+
+    Attributes:
+        fetch: returns the batch of a slot.
+        report: what the other ranks have to know of some batches that were fetched.
+        learn: takes what each rank has reported.
+    """
+
+    fetch: Callable[[MicrobatchSlot], FetchedBatch]
+    report: Callable[[Sequence[FetchedBatch]], Any] = lambda _: None
+    learn: Callable[[list[Any]], object] = lambda _: None
+
+
+class OwnBatches:
+    """Some batches of this rank, fetched at once. It has them when all ranks are known to.
+
+    Args:
+        fetcher: of their step.
+        slots: whose batches.
+
+    Attributes:
+        report: what the others have to know of them.
+    """
+
+    def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
+        self._batches: list[FetchedBatch] = []
+        self._cause: Exception | None = None
+        # Raises if any rank has failed, or returns what each has reported.
+        self._wait: Callable[[], list[Any]] | None = None
+        self._learn, self.report = fetcher.learn, None
+        try:
+            self._batches += map(fetcher.fetch, slots)
+            self.report = fetcher.report(self._batches)
+        except Exception as error:
+            self._cause = error
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why this rank could not fetch them, for the others; None if it could."""
+        return None if self._cause is None else as_failure(self._cause)
+
+    def tell(self, ranks: Ranks) -> None:
+        """Tell the others, without a wait, whether this rank could fetch them. All ranks."""
+        self._wait = ranks.start_together(WHAT, self._cause, self.report)
+
+    def learn(self, ranks: Ranks, answers: Sequence[tuple[Failure | None, Any]]) -> None:
+        """The ranks, of which others may have other loaders, have told each other."""
+
+        def wait() -> list[Any]:
+            ranks.raise_failures(WHAT, [failure for failure, _ in answers], self._cause)
+            return [report for _, report in answers]
+
+        self._wait = wait
+
+    def take(self, ranks: Ranks) -> list[FetchedBatch]:
+        """The batches, once. All ranks.
+
+        Raises:
+            Exception: in one process, what the fetch raised; on several ranks an AnyrankError as
+                from `Ranks.together`, with the exception of each rank.
+        """
+        if self._wait is None:
+            self.tell(ranks)
+        assert self._wait is not None
+        self._learn(self._wait())
+        batches, self._batches = self._batches, []  # else their memory stays with this object
+        return batches
+
+
+def fetch_first(fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> OwnBatches:
+    """The first batches of a step with these slots."""
+    return OwnBatches(fetcher, slots[:FIRST])
+
+
+def one_ahead(
+    ranks: Ranks,
+    fetcher: Fetcher,
+    slots: Sequence[MicrobatchSlot],
+    first: OwnBatches | None = None,
+) -> Iterator[FetchedBatch]:
+    """The batches of a step, each once all ranks have theirs. All ranks.
+
+    After the first ones, the next is fetched before one is returned, and the ranks agree on it
+    while the caller works.
+
+    Args:
+        ranks: that have the step.
+        fetcher: of the step.
+        slots: of the step on this rank, at least one.
+        first: the first batches, if they were fetched before.
+
+    Raises:
+        Exception: as `OwnBatches.take`.
+    """
+    *batches, last = (first or fetch_first(fetcher, slots)).take(ranks)
+    yield from batches
+    del batches  # else their memory stays until the end
+    for slot in slots[FIRST:]:
+        ahead = OwnBatches(fetcher, [slot])
+        ahead.tell(ranks)
+        yield last
+        (last,) = ahead.take(ranks)
+    yield last

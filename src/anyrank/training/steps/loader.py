@@ -1,0 +1,406 @@
+"""`anyrank.ElasticLoader`: the same data and the same random numbers on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from anyrank.checks import check_bool, check_int
+from anyrank.errors import CheckpointError
+from anyrank.training.data.fetch import (
+    FetchedBatch,
+    MicrobatchDataset,
+    OwnOrder,
+    RequestSampler,
+    length_of,
+    make_fetcher,
+    start_fetching,
+)
+from anyrank.training.data.order import Order
+from anyrank.training.data.receipts import EpochVerdict
+from anyrank.training.data.schedule import Schedule, Tail
+from anyrank.training.steps.position import OnBatchChange, Position
+from anyrank.training.steps.step import Step
+from anyrank.world.ranks import open_ranks
+
+if TYPE_CHECKING:
+    from anyrank.training.data.worker_exit import WorkerExit
+    from anyrank.training.exact.run import ExactRun
+
+
+class ElasticLoader:
+    """A loader of steps whose data does not depend on the number of ranks.
+
+    A step is a global batch, divided into K = global_batch / microbatch microbatches. The samples
+    of a microbatch, and the random numbers of its samples and of the model, depend on (seed, step,
+    microbatch) alone; the number of ranks only changes which rank runs it.
+
+    Iterating returns the steps of the rest of the current epoch; the next iteration is the next
+    epoch. A step counts once `commit` is called (`Checkpoints.step_done` does), or once the next
+    step is requested. If the loop is left before that, the next iteration returns the same step
+    again: call `commit` before a `break` that follows the optimizer's step.
+
+    All data-parallel ranks iterate together.
+
+    Args:
+        dataset: with a length and `dataset[i]`; its random numbers are seeded for each microbatch.
+            Its `__getitems__` is used if it has that method.
+        global_batch: samples of a step, on all ranks together.
+        microbatch: samples of one forward pass.
+        seed: of the order and of all random numbers.
+        shuffle: False for the dataset's own order.
+        num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
+        collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
+        tail: the samples that do not fill an epoch's last step make a "short" step, or are
+            "drop"ped; an epoch of a stream may "flow" into the next one.
+        key: name or version of the dataset; a resume with a different key is refused.
+        process_group: the data-parallel ranks; default: all, or this process alone. With tensor
+            parallelism, ranks with the same data are in different groups.
+        pin_memory: as in a DataLoader.
+        prefetch_factor: as in a DataLoader.
+        persistent_workers: as in a DataLoader.
+        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
+            any number of ranks. A sample that is drawn again gets different random numbers.
+        on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
+            "rescale" to continue with an entry in `notes`.
+        exact: sum gradients in an order that does not depend on the number of ranks, so that
+            weights and optimizer state have the same bits on any; see docs/exact.md.
+
+    Raises:
+        ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
+        TypeError: a dataset without length; sizes that are not ints; an argument of another type.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
+        for step in loader:  # one epoch
+            for batch in step.microbatches(model):
+                step.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            loader.commit()  # else the next step does
+        assert (loader.epoch, loader.step, loader.samples) == (1, 2, 32)
+        assert (loader.consumed, loader.dropped) == (0, 0)  # of the new epoch; with tail="drop"
+        print(loader.receipts, loader.notes)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        microbatch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        tail: Tail = "short",
+        key: str | None = None,
+        process_group: Any = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        weights: Sequence[float] | torch.Tensor | None = None,
+        on_batch_change: OnBatchChange = "error",
+        exact: bool = False,
+    ) -> None:
+        n = len(dataset) if isinstance(dataset, OwnOrder) else length_of(dataset)
+        check_bool(
+            shuffle=shuffle,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            exact=exact,
+        )
+        check_int("num_workers", num_workers, 0)
+        if prefetch_factor is not None:
+            check_int("prefetch_factor", prefetch_factor, 1)
+        if weights is not None and not shuffle:
+            raise ValueError("weights draw samples at random: remove shuffle=False")
+        if tail == "flow" and not (isinstance(dataset, OwnOrder) and dataset.can_flow):
+            raise ValueError(
+                "tail='flow' is for streams, of from_iterable, or of from_shards without lengths: "
+                "give 'short' or 'drop'"
+            )
+        may_change: OnBatchChange | None = on_batch_change
+        position_class: type[Position] = Position
+        if isinstance(dataset, OwnOrder):
+            if weights is not None:
+                raise ValueError("weights draw samples at random, which shards are not read for")
+            order = dataset.order(seed, shuffle, global_batch, microbatch)
+            may_change = None  # the lanes of an epoch are those of its global batch
+            position_class = dataset.position_class or Position
+        elif weights is not None:
+            order = _weighted(n, seed, weights)
+        else:
+            order = Order(n, seed, shuffle)
+        schedule = Schedule(order, global_batch, microbatch, tail)
+        if isinstance(dataset, OwnOrder):
+            dataset.max_open = schedule.num_microbatches
+            samples = dataset.by_microbatch(seed, collate_fn)
+        else:
+            samples = MicrobatchDataset(dataset, seed, collate_fn)
+        run = _open_exact() if exact else None
+        self._position = position_class(
+            schedule, key, process_group, may_change, samples, num_workers, run
+        )
+        self._fetcher = make_fetcher(
+            samples,
+            RequestSampler(self._position.requests),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
+        self._workers = _open_workers() if num_workers else None
+
+    @classmethod
+    def from_shards(
+        cls,
+        shards: Sequence[Any],
+        read: Callable[..., Iterable[Any]],
+        *,
+        lengths: Sequence[int] | None = None,
+        transform: Any = None,
+        window: int | None = None,
+        **options: Any,
+    ) -> ElasticLoader:
+        """A loader over shards whose rows are read in sequence: files, row groups, archives.
+
+        A step has K = global_batch / microbatch microbatches, and each comes from a lane of its
+        own, which reads shards one after the other; the order of the shards changes with the epoch.
+        Which rank runs a lane changes nothing of its rows.
+
+        Without `lengths`, rows are counted while they are read. A lane that is over has no part in
+        the epoch's last steps; the others share them. With `lengths` the order is planned, without
+        such a tail, and `len(loader)` is known; see `anyrank.row_counts`.
+
+        Args:
+            shards: arguments of `read`; names or numbers, the same throughout the run. A resume
+                with others says which; others that are appended come with the next epoch.
+            read: shard -> its rows, the same in the same order each time. Where it takes `start=`,
+                a resume begins there, at a row counted from 0; else rows before are read again.
+                Its random numbers depend on (seed, epoch, shard, row).
+            lengths: number of rows of each shard, if they are known.
+            transform: makes samples of rows: `anyrank.Pack`, `anyrank.Buckets`, or an object of
+                your own with `feed(row)` and `end()`, which give lists of samples. Each lane has a
+                copy of it.
+            window: rows of a shard that are mixed among each other; they are in memory, and read
+                again by a resume. Default: rows stay in the order of their shard.
+            options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
+                the shards' own order.
+
+        Raises:
+            ValueError: sizes that do not match each other, the shards or the number of ranks;
+                transform or window with lengths.
+            TypeError: sizes that are not ints; an argument of another type.
+
+        Example::
+
+            loader = anyrank.ElasticLoader.from_shards(
+                ["a", "b", "c"],
+                read=lambda name: (torch.full((2,), float(ord(name))) for _ in range(8)),
+                lengths=[8, 8, 8],
+                global_batch=12,
+                microbatch=4,
+            )
+            assert len(loader) == 2
+        """
+        from anyrank.training.streams.entry import open_shards
+
+        dataset = open_shards(shards, read, lengths, transform, window, options)
+        return cls(dataset, **options)
+
+    @classmethod
+    def from_iterable(
+        cls,
+        dataset: Any,
+        *,
+        transform: Any = None,
+        window: int | None = None,
+        **options: Any,
+    ) -> ElasticLoader:
+        """A loader over a dataset that is cut into shards by itself, as `from_shards` of these.
+
+        Args:
+            dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, and without a
+                shuffle of its own; or a class with `num_shards` and `shard(num_shards=, index=)`,
+                which returns rows, the same each time, whichever worker asks.
+            transform: as of `from_shards`.
+            window: as of `from_shards`.
+            options: as of `from_shards`.
+
+        Raises:
+            TypeError: a dataset without shards.
+            ValueError: one whose rows or shards are not the same each time; as `from_shards`.
+
+        Example::
+
+            class Numbers:
+                num_shards = 3
+
+                def shard(self, *, num_shards, index):
+                    return (torch.tensor([float(n)]) for n in range(index, 30, num_shards))
+
+            loader = anyrank.ElasticLoader.from_iterable(Numbers(), global_batch=6, microbatch=2)
+            model = torch.nn.Linear(1, 1)
+            for step in loader:
+                for batch in step.microbatches(model):
+                    step.backward(model(batch).mean())
+            assert loader.receipts[0].verdict.startswith("exactly once, 30 rows in 3 shards")
+        """
+        from anyrank.training.streams.entry import open_iterable
+
+        return cls(open_iterable(dataset, transform, window, options), **options)
+
+    @property
+    def position(self) -> Position:
+        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step, from 0."""
+        return self.position.epoch
+
+    @property
+    def step(self) -> int:
+        """Completed steps of the run."""
+        return self.position.step
+
+    @property
+    def consumed(self) -> int:
+        """Samples of completed steps in this epoch."""
+        return self.position.consumed
+
+    @property
+    def samples(self) -> int:
+        """Samples of completed steps in the run."""
+        return self.position.samples
+
+    @property
+    def dropped(self) -> int:
+        """Samples left out at the ends of epochs by tail="drop"."""
+        return self.position.dropped
+
+    @property
+    def notes(self) -> list[str]:
+        """Differences from the run that was loaded, as sentences."""
+        return self.position.notes
+
+    @property
+    def receipts(self) -> list[EpochVerdict]:
+        """Finished epochs of the run, in order; a state keeps the newest ten."""
+        return self.position.receipts
+
+    def state_dict(self) -> dict[str, Any]:
+        """400 bytes of JSON, and 100 for each lane of a stream; equal on all ranks."""
+        return self.position.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was saved, on any number of ranks. No collectives.
+
+        Raises:
+            CheckpointError: a different dataset, seed, order, microbatch or tail; a different
+                global_batch without on_batch_change="rescale"; with exact=True, another number of
+                threads. Nothing has changed then.
+            CorruptCheckpoint: not a state that `state_dict` returns.
+        """
+        self.position.load_state_dict(state_dict)
+
+    def commit(self) -> None:
+        """Count the current step as completed, after the optimizer's step; nothing if it is
+        counted already. No collectives.
+
+        Raises:
+            CheckpointError: not all of its microbatches were run.
+        """
+        self.position.commit()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an ElasticLoader is neither copied nor pickled: make one where it is used, and take "
+            "the position over with load_state_dict(other.state_dict())"
+        )
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, on any number of ranks, at any position of the run.
+
+        Raises:
+            TypeError: rows are counted while they are read.
+        """
+        return self.position.steps_in_epoch
+
+    def __iter__(self) -> Generator[Step, None, None]:
+        """The steps of the rest of this epoch. All data-parallel ranks.
+
+        Raises:
+            CheckpointError: the loader's arguments or position differ between ranks, or the dataset
+                has got another length, before a batch is fetched; a step was not completed; at the
+                epoch's end, a sample was repeated or lost on some rank.
+        """
+        position, exact = self.position, self.position.exact
+        position.data_rank()
+        position.abandon_step()
+        position.num_iterations += 1
+        epoch, number = position.epoch, position.num_iterations
+        with ExitStack() as stack:
+            ranks = stack.enter_context(open_ranks(position.group, "the loop over the loader"))
+            position.check_same(ranks)
+            position.check_dataset()
+            if exact is not None:
+                stack.enter_context(exact.watching(self.notes))
+            try:
+                position.begin_pass(ranks, chain.from_iterable(self._start_fetching()))
+                while position.epoch == epoch:
+                    yield Step(position.begin_step(), position)
+                    if position.num_iterations != number:
+                        raise CheckpointError(
+                            "the loader was iterated again, or loaded a state, within this loop: "
+                            "leave the loop, and start a new one"
+                        )
+                    position.commit()
+                position.check_receipt(ranks)
+            finally:
+                if position.num_iterations == number:
+                    position.end_pass()
+                    # A complete step stays current: in_step is true until it is committed.
+                    if not position.is_step_complete:
+                        position.abandon_step()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether microbatches were run that are not committed: a save is refused then."""
+        return self.position.current is not None and bool(self.position.current.passes)
+
+    def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
+        """The batches of the requests, from the first one asked for: the model decides on those."""
+        start = partial(start_fetching, self._fetcher)
+        yield start() if self._workers is None else self._workers.watch(start)
+
+
+def _weighted(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> Order:
+    """A door: which loaders with `weights=` alone load."""
+    from anyrank.training.data.weighted_order import weighted_order
+
+    return weighted_order(n, seed, weights)
+
+
+def _open_workers() -> WorkerExit:
+    """A door: which loaders with `num_workers` alone load."""
+    from anyrank.training.data.worker_exit import WorkerExit
+
+    return WorkerExit()
+
+
+def _open_exact() -> ExactRun:
+    """A door: which no other run loads."""
+    from anyrank.training.exact.run import ExactRun
+
+    return ExactRun()

@@ -1,0 +1,460 @@
+"""Where a run is in the data of an `ElasticLoader`: its counts, the step under way, and the proof.
+
+The position is counted in samples of completed steps and does not depend on the ranks: a state
+saved on N ranks is loaded on M. Each rank also keeps a receipt of the samples that it has run,
+which `check_receipt` compares with the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anyrank.checks import check_choice, check_type
+from anyrank.errors import CheckpointError
+from anyrank.files.json_codec import reading_record
+from anyrank.training.data.fetch import FetchedBatch, MicrobatchDataset, check_length, request_for
+from anyrank.training.data.order import IDENTITY_NAME, ORDER_NAME
+from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.training.data.schedule import MicrobatchSlot, Schedule, StepPlan
+from anyrank.training.gradients.sync import GradientSync
+from anyrank.training.steps.agreed_batches import Fetcher, OwnBatches, fetch_first
+from anyrank.training.steps.step_listeners import fetching_ahead
+from anyrank.training.steps.step_run import StepRun
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.group import ALONE, check_group, find_members
+from anyrank.world.ranks import Ranks
+
+if TYPE_CHECKING:
+    from anyrank.training.exact.run import ExactRun
+
+OnBatchChange = Literal["error", "rescale"]
+STATE_VERSION = 1
+KEPT_RECEIPTS = 10  # in a state, to keep it small
+COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
+MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
+TITLES = {
+    "version": "format version",
+    "n": "a dataset of length",
+    "key": "the dataset key",
+    "order": "the order",
+}
+WAYS = {
+    "version": "use the anyrank version that wrote it, or a newer one",
+    "n": "give the dataset of the run, or start a new run from its weights",
+    "order": f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
+    f"{IDENTITY_NAME} is False",
+}
+
+
+@dataclass(frozen=True)
+class RankAccounts:
+    """What a rank has of the epochs since the last check, for comparison.
+
+    Attributes:
+        index: of the rank among the data-parallel ones.
+        step: completed steps.
+        plans: of each epoch, its number, and the receipts of its earlier and planned samples.
+        seen: of each, the receipt of the samples that this rank has run.
+    """
+
+    index: int
+    step: int
+    plans: list[tuple[int, Receipt, Receipt]]
+    seen: list[Receipt]
+
+
+class Position:
+    """Where a run is in the data of an `ElasticLoader`, and the step that is under way.
+
+    Args:
+        schedule: the run's plan.
+        key: name or version of the dataset.
+        group: the user's process group of the data-parallel ranks.
+        on_batch_change: what a state with another global batch means; None: it is refused.
+        dataset: the loader's, by microbatch.
+        num_workers: processes that fetch; 0: this one does.
+        exact: sums gradients in an order that does not depend on the ranks; None: as they come.
+
+    Attributes:
+        accounts: of the current epoch, the last, and of those before that are not verified yet.
+        epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticLoader`.
+        current: the step that was begun and is not counted.
+        begun: exchanges of this step's passes, and of those of earlier tries at it.
+        num_iterations: how often the loader was iterated, or loaded a state.
+        ranks: the data-parallel ranks; None outside of an iteration.
+        batches: those still to be fetched in it; the first one starts the fetching.
+        ahead: the first batches of the next step, if they were fetched.
+        checked: models whose gradient exchange was verified, by id.
+        exponent: of the power of two near the first `weight`; None before it.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        key: str | None,
+        group: Any,
+        on_batch_change: OnBatchChange | None,
+        dataset: MicrobatchDataset,
+        num_workers: int,
+        exact: ExactRun | None,
+    ) -> None:
+        if on_batch_change is not None:
+            check_choice("on_batch_change", on_batch_change, get_args(OnBatchChange))
+        if key is not None:
+            check_type("key", key, str, "the name of the dataset, a str")
+        check_group(group)
+        self.schedule, self.key, self.group = schedule, key, group
+        self.on_batch_change: OnBatchChange | None = on_batch_change
+        self.dataset, self.num_workers, self.exact = dataset, num_workers, exact
+        self.epoch = self.step = self.consumed = self.samples = self.dropped = 0
+        self.notes: list[str] = []
+        self.receipts: list[EpochVerdict] = []
+        self.accounts = [EpochAccount(0)]
+        self.current: StepRun | None = None
+        self.begun: list[GradientSync] = []
+        self.num_iterations = 0
+        self.ranks: Ranks | None = None
+        self.batches: Iterator[FetchedBatch] = iter(())
+        self.ahead: OwnBatches | None = None
+        self.exponent: int | None = None
+        self.checked: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+        self.data_rank()
+
+    def data_rank(self) -> tuple[int, int]:
+        """This rank's index among the data-parallel ranks, and their number.
+
+        Raises:
+            ValueError: more ranks than microbatches, or a group without this rank.
+        """
+        index, size, group = 0, 1, self.group
+        if group is not ALONE and dist.is_available() and dist.is_initialized():
+            index, size = dist.get_rank(group), dist.get_world_size(group)
+        if index < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group: give each rank its own "
+                "data-parallel group"
+            )
+        self.schedule.check_size(size)
+        return index, size
+
+    def arguments(self) -> dict[str, object]:
+        """What ranks must have given alike, by argument."""
+        return self.schedule.arguments() | {
+            "key": self.key,
+            "exact": self.exact is not None,
+            "len(dataset)": len(self.dataset.dataset),
+        }
+
+    def check_same(self, ranks: Ranks) -> None:
+        """Compare the loader's arguments, and the position, over the ranks. All ranks.
+
+        Raises:
+            CheckpointError: one of them differs; on all ranks, with each value.
+            ValueError: `ranks` lacks some data-parallel ranks.
+        """
+
+        def check() -> None:
+            members, _ = find_members(self.group)
+            if missing := sorted({*members} - {*ranks.ranks}):
+                raise ValueError(
+                    f"the ranks {ranks.ranks} are not all of the {len(members)} data-parallel "
+                    f"ranks of the ElasticLoader: call with {ranks.name_ranks(missing)} too"
+                )
+
+        position = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
+        arguments = self.arguments() | {"position": position}
+        compare_arguments(ranks, "ElasticLoader", arguments, CheckpointError, check)
+
+    # -- the step under way ------------------------------------------------------------------------
+
+    def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
+        """An iteration of the loader begins."""
+        self.ranks, self.batches, self.ahead = ranks, batches, None
+
+    def end_pass(self) -> None:
+        """Release workers and ranks: a user may keep a step after its loop."""
+        self.ranks, self.batches, self.ahead = None, iter(()), None
+
+    def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
+        """The microbatches of a step that this rank runs."""
+        return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
+
+    def requests(self) -> Iterator[Any]:
+        """This rank's microbatches for the rest of the epoch."""
+        for plan in self.schedule.rest(self.next_step()):
+            for slot in self.slots(plan):
+                yield request_for(self.schedule, plan, slot.k)
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Number of steps of a whole epoch."""
+        return self.schedule.steps_in_epoch
+
+    def check_dataset(self) -> None:
+        """Refuse a dataset that has got another length; raises as `check_length`."""
+        check_length(self.dataset.dataset, self.schedule.order.n)
+
+    def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
+        """How the batches of a step are fetched, in its first pass and in others."""
+        return Fetcher(partial(self.fetch if is_first else self.fetch_again, plan))
+
+    def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        """The next batch, which is that of a slot of a step.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        ids = self.schedule.ids(plan, slot.k)
+        fetched = next(self.batches, None)
+        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
+        if fetched is None or samples != (plan.epoch, ids):
+            got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
+            raise CheckpointError(
+                f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
+                f"workers returned {got}: start a new iteration of the loader"
+            )
+        return fetched
+
+    def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
+        """The batch of a slot, for a further pass over its step; in this process."""
+        return self.dataset[request_for(self.schedule, plan, slot.k)]
+
+    def fetch_ahead(self, step: StepPlan) -> None:
+        """Fetch the first batches of the step after this one, if its epoch has one.
+
+        Of workers alone: what this process reads may depend on what the loop does before the step,
+        and may draw from what a save between the two holds.
+        """
+        plan = self.following(step)
+        if plan is not None and self.num_workers:
+            with fetching_ahead():
+                self.ahead = fetch_first(self.fetcher(plan, True), self.slots(plan))
+
+    def following(self, step: StepPlan) -> StepPlan | None:
+        """The step after a step; None at the end of its epoch."""
+        return self.schedule.following(step)
+
+    def take_ahead(self) -> OwnBatches | None:
+        """What was fetched ahead, for the step that begins."""
+        ahead, self.ahead = self.ahead, None
+        return ahead
+
+    def begin_step(self) -> StepRun:
+        """The next step begins."""
+        self.current = StepRun(self.next_step())
+        return self.current
+
+    def drop_begun(self) -> None:
+        """Drop the gradients of earlier tries at the current step."""
+        for sync in self.begun:
+            sync.drop_gradients()
+        self.begun.clear()
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Whether all microbatches of the current step were run."""
+        return self.current is not None and self.current.is_complete
+
+    def check_complete(self) -> None:
+        """Check that `commit` may count a step. No collectives.
+
+        Raises:
+            CheckpointError: the step that was begun is not complete.
+        """
+        if self.current is not None and not self.current.is_complete:
+            raise CheckpointError(
+                f"step {self.current.plan.number} is not complete: run `for batch in "
+                "step.microbatches(model)` to its end in each step, or leave the loop over the "
+                "loader: the next iteration returns the same step again"
+            )
+
+    def commit(self) -> None:
+        """Count the current step as completed; raises as `check_complete`. No collectives."""
+        self.check_complete()
+        if self.current is not None:
+            self.advance(self.current.plan, self.current.seen)
+            self.current = None
+            self.begun.clear()
+
+    def abandon_step(self) -> None:
+        """Forget the current step, whose optimizer has not stepped: it will be repeated."""
+        if self.current is not None:
+            self.current.leave()
+        self.current = None
+
+    # -- counting ---------------------------------------------------------------------------------
+
+    def next_step(self) -> StepPlan:
+        """The next step, in this epoch or the following one."""
+        step = self.schedule.next_step(self.epoch, self.step, self.consumed)
+        assert step is not None  # advance and load_state_dict leave a finished epoch
+        return step
+
+    def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
+        """Count a completed step, of which this rank has run the samples `seen`, copies apart."""
+        account = self.accounts[-1]
+        planned = self.schedule.order.ids(step.epoch, step.start, step.stop)
+        account.planned += receipt_of(step.epoch, planned)
+        account.seen += receipt_of(step.epoch, torch.tensor(seen, dtype=torch.int64, device="cpu"))
+        self.step += 1
+        self.samples += step.samples
+        self.consumed = step.stop
+        self._leave_finished_epoch()
+
+    def _leave_finished_epoch(self) -> None:
+        """Continue with the next epoch if this one has no further step."""
+        if self.schedule.next_step(self.epoch, self.step, self.consumed) is None:
+            left = self.schedule.order.n - self.consumed
+            self.accounts[-1].dropped = left
+            self.dropped += left
+            self.epoch += 1
+            self.consumed = 0
+            self.accounts.append(EpochAccount(self.epoch))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        order = self.schedule.order
+        state = {
+            "version": STATE_VERSION,
+            "seed": order.seed,
+            **{name: getattr(self, name) for name in COUNTS},
+            "global_batch": self.schedule.global_batch,
+            "microbatch": self.schedule.microbatch,
+            "n": order.n,
+            "key": self.key,
+            "order": order.name,
+            "tail": self.schedule.tail,
+            "receipt": self.accounts[-1].planned.to_json(),
+            "receipts": [list(receipt) for receipt in self.receipts[-KEPT_RECEIPTS:]],
+        }
+        if self.exact is not None:
+            known = {} if self.exponent is None else {"exponent": self.exponent}
+            state["exact"] = self.exact.record | known
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was saved; raises as `check_state_dict`, and changes nothing."""
+        saved, receipt, note = self.check_state_dict(state_dict)
+        for name in COUNTS:
+            setattr(self, name, saved[name])
+        self.notes = [note] if note else []
+        self.receipts = [EpochVerdict(*row) for row in state_dict["receipts"]]
+        self.accounts = [EpochAccount(self.epoch, earlier=receipt, planned=receipt)]
+        self._leave_finished_epoch()
+        self._load_exact(state_dict.get("exact"))
+        self.abandon_step()
+        self.num_iterations += 1
+        self.end_pass()
+
+    def _load_exact(self, saved: Any) -> None:
+        """Continue the record of exact=True, or note where it ends."""
+        if self.exact is not None:
+            record = dict(saved or {})
+            self.exponent = record.pop("exponent", None)
+            self.notes += self.exact.load(record, self.step)
+            self.checked.clear()  # the record is compared with the models' again
+        elif saved is not None:
+            self.notes.append(
+                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
+            )
+
+    def check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[dict[str, int], Receipt, str | None]:
+        """Check a state. Returns its counts, receipt and entry for `notes`.
+
+        Raises:
+            CheckpointError, CorruptCheckpoint: as `ElasticLoader.load_state_dict`.
+        """
+        own_state = self.state_dict()
+        with reading_record("data position"):
+            for name in MUST_AGREE:
+                if state_dict[name] != own_state[name]:
+                    way_out = WAYS.get(name, f"give {name}={state_dict[name]!r}")
+                    raise CheckpointError(
+                        f"data position: the run has {TITLES.get(name, name)} "
+                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: {way_out}"
+                    )
+            saved = {name: int(state_dict[name]) for name in COUNTS}
+            receipt = Receipt.from_json(state_dict["receipt"])
+            if receipt.count != saved["consumed"] or len(state_dict["receipts"]) > KEPT_RECEIPTS:
+                raise ValueError(f"{saved['consumed']} samples were consumed")
+            note = self._batch_note(state_dict["global_batch"], saved["step"])
+        if self.exact is not None:
+            self.exact.check_saved(state_dict.get("exact") or {})
+        return saved, receipt, note
+
+    def _batch_note(self, saved: int, step: int) -> str | None:
+        """The entry in `notes` for a different global batch; an error where it is not allowed."""
+        own_batch = self.schedule.global_batch
+        if saved == own_batch:
+            return None
+        if self.on_batch_change != "rescale":
+            hint = ", or on_batch_change='rescale' and a learning rate for it"
+            raise CheckpointError(
+                f"data position: the run has global_batch {saved}, here it is {own_batch}: give "
+                f"{saved}, which works on any number of ranks"
+                f"{hint if self.on_batch_change else ''}"
+            )
+        return (
+            f"global_batch {saved} became {own_batch} at step {step}: steps are counted on, and a "
+            "learning rate that is scheduled by steps sees a different number of samples per step"
+        )
+
+    # -- verification -----------------------------------------------------------------------------
+
+    def check_receipt(self, ranks: Ranks) -> None:
+        """Compare the samples that all ranks have run and committed with the plan. All ranks.
+
+        Each epoch that ended since the last check is added to `receipts`.
+
+        Args:
+            ranks: all data-parallel ranks; may include ranks with the same data (tensor parallel).
+
+        Raises:
+            CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
+                steps.
+        """
+        rows = ranks.gather(self.rank_accounts(), "comparing the samples")
+        steps = [row.step for row in rows]
+        by_index = {row.index: row.seen for row in rows}
+        if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):
+            raise CheckpointError(
+                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
+                "every rank must run all steps, and commit() each of them"
+            )
+        for number, account in enumerate(self.accounts):
+            total = sum((seen[number] for seen in by_index.values()), account.earlier)
+            if total != (plan := account.planned):
+                raise CheckpointError(
+                    f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
+                    f"{total.count} samples (receipt {total.sum:016x}), the plan has {plan.count} "
+                    f"({plan.sum:016x}): resume from an earlier checkpoint, and report this as a "
+                    "defect"
+                )
+        self.receipts += map(self._verdict, self.accounts[:-1])
+        del self.accounts[:-1]
+
+    def rank_accounts(self) -> RankAccounts:
+        """What this rank has to say for `check_receipt`."""
+        index, _ = self.data_rank()
+        plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
+        return RankAccounts(index, self.step, plans, [account.seen for account in self.accounts])
+
+    def _verdict(self, account: EpochAccount) -> EpochVerdict:
+        """What is known of a finished epoch, all of whose samples were run as planned."""
+        order = self.schedule.order
+        assert account.planned.count + account.dropped == order.n  # by `check_state_dict` as well
+        extra = f", {account.dropped} dropped" if account.dropped else ""
+        verdict = "exactly as drawn" if order.repeats else "exactly once"
+        return EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")

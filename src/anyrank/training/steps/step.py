@@ -1,0 +1,434 @@
+"""One optimizer step: this rank's microbatches, and a backward that weights their losses.
+
+What happens between two steps of the optimizer, in this order:
+
+1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it looks at the model's
+   wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of the same step, if it was
+   begun before and left, are dropped.
+2. This rank's first two batches are fetched, or are there since the end of the step before (5).
+   From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
+   all could fetch theirs while that body runs. Every rank has as many batches as the others: one
+   for which the step has fewer repeats one, as a copy of weight 0.
+3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
+   body runs forward, and `Step.backward` of the mean loss, times its share of the step.
+4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
+   exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
+   ordered sum.
+5. With workers, the first two batches of the epoch's next step are taken from them. Whether all
+   ranks have theirs is known at the end of this step in a run (9), else as the next one begins; an
+   error is raised as the next one begins, so that this one counts. The random streams go on as
+   before the loop.
+6. In `Pass.end` the ranks gather what each has seen (`StepRecord`), and every rank judges all of
+   it (`judge`). They skip the gather where all gradients of a model are a wrapper's, no weights are
+   given, and a step before has shown that each gradient is exchanged once.
+7. The rest: with weights gradients are scaled by the step's total, and where no wrapper has done so
+   they are averaged; with exact=True the other ordered sums are exchanged, scaled, and are `.grad`.
+8. The user clips, and steps the optimizer.
+9. The step counts: `Position.commit`, when the next one is asked for or `commit` is called.
+   In a run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells
+   them of signals; the step counts; replicas are compared; listeners hear of it; and what is due
+   is saved.
+
+So the ranks of a run agree once a step, just before it counts (9); once more as it begins, where
+the loader has no workers (2); once for each batch of a rank after its second (2); once in 6, unless
+it is skipped; and once in each call of `clip_grad_norm_` and `loss`. A model's first steps, and the
+first step of an epoch, have more.
+
+A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
+a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
+before: at once, or where the loop's iterator is kept, when the loader's is left or begins again
+(`StepRun.leave`). The other ranks wait for this one: in an agreement, until this process ends and
+so closes its connections, and an exception that leaves `Checkpoints` also tells them why; in an
+exchange of DDP or FSDP2, until their own process group's timeout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from numbers import Real
+from typing import Any, Never
+from weakref import ref
+
+import torch
+from torch import nn
+
+from anyrank.checks import check_model, check_type
+from anyrank.errors import CheckpointError
+from anyrank.tensors.hashing import derive
+from anyrank.tensors.torch_classes import is_fsdp2
+from anyrank.training.data.schedule import MicrobatchSlot
+from anyrank.training.gradients.norm import clip_gradients
+from anyrank.training.gradients.sync import GradientSync, reshard
+from anyrank.training.random_state.streams import accelerators_of, kept, reseed
+from anyrank.training.steps.agreed_batches import one_ahead
+from anyrank.training.steps.position import Position
+from anyrank.training.steps.step_run import Pass, StepRun
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.ranks import Ranks
+
+
+class Step:
+    """One step of a run, created by iterating an `ElasticLoader`.
+
+    Attributes:
+        number: of the step in the run, from 0, over all epochs and processes.
+        epoch: from 0.
+
+    Example::
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = anyrank.ElasticLoader(torch.randn(32, 4), global_batch=16, microbatch=4)
+        for step in loader:
+            for batch in step.microbatches(model):
+                loss = model(batch).square().mean()
+                step.backward(loss, weight=len(batch))  # or step.scale(loss, weight).backward()
+                print(step.k, step.is_last, "repeated" if step.is_copy else "counts")
+                assert step.ends_epoch == (step.number == 1)
+            norm = step.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            print(step.number, step.samples, step.loss(), step.rank_loss().item())
+    """
+
+    def __init__(self, run: StepRun, position: Position) -> None:
+        self.number, self.epoch = run.plan.number, run.plan.epoch
+        self._run, self._position = run, position
+        self._trained: GradientSync | None = None  # the exchange of the last pass that trained
+        self._divisor: float | None = None  # of weights until their total is known, once given
+
+    # Not __iter__: frameworks iterate over whatever has that, to find out how large a batch is.
+    def __getitem__(self, _: object) -> Never:
+        """Raises TypeError: `for batch in step` and `step[0]` mean `step.microbatches(model)`."""
+        raise TypeError("a Step is no sequence of batches: use step.microbatches(model)")
+
+    @property
+    def samples(self) -> int:
+        """Samples of the global batch, on all ranks together.
+
+        Raises:
+            ValueError: rows are counted while they are read, and the last microbatch of this rank
+                is not there yet.
+        """
+        return self._run.plan.samples
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether no step of its epoch follows.
+
+        Raises:
+            ValueError: as `samples`.
+        """
+        return self._position.following(self._run.plan) is None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current microbatch is the last of this rank in the step.
+
+        Raises:
+            ValueError: not within `microbatches`.
+        """
+        this, _ = self._current()
+        return this.is_last
+
+    @property
+    def k(self) -> int:
+        """Index of the current microbatch in the step, from 0, independent of the rank count.
+
+        Raises:
+            ValueError: not within `microbatches`.
+        """
+        return self._current()[1].k
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the current microbatch runs with weight 0, as this rank has fewer than others.
+
+        Raises:
+            ValueError: not within `microbatches`.
+        """
+        return self._current()[1].is_copy
+
+    def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
+        """This rank's batches; run forward and backward of each within the loop's body.
+
+        Within the body, the random streams of Python, numpy and torch depend on (seed, step,
+        microbatch) alone; afterwards they continue as before. DDP and FSDP2 exchange gradients in
+        the last microbatch only. Ranks with fewer microbatches run one again with weight 0. All
+        data-parallel ranks call, and run to the end.
+
+        Under `torch.no_grad()` it is an evaluation: gradients, and what a training step of the same
+        model has summed so far, stay as they are.
+
+        A batch is returned when all ranks have theirs: an error of the dataset on one rank is
+        raised on all.
+
+        Afterwards it can be called again for another pass over the same batches (for the generator,
+        after the discriminator's step): with different random numbers in the body, and its own
+        `loss()`. The batches are fetched again, in this process.
+
+        Args:
+            model: the wrapped model, or a container of several. Gradients of parameters without a
+                wrapper are averaged over the ranks too.
+            own_backward: allow backward passes without `backward` or `scale`. You weight the losses
+                yourself then: the sum over a rank's microbatches is averaged over the ranks.
+
+        Raises:
+            CheckpointError: a worker returned samples that differ from the plan.
+            RankError: the dataset raised on some of several ranks; names the sample and the cause.
+                On a single rank the dataset's own exception is raised.
+            ValueError: a second call before the first has ended; a model that averages over ranks
+                other than the loader's; a backward without `step.backward`; a microbatch without
+                one, where others have one; an optimizer's step, or gradients that are reset,
+                before they are whole; a forward without the wrapper, detected in the first step of
+                a model.
+        """
+        batches = self._run_pass(model, own_backward)
+        if self._run.is_complete or not self._run.passes:
+            self._run.batches = ref(batches)
+        return batches
+
+    def _run_pass(self, model: nn.Module, own_backward: bool) -> Generator[Any]:
+        """A pass over the batches; arguments and errors are those of `microbatches`."""
+        check_model(model)
+        run, position = self._run, self._position
+        if run.passes and not run.is_complete:
+            raise ValueError(
+                f"step {self.number}: microbatches() was called already, and has not ended"
+            )
+        is_first, pass_seed = not run.passes, (len(run.passes),) if run.passes else ()
+        # Without gradients nothing is exchanged, and what a training step of the same model has
+        # summed so far must stay: the pass has no parameters.
+        evaluates = not torch.is_grad_enabled()
+        is_new = not evaluates and id(model) not in position.checked
+        trained = nn.Identity() if evaluates else model
+        sync = self._open_sync(trained, own_backward, not evaluates, is_new)
+        this = Pass(run.plan, sync, self._ranks, is_new, own_backward)
+        if is_first:
+            position.drop_begun()
+        computing = model.parameters() if evaluates else sync.named.values()
+        devices = accelerators_of(computing)
+        slots = position.slots(run.plan)
+        fetcher = position.fetcher(run.plan, is_first)
+        first = position.take_ahead() if is_first else None
+        # A generator: a fetch seeds the streams, so it has to come where they are kept.
+        batches = one_ahead(self._ranks, fetcher, slots, first)
+        run.passes.append(this)
+        position.begun.append(sync)
+        # Clipping after an evaluation is of the gradients that were there before.
+        self._trained = sync if not evaluates or self._trained is None else self._trained
+        seed = position.schedule.order.seed
+        try:
+            with kept(devices), this.running():
+                for number, (slot, fetched) in enumerate(zip(slots, batches, strict=True)):
+                    reseed(derive(seed, self.number, slot.k, "microbatch", *pass_seed), devices)
+                    # Under an autocast around the loop, the gradient of a cast that was kept would
+                    # come after FSDP2's reduction.
+                    torch.clear_autocast_cache()
+                    if is_first and not slot.is_copy:
+                        run.seen += fetched.request.ids
+                    if fetched.request.is_empty:
+                        slot = replace(slot, is_copy=True)
+                    with this.microbatch(slot, number + 1 == len(slots)):
+                        yield fetched.batch
+            if is_first:
+                position.fetch_ahead(run.plan)
+            if evaluates:
+                self._check_evaluated(this)
+                reshard(filter(is_fsdp2, model.modules()))
+            if this.end(self._divisor):
+                position.checked[id(model)] = model
+            this.is_complete = True
+        finally:
+            if not this.is_complete:
+                sync.drop_unfinished()
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Run backward of a microbatch's mean loss, weighted.
+
+        After the loop, gradients are those of the mean over the global batch: over its samples, or
+        over the units that `weight` counts. They must be zero or None before the step. The scale of
+        a GradScaler's loss is kept.
+
+        Args:
+            loss: one value, the mean over this microbatch.
+            weight: the number of units of that mean, for instance tokens; at least 0. Give it in
+                all of a step's microbatches, on all ranks, or in none.
+
+        Raises:
+            ValueError: not within `microbatches`, a loss of several values, a wrong weight.
+        """
+        this, _ = self._current()
+        before = this.in_own_backward  # as of a loss that is scaled, and waits
+        self.scale(loss, weight).backward()
+        this.in_own_backward = before
+
+    def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
+        """The weighted loss, for frameworks that run backward themselves.
+
+        `accelerator.backward(step.scale(loss))` is equivalent to `step.backward(loss)`. Arguments
+        and errors are those of `backward`. Run backward of each result once.
+        """
+        this, slot = self._current()
+        units = this.add_loss(slot, loss, weight)
+        plan = self._run.plan
+        whole = plan.assumed_samples if weight is None else self._divisor_of(units, slot)
+        return loss * (0.0 if slot.is_copy else units / whole * this.sync.divides_by)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`. All data-parallel ranks.
+
+        The gradients are those of the model that `microbatches` was given, as one vector: under
+        DDP, FSDP2, tensor parallelism (DTensors), any mix of them, or none. With tensor
+        parallelism, its ranks call too. The norm does not depend on how tensors are sharded: with
+        exact=True it has the same bits on any number of ranks. With a GradScaler, call
+        `scaler.unscale_(optimizer)` before.
+
+        Args:
+            max_norm: at least 0; inf only computes the norm.
+            norm_type: at least 1, or inf; with exact=True one of 1, 2 and inf.
+            error_if_nonfinite: raise for a norm that is inf or nan. Otherwise gradients are scaled
+                as by `torch.nn.utils.clip_grad_norm_`: by 0 or nan.
+
+        Returns:
+            The norm before, 0-d, on the CPU; the same value on all ranks.
+
+        Raises:
+            CheckpointError: arguments differ between ranks.
+            ValueError: a wrong argument, or a call before the end of `microbatches`.
+            RuntimeError: the norm is not finite, with error_if_nonfinite; on all ranks.
+        """
+        sync = self._trained
+
+        def check() -> None:
+            if sync is None or not self._run.is_complete:
+                raise ValueError(
+                    f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
+                    "which exchanges the gradients at its end"
+                )
+            for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+                check_type(name, value, (Real, torch.Tensor), "a number")
+            if not float(max_norm) >= 0:
+                raise ValueError(f"max_norm is {max_norm}: give at least 0")
+            sync.check_norm_type(float(norm_type))
+
+        arguments = {"max_norm": max_norm, "norm_type": norm_type}
+        arguments |= {"error_if_nonfinite": error_if_nonfinite}
+        compare_arguments(self._ranks, "clip_grad_norm_", arguments, CheckpointError, check)
+        assert sync is not None
+        reshard(sync.fsdp)
+        with sync.clipping():
+            parameters = [*sync.named.values()]
+            return clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def loss(self) -> float:
+        """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
+
+        The same number on any rank count, for the same losses. The losses are those passed to
+        `backward`: with a GradScaler they are scaled.
+
+        Raises:
+            ValueError: no rank has called `backward` yet.
+        """
+        last = self._run.passes[-1:]
+        terms = [w * float(loss) for this in last for w, loss in this.losses if w]
+        own_weights = [weight for this in last for weight in this.weights.values()]
+        rows = self._ranks.gather((terms, own_weights), "step.loss()")
+        weights = [weight for _, row in rows for weight in row]
+        if not weights:
+            raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
+        total = math.fsum(weights)
+        return math.fsum(term for row, _ in rows for term in row) / total if total else 0.0
+
+    def rank_loss(self) -> torch.Tensor:
+        """This rank's part of `loss()`, without an exchange or a wait for the device. Any rank.
+
+        For a log that is averaged over the ranks when it is written, and not in each step: the mean
+        of the ranks' parts is `loss()`, up to rounding.
+
+        Returns:
+            One value, at least float32, on the losses' device.
+
+        Raises:
+            ValueError: before the end of the loop over `microbatches`, without `backward` in it, or
+                with own_backward=True.
+        """
+        last = self._run.passes[-1] if self._run.is_complete else None
+        if last is None or last.total is None:
+            raise ValueError(
+                f"step {self.number}: call rank_loss() after the loop over microbatches(), with a "
+                "step.backward in each of them, and without own_backward=True"
+            )
+        _, first = last.losses[0]
+        # In at least float32, so that a sum of many loses nothing.
+        total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+        for weight, loss in last.losses:
+            if weight:
+                total += weight * self._ranks.size / last.total * loss
+        return total.reshape(())
+
+    def _current(self) -> tuple[Pass, MicrobatchSlot]:
+        """The pass that runs, and the microbatch of its body."""
+        this = self._run.passes[-1] if self._run.passes else None
+        if this is None or this.slot is None:
+            raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
+        return this, this.slot
+
+    def _divisor_of(self, units: float, slot: MicrobatchSlot) -> float:
+        """The divisor of weights until the step's total is known: one for all losses of a step.
+
+        It is the number of microbatches times a power of two near an ordinary weight, that of the
+        first microbatch of the first step in which it is not 0. Which power it is does not change a
+        bit of the result, unless gradients underflow. All data-parallel ranks, in a step's first
+        call, until the power is known.
+
+        Args:
+            units: weight of the current microbatch.
+            slot: the microbatch.
+        """
+        position = self._position
+        if self._divisor is None:
+            if position.exponent is None:
+                is_first = slot.k == 0 and not slot.is_copy
+                weight = max(self._ranks.gather(units if is_first else 0.0, "comparing weights"))
+                position.exponent = round(math.log2(weight)) if weight else None
+            self._divisor = math.ldexp(self._run.plan.num_microbatches, position.exponent or 0)
+        return self._divisor
+
+    def _check_evaluated(self, this: Pass) -> None:
+        """Refuse a backward in a pass that began without gradients."""
+        if this.losses:
+            raise ValueError(
+                f"step {self.number}: step.backward was called in a pass that began under "
+                "torch.no_grad(), which exchanges no gradients: begin the loop over microbatches() "
+                "outside of it"
+            )
+
+    def _open_sync(
+        self, model: nn.Module, own_backward: bool, trains: bool, is_new: bool
+    ) -> GradientSync:
+        """The exchange of a model's gradients in one pass over the microbatches."""
+        ranks, position = self._ranks, self._position
+        if position.exact is None or not trains:
+            return GradientSync(model, ranks, position.group)
+        if own_backward:
+            raise ValueError(
+                "exact=True: own_backward=True weights losses by a rank's microbatches, so the sum "
+                "depends on the number of ranks: call step.backward(loss), or run backward of "
+                "step.scale(loss)"
+            )
+        plan = self._run.plan
+        return position.exact.open_sync(model, ranks, position.group, plan, is_new, position.notes)
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The data-parallel ranks, available during the iteration of the loader."""
+        if self._position.ranks is None:
+            raise ValueError(
+                f"step {self.number}: the loop over the loader has ended; use the step within it"
+            )
+        return self._position.ranks

@@ -1,0 +1,1 @@
+"""Data that is read in order, in shards: lanes, `Pack`, `Buckets`."""

@@ -1,0 +1,216 @@
+"""`ElasticLoader.from_shards(lengths=)`: data that is read from the start of a shard on.
+
+The shards of an epoch, concatenated in the epoch's order, are divided into K lanes of equal length,
+one for each microbatch of a step. A step takes the next samples of every lane, so the worker of
+microbatch k reads one lane in sequence, and opens a shard only where the previous shard ends. This
+is an order like any other: steps, counts, state and receipts are those of `ElasticLoader`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyrank.checks import check_type
+from anyrank.errors import CheckpointError
+from anyrank.tensors.hashing import derive
+from anyrank.training.data.fetch import FetchedBatch, MicrobatchDataset, MicrobatchRequest, OwnOrder
+from anyrank.training.data.order import Order
+from anyrank.training.random_state.streams import kept
+from anyrank.training.streams.sources import Stream
+
+log = logging.getLogger("anyrank.data")
+
+SHARDS_NAME = "shards-v1"
+END = object()
+
+
+@dataclass(frozen=True)
+class ShardOrder(Order):
+    """The order of samples in shards. A sample's id is its position in the concatenated shards.
+
+    Attributes:
+        lengths: samples of each shard.
+        shards: digest of the shards' names.
+        global_batch: samples of a step.
+        microbatch: samples of a lane that a step takes.
+    """
+
+    lengths: tuple[int, ...]
+    shards: int
+    global_batch: int
+    microbatch: int
+
+    @property
+    def name(self) -> str:
+        """The method, the shards and their lengths."""
+        digest = derive(self.shards, str(self.lengths), size=4)
+        return f"{SHARDS_NAME} {digest:08x} {super().name}"
+
+    def arguments(self) -> dict[str, object]:
+        return super().arguments() | {"shards": f"{len(self.lengths)}, digest {self.name}"}
+
+    def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Sample ids at positions [start, stop) of an epoch, int64."""
+        places = torch.arange(start, stop, device="cpu")
+        steps = self.n // self.global_batch  # full steps; the samples after them have no lanes
+        lane = places % self.global_batch // self.microbatch
+        offset = places // self.global_batch * self.microbatch + places % self.microbatch
+        in_lanes = lane * (steps * self.microbatch) + offset
+        places = torch.where(places < steps * self.global_batch, in_lanes, places)
+        shard_ids, ends, starts = _layout_of_epoch(self, epoch)
+        number = torch.searchsorted(ends, places, right=True)
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+        return starts[shard_ids[number]] + places - begins[number]
+
+
+@functools.lru_cache(maxsize=4)  # a step's ids are computed several times
+def _layout_of_epoch(
+    order: ShardOrder, epoch: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shards in the epoch's order, the position at which each ends, and each shard's first id."""
+    lengths = torch.tensor(order.lengths, device="cpu")
+    shards = Order(len(lengths), order.seed, order.shuffle).ids(epoch, 0, len(lengths))
+    return shards, lengths[shards].cumsum(0), lengths.cumsum(0) - lengths
+
+
+class Shards(OwnOrder):
+    """A dataset of the samples in shards, fast for ids in sequence. Used in the workers.
+
+    Args:
+        shards: arguments of `read`.
+        read: shard -> its samples; with `start=`, from one on.
+        lengths: number of samples of each shard.
+
+    Attributes:
+        max_open: iterators that are kept open: one for each lane.
+
+    Raises:
+        TypeError: no list of shards, or of lengths; `read` is no function.
+        ValueError: no shard; not an int of at least 0 for each shard.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        read: Callable[..., Iterable[Any]],
+        lengths: Sequence[int],
+    ) -> None:
+        self.stream = Stream(shards, read, None, None)
+        self.lengths = _check_lengths(shards, lengths)
+        self.ends = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").cumsum(0)
+        self.max_open, self.epoch = 1, 0
+        # (shard, number of the next sample) -> the rest of the shard
+        self.open: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> ShardOrder:
+        """The order of the samples, with a lane for each microbatch of a step."""
+        self.stream.begin(seed, microbatch)
+        names = derive(*(repr(shard) for shard in self.stream.shards))
+        return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
+
+    def by_microbatch(
+        self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> MicrobatchDataset:
+        num_shards = sum(length > 0 for length in self.lengths)
+        if num_shards < self.max_open and not self.stream.has_start:
+            log.warning(
+                "%d shards with rows for %d lanes, the microbatches of a step: several lanes read "
+                "the same shard, each from its begin. Let read(shard, start=0) begin at a row, "
+                "give more and smaller shards, or leave lengths= out, which reads each shard once",
+                num_shards,
+                self.max_open,
+            )
+        return _ShardReader(self, seed, collate_fn)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Samples of an epoch are asked for next: they have random numbers of their own."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.open.clear()
+
+    def __getitem__(self, sample_id: int) -> Any:
+        shard = int(torch.searchsorted(self.ends, sample_id, right=True))
+        number = sample_id - int(self.ends[shard]) + self.lengths[shard]
+        rest = self.open.pop((shard, number), None)
+        if rest is None:
+            start, rest = self.nearest(shard, number)
+            for _ in range(start, number):
+                self.checked(next(rest, END), shard)
+        sample = self.checked(next(rest, END), shard)
+        if number + 1 < self.lengths[shard]:
+            self.open[shard, number + 1] = rest
+            if len(self.open) > self.max_open:
+                self.open.popitem(last=False)
+        elif next(rest, END) is not END:
+            raise self.wrong(shard, "more")
+        return sample
+
+    def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
+        """The open iterator of a shard that is closest before a sample, or a new iterator."""
+        if self.stream.has_start:  # another lane's iterator stays where it is
+            first = number // self.stream.block * self.stream.block
+            return first, self.rows(shard, first)
+        starts = [start for opened, start in self.open if opened == shard and start <= number]
+        if not starts:
+            return 0, self.rows(shard, 0)
+        return max(starts), self.open.pop((shard, max(starts)))
+
+    def rows(self, shard: int, first: int) -> Iterator[Any]:
+        """The samples of a shard from one on, which begins a block; whole blocks are read."""
+        with kept():  # the random numbers of the microbatch are those of the collate_fn
+            rest = self.stream.open(self.epoch, shard, first)
+        while True:
+            with kept():
+                block = self.stream.read(rest, self.epoch, shard, first)
+            yield from block
+            first += len(block)
+            if len(block) < self.stream.block:
+                return
+
+    def checked(self, sample: Any, shard: int) -> Any:
+        """A sample; an error at the end of the shard."""
+        if sample is END:
+            raise self.wrong(shard, "fewer")
+        return sample
+
+    def wrong(self, shard: int, how: str) -> CheckpointError:
+        """The error for a shard whose length differs."""
+        return CheckpointError(
+            f"shard {self.stream.shards[shard]!r} has {how} than {self.lengths[shard]} samples: "
+            "give its actual length, which must not change during a run"
+        )
+
+
+class _ShardReader(MicrobatchDataset):
+    """Tells the shards which epoch their samples are for."""
+
+    def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
+        self.dataset.begin_epoch(request.epoch)
+        return super().__getitem__(request)
+
+
+def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of shards.
+
+    Raises:
+        TypeError: no list.
+        ValueError: not an int of at least 0 for each.
+    """
+    check_type("lengths", lengths, Sequence, "a list of numbers of samples")
+    sizes = tuple(lengths)
+    if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError(
+            f"lengths are {list(sizes)[:8]} for {len(shards)} shards: give each shard's number "
+            "of samples"
+        )
+    return sizes

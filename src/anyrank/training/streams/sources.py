@@ -1,0 +1,216 @@
+"""The shards of a stream: how they are read, and what their order is. Used in the workers too."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, cast
+
+from anyrank.checks import check_function, check_int, check_type
+from anyrank.errors import CheckpointError
+from anyrank.tensors.hashing import derive
+from anyrank.training.data.fetch import OwnOrder
+from anyrank.training.data.order import Order
+from anyrank.training.random_state.streams import reseed
+from anyrank.training.streams.transforms import Buckets, Pack, resize
+
+LANES_NAME = "lanes-v1"
+DIGESTS = 16  # of a list of shards, to say where two differ
+LONGEST = 100  # characters of a transform's setting that are told
+BLOCK = 2  # microbatches of rows that are read at once: seeding costs 10 us each time
+
+
+@dataclass(frozen=True)
+class StreamOrder(Order):
+    """The order of the shards; that of the rows follows from what the lanes read.
+
+    Attributes:
+        described: window and transform, which make the steps what they are.
+        digest: of the shards.
+    """
+
+    described: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return f"{LANES_NAME} {super().name}{self.described}"
+
+    def arguments(self) -> dict[str, object]:
+        return super().arguments() | {
+            "dataset": f"{self.n} shards",
+            "transform": self.described,
+            "shards": f"{self.n}, digest {self.digest}",
+        }
+
+
+class Stream(OwnOrder):
+    """Shards of unknown lengths.
+
+    Args:
+        shards: arguments of `read`.
+        read: shard -> its rows; with `start=`, from a row on.
+        transform: of the loader.
+        window: rows that are mixed, or None.
+
+    Attributes:
+        block: rows that are read at once.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        read: Callable[..., Iterable[Any]],
+        transform: Any,
+        window: int | None,
+    ) -> None:
+        check_type(
+            "shards", shards, list if isinstance(shards, str) else Sequence, "a list of shards"
+        )
+        check_function("read", read)
+        if isinstance(transform, type):
+            raise TypeError(f"transform is the class {transform.__name__}: give an object of it")
+        if transform is not None and not all(
+            callable(getattr(transform, name, None)) for name in ("feed", "end")
+        ):
+            raise TypeError(
+                f"transform is a {type(transform).__name__}: give anyrank.Pack, anyrank.Buckets, "
+                "or an object with feed(row) and end(), which return lists of samples; a generator "
+                "cannot wait for the rows of the next shard"
+            )
+        if window is not None:
+            check_int("window", window, 1)
+        if not len(shards):  # of any sequence, as an array
+            raise ValueError("shards is empty: there is nothing to train on")
+        self.shards, self.function, self.transform = shards, read, transform
+        self.window, self.block, self.seed = window, window or 1, 0
+        self.has_start = _takes_start(read)
+        self._digests: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> StreamOrder:
+        """The order of the shards."""
+        described = "" if self.window is None else f", window {self.window}"
+        if self.transform is not None:
+            described += f", {_describe_transform(self.transform)}"
+        digest = f"{derive(*self.digests(len(self)), size=4):08x}"
+        return StreamOrder(len(self), seed, shuffle, described, digest)
+
+    def begin(self, seed: int, microbatch: int) -> None:
+        """Take what the loader was given."""
+        self.seed, self.block = seed, self.window or BLOCK * microbatch
+        if isinstance(self.transform, Buckets):
+            self.transform = resize(self.transform, microbatch)
+
+    def digests(self, count: int) -> list[str]:
+        """Of the first shards, for comparison: DIGESTS parts of neighbours."""
+        if count not in self._digests:  # each save asks
+            bounds = [number * count // DIGESTS for number in range(DIGESTS + 1)]
+            self._digests[count] = [
+                f"{derive(*map(repr, self.shards[start:stop]), size=4):08x}"
+                for start, stop in pairwise(bounds)
+            ]
+        return self._digests[count]
+
+    # -- as lanes read it -------------------------------------------------------------------------
+
+    def name(self, shard: int) -> str:
+        """What the user calls it, and its number."""
+        text = repr(self.shards[shard])
+        return f"{text[:200]} (number {shard})"
+
+    def open(self, epoch: int, shard: int, row: int) -> Iterator[Any]:
+        """The rows of a shard from one on, which begins a block."""
+        reseed(derive(self.seed, epoch, shard, "open"))
+        if row and self.has_start:
+            rows = iter(self.function(self.shards[shard], start=row - 1))
+            next(rows, None)  # what it draws to get there is drawn now, and not for the block
+            return rows
+        rows = iter(self.function(self.shards[shard]))
+        # As they were read before: what is drawn for them may decide on those that follow.
+        for first in range(0, row, self.block):
+            reseed(derive(self.seed, epoch, shard, first, "rows"))
+            last = deque(enumerate(islice(rows, self.block), 1), maxlen=1)
+            count = last[0][0] if last else 0
+            if count < self.block:
+                raise CheckpointError(
+                    f"shard {self.name(shard)} has {first + count} rows now, and had at least "
+                    f"{row} before: a shard must give the same rows each time"
+                )
+        return rows
+
+    def read(self, rows: Iterator[Any], epoch: int, shard: int, row: int) -> list[Any]:
+        """The next block, under its random streams and in its order; fewer rows at the end."""
+        reseed(derive(self.seed, epoch, shard, row, "rows"))
+        block = list(islice(rows, self.block))
+        if self.window is None:
+            return block
+        return [block[number - row] for number in self.numbers(epoch, shard, row, len(block))]
+
+    def seed_transform(self, transform: Any, *numbers: int) -> None:
+        """Set the random streams for what a transform may draw: all but Pack, and Buckets whose
+        key is no function.
+        """
+        is_still = type(transform) is Pack or (
+            type(transform) is Buckets and not callable(transform.key)
+        )
+        if not is_still:
+            reseed(derive(self.seed, *numbers, "transform"))
+
+    def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
+        """The rows of a block, by their numbers in the shard, in the block's order."""
+        if self.window is None:
+            return range(row, row + count)
+        numbers = [*range(row, row + count)]
+        random.Random(derive(self.seed, epoch, shard, row, "window")).shuffle(numbers)  # noqa: S311
+        return numbers
+
+
+def _describe_transform(transform: Any) -> str:
+    """A transform's class and plain settings, which a resume has to find again."""
+    plain = {
+        name: value
+        for name, value in getattr(transform, "__dict__", {}).items()
+        if not name.startswith("_") and _is_plain(value)
+    }
+    text = ", ".join(f"{name}={_shorten(value)}" for name, value in sorted(plain.items()))
+    return f"{type(transform).__name__}({text})"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a setting is the same by its text."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, cast("list[Any]", value)))
+    if isinstance(value, dict):
+        return all(map(_is_plain, [part for pair in cast("Any", value).items() for part in pair]))
+    return isinstance(value, str | int | float | bool | None)
+
+
+def _shorten(value: Any) -> str:
+    """A setting's text; of a long one the begin, and a digest of all."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:40]}... {derive(text, size=4):08x}"
+
+
+def _takes_start(read: Callable[..., Any]) -> bool:
+    """Whether a function has an argument `start`.
+
+    Raises:
+        TypeError: it has one that cannot be left out, or not be given by name.
+    """
+    try:
+        start = inspect.signature(read).parameters.get("start")
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    if start is not None and (start.default is start.empty or start.kind is start.POSITIONAL_ONLY):
+        raise TypeError(
+            f"read has an argument {start}, and is called as read(shard), and after a resume as "
+            "read(shard, start=8): let it be start=0, not positional-only, or give it another name"
+        )
+    return start is not None

@@ -1,0 +1,391 @@
+"""`anyrank.Pack` and `anyrank.Buckets`: what a lane can make of its rows.
+
+Neither keeps rows in its state: `held()` says which ones it waits with, and they are read again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from anyrank.checks import check_bool, check_function, check_int, check_type
+from anyrank.training.streams.lanes import CUT
+
+IGNORED = -100  # a label that torch's cross entropy leaves out
+WAITING = 64  # documents among which the one that fits best is looked for
+
+
+class _Piece(NamedTuple):
+    """A part of a document that waits: its number, tokens and labels, and those given before."""
+
+    number: int
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    start: int
+
+
+class _Numbered:
+    """What knows the rows that it is fed with by their numbers, and by those in the lane.
+
+    Both count up by themselves. A lane tells them, as a subclass may leave rows out, and as rows
+    that are not needed any more are not fed again after a resume.
+    """
+
+    _num_fed = _row_number = 0  # of the next row
+
+    def _come_to(self, number: int, row_number: int) -> None:
+        if self._num_fed > number:
+            raise ValueError(
+                f"{type(self).__name__} has called the feed of its base class more than once for a "
+                "row, which can only be fed again as a whole after a resume: let read give more, "
+                "and smaller, rows"
+            )
+        self._num_fed, self._row_number = number, row_number
+
+    def _count(self) -> tuple[int, int]:
+        """The number of a row that is fed, and that in the lane."""
+        number, row_number = self._num_fed, self._row_number
+        self._num_fed, self._row_number = number + 1, row_number + 1
+        return number, row_number
+
+
+class Pack(_Numbered):
+    """Packs documents into rows of `length` tokens, for `ElasticLoader.from_shards(transform=)`.
+
+    A row is a dict of int64 tensors of shape [length]: `key` (the tokens), "labels" (the same, or
+    what `labels` names; -100 in padding), "position_ids" (0 at the first token of each part of a
+    document) and "document_ids" (0, 1, 2 and so on, -1 in padding): attention must not look from
+    one to another. Every token is in one row of an epoch.
+
+    Args:
+        length: tokens of a row, at least 1.
+        key: of the tokens in a document, a dict: a list, an array or a tensor of ints.
+        eos: a token to append to each document that has any; None: none.
+        labels: key of labels in a document, as many as tokens, which are cut alike; default: the
+            tokens. An eos has itself for a label.
+        split: cut documents where a row is full. False keeps documents whole, but for longer ones,
+            and fills rows with the document that fits best, of 64 that wait; needs `pad`.
+        pad: the token that fills up a row. None: the last row of a lane is shorter, and a
+            microbatch of its own.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong on its face.
+
+    Example::
+
+        pack = anyrank.Pack(4, eos=0)
+        rows = [*pack.feed({"input_ids": [1, 2]}), *pack.feed({"input_ids": [3, 4, 5]})]
+        assert rows[0]["input_ids"].tolist() == [1, 2, 0, 3]
+        assert rows[0]["position_ids"].tolist() == [0, 1, 2, 0]
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        key: str = "input_ids",
+        eos: int | None = None,
+        labels: str | None = None,
+        split: bool = True,
+        pad: int | None = None,
+    ) -> None:
+        self.length = check_int("length", length, 1)
+        check_type("key", key, str, "the key of a document's tokens, a str")
+        check_bool(split=split)
+        self.eos = None if eos is None else check_int("eos", eos)
+        self.pad = None if pad is None else check_int("pad", pad)
+        if labels is not None:
+            check_type("labels", labels, str, "the key of a document's labels, a str")
+        if not split and pad is None:
+            raise ValueError(
+                "split=False keeps documents whole, so rows are not full: give pad=, the token "
+                "that fills them up"
+            )
+        self.key, self.labels, self.split = key, labels, split
+        self._pieces: deque[_Piece] = deque()
+        self._waiting = 0  # tokens
+        self._num_again = self._start = 0
+        self._units_fed = 0  # tokens of all documents
+
+    def feed(self, row: Any) -> list[Any]:
+        """The rows that are full with a document."""
+        number, _ = self._count()
+        tokens = _ints_of(row, self.key, "key")
+        labels = tokens if self.labels is None else _ints_of(row, self.labels, "labels")
+        if labels.shape != tokens.shape:
+            raise ValueError(
+                f"a document has {len(tokens)} tokens in {self.key!r}, and {len(labels)} labels in "
+                f"{self.labels!r}: give as many labels as tokens"
+            )
+        if not len(tokens):
+            return []  # without an eos, too
+        if self.eos is not None:
+            end = torch.tensor([self.eos])
+            tokens, labels = torch.cat([tokens, end]), torch.cat([labels, end])
+        piece = _Piece(number, tokens, labels, 0)
+        self._units_fed += len(tokens)
+        return self._feed_whole(piece) if not self.split else self._feed_part(piece)
+
+    def _feed_part(self, piece: _Piece) -> list[Any]:
+        """The rows that are full, of documents one after the other."""
+        self._put(piece, self._start)
+        self._start = 0
+        rows: list[Any] = []
+        while self._waiting >= self.length:
+            parts: list[_Piece] = []
+            left = self.length
+            while left:
+                part = self._pieces.popleft()
+                self._waiting -= len(part.tokens)
+                if len(part.tokens) > left:
+                    self._put(part, left, is_first=True)
+                    part = part._replace(tokens=part.tokens[:left], labels=part.labels[:left])
+                parts.append(part)
+                left -= len(part.tokens)
+            rows.append(self._make_row(parts))
+        return rows
+
+    def _feed_whole(self, piece: _Piece) -> list[Any]:
+        """Full rows of a longer document, and one of documents that wait if these are too many."""
+        rows: list[Any] = []
+        full = (len(piece.tokens) - 1) // self.length * self.length
+        if piece.number >= self._num_again:  # they were given when it was fed first
+            for start in range(0, full, self.length):
+                stop = start + self.length
+                part = piece._replace(
+                    tokens=piece.tokens[start:stop], labels=piece.labels[start:stop]
+                )
+                rows.append(self._make_row([part]))
+        self._put(piece, full)
+        if len(self._pieces) > WAITING:
+            rows.append(self._make_row(self._take_fitting()))
+        return rows
+
+    def _put(self, piece: _Piece, start: int, is_first: bool = False) -> None:
+        """Let a document wait, from a token on."""
+        tokens, labels = piece.tokens[start:], piece.labels[start:]
+        rest = _Piece(piece.number, tokens, labels, piece.start + start)
+        if is_first:
+            self._pieces.appendleft(rest)
+        else:
+            self._pieces.append(rest)
+        self._waiting += len(tokens)
+
+    def _take_fitting(self) -> list[_Piece]:
+        """The document that waits longest, and those that fit best beside it."""
+        parts = [self._pieces.popleft()]
+        left = self.length - len(parts[0].tokens)
+        while fitting := [piece for piece in self._pieces if len(piece.tokens) <= left]:
+            best = max(fitting, key=lambda piece: (len(piece.tokens), -piece.number))
+            self._pieces = deque(piece for piece in self._pieces if piece is not best)
+            parts.append(best)
+            left -= len(best.tokens)
+        self._waiting -= self.length - left
+        return parts
+
+    def _make_row(self, parts: list[_Piece]) -> dict[str, torch.Tensor]:
+        sizes = [len(part.tokens) for part in parts]
+        fill = self.length - sum(sizes) if self.pad is not None else 0
+        padding = torch.zeros(fill, dtype=torch.int64, device="cpu")
+        ids = [torch.full_like(part.tokens, number) for number, part in enumerate(parts)]
+        positions = [torch.arange(size, device="cpu") for size in sizes]
+        return {
+            self.key: torch.cat([*(part.tokens for part in parts), padding + (self.pad or 0)]),
+            "labels": torch.cat([*(part.labels for part in parts), padding + IGNORED]),
+            "position_ids": torch.cat([*positions, padding]),
+            "document_ids": torch.cat([*ids, padding - 1]),
+        }
+
+    def end(self) -> list[Any]:
+        """The rows of what is left: with split=True one, which is short unless `pad` is given."""
+        rows: list[Any] = []
+        while self._pieces:
+            if self.split:
+                parts = [*self._pieces]
+                self._pieces.clear()
+                rows += (
+                    [self._make_row(parts)]
+                    if self.pad is not None
+                    else [CUT, self._make_row(parts)]
+                )
+            else:
+                rows.append(self._make_row(self._take_fitting()))
+        return rows
+
+    def held(self) -> list[int]:
+        """Numbers of the documents that wait, in the order in which they were fed."""
+        return [piece.number for piece in self._pieces]
+
+    def state_dict(self) -> int | None:
+        """Of the documents that wait: the first one's tokens that were given, or how many wait."""
+        if not self.split:
+            return len(self._pieces)
+        return self._pieces[0].start if self._pieces else None
+
+    def load_state_dict(self, state: int) -> None:
+        """The documents that wait are fed again next."""
+        if self.split:
+            self._start = state
+        else:
+            self._num_again = state
+
+    def _units_of_output(self, output: Any) -> int:
+        """Tokens in a row."""
+        ids: torch.Tensor = output["document_ids"]
+        return len(ids) if self.pad is None else int((ids >= 0).sum())
+
+
+class Buckets(_Numbered):
+    """Gives microbatches of one bucket each, for `ElasticLoader.from_shards(transform=)`.
+
+    Rows wait until a bucket has a microbatch of them. What waits at the end of a lane, or for
+    `patience` rows, goes as a smaller microbatch: every row is in one microbatch of an epoch.
+
+    Args:
+        key: row -> its bucket, anything that can be a key of a dict: an aspect ratio, a length
+            class; or the key of it in a row. It depends on the row alone, and may draw.
+        patience: rows of the lane for which the first row of a bucket waits, at least 1.
+
+    Raises:
+        TypeError, ValueError: an argument that is wrong on its face.
+
+    Example::
+
+        loader = anyrank.ElasticLoader.from_shards(
+            [[1, 20, 2, 30], [3, 4]],
+            read=iter,
+            transform=anyrank.Buckets(lambda row: row > 9),
+            global_batch=2,
+            microbatch=2,
+        )
+        model = torch.nn.Linear(1, 1)
+        for step in loader:
+            for batch in step.microbatches(model):
+                assert len({int(row) > 9 for row in batch}) == 1
+                step.backward(model(batch.float()[:, None]).mean())
+    """
+
+    def __init__(self, key: str | Callable[[Any], Hashable], *, patience: int = 1000) -> None:
+        if not isinstance(key, str):
+            check_function("key", key)
+        self.key = key
+        self.patience = check_int("patience", patience, 1)
+        self._microbatch = 0  # the loader sets its own
+        # With both numbers of each row. A bucket comes in with its first row and goes as a whole,
+        # so the one that waits longest is the first.
+        self._waiting: dict[Hashable, list[tuple[int, int, Any]]] = {}
+
+    def feed(self, row: Any) -> list[Any]:
+        """The rows of a bucket that is full with this one, and of those that waited too long."""
+        bucket = self._bucket_of(row)
+        number, row_number = self._count()
+        rows = self._waiting.setdefault(bucket, [])
+        rows.append((row_number, number, row))
+        outputs = self._flush(bucket) if len(rows) == self._microbatch else []
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            if self._waiting[oldest][0][0] > row_number - self.patience:
+                break
+            outputs += self._flush(oldest)
+        return outputs
+
+    def _bucket_of(self, row: Any) -> Hashable:
+        """The bucket of a row.
+
+        Raises:
+            TypeError, ValueError: what `key` gives cannot tell buckets apart, or is missing.
+        """
+        name = f"Buckets({self.key!r})" if isinstance(self.key, str) else "Buckets(key)"
+        bucket: Any = (
+            _value_of(row, self.key, "key") if isinstance(self.key, str) else self.key(row)
+        )
+        if isinstance(bucket, torch.Tensor) and bucket.numel() == 1:
+            bucket = bucket.item()  # tensors of one value are different keys
+        try:
+            hash(bucket)
+        except TypeError:
+            raise TypeError(
+                f"{name} gives {_as_text(bucket)}, which cannot name a bucket: let key give a "
+                "number, a str or a tuple of these"
+            ) from None
+        if isinstance(bucket, torch.Tensor) or bucket != bucket:
+            raise ValueError(
+                f"{name} gives {_as_text(bucket)}, which is no bucket twice: let key give a "
+                "number, a str or a tuple of these"
+            )
+        return bucket
+
+    def _flush(self, bucket: Hashable) -> list[Any]:
+        return [CUT, *(row for *_, row in self._waiting.pop(bucket)), CUT]
+
+    def end(self) -> list[Any]:
+        """The rows that wait, each bucket as a microbatch."""
+        return [output for bucket in [*self._waiting] for output in self._flush(bucket)]
+
+    def held(self) -> list[int]:
+        """Numbers of the rows that wait, in the order in which they were fed."""
+        return [number for rows in self._waiting.values() for _, number, _ in rows]
+
+
+def _value_of(row: Any, key: str, argument: str) -> Any:
+    """A value of a row that is a dict.
+
+    Args:
+        row: of the user's.
+        key: of the value.
+        argument: of the transform, which gave the key.
+
+    Raises:
+        TypeError: the row has no keys.
+        ValueError: it lacks this one.
+    """
+    if not isinstance(row, Mapping):
+        raise TypeError(
+            f"a row is {_as_text(row)}, and no dict with {key!r}: let read give dicts, as "
+            f'{{"{key}": ...}}'
+        )
+    if key not in row:
+        keys = ", ".join(map(repr, islice(cast("Mapping[Any, Any]", row), 8)))
+        raise ValueError(
+            f"a row has no {key!r}, but {keys or 'nothing'}: give the {argument}= of it"
+        )
+    return cast("Any", row[key])
+
+
+def _ints_of(row: Any, key: str, argument: str) -> torch.Tensor:
+    """The ints in a row under a key, int64 of shape [count]."""
+    value = _value_of(row, key, argument)
+    try:
+        ints = torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{key!r} of a row is {_as_text(value)}, and no list of ints ({error}): tokenize the "
+            f"row before, or give the {argument}= of its tokens"
+        ) from error
+    is_int = not (ints.is_floating_point() or ints.is_complex() or ints.dtype == torch.bool)
+    if ints.dim() != 1 or not (is_int or not len(ints)):  # torch takes no values for floats
+        raise ValueError(
+            f"{key!r} of a row has shape {list(ints.shape)} and dtype {ints.dtype}: give a list of "
+            "ints, or an array of one dimension, for each document"
+        )
+    if ints.dtype == torch.uint64 and len(ints) and int(ints.cpu().numpy().max()) >= 2**63:
+        raise ValueError(f"{key!r} of a row has a token of 2**63 or more: tokens are int64")
+    return ints.to(torch.int64)
+
+
+def _as_text(value: Any) -> str:
+    """A value in an error: its type, and its begin."""
+    text = repr(value)
+    return f"a {type(value).__name__}, {text[:80]}{'...' * (len(text) > 80)}"
+
+
+def resize(buckets: Buckets, microbatch: int) -> Buckets:
+    """Buckets of the same class and settings, for microbatches of a size: the loader's."""
+    resized = copy.deepcopy(buckets)
+    resized._microbatch = microbatch  # pyright: ignore[reportPrivateUsage] - of this module
+    return resized
