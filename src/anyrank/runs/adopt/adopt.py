@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,24 +26,22 @@ from anyrank.loading.verify import compare_ties
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.runs.adopt import optimizer as foreign_optimizer
+from anyrank.runs.adopt.schedules import MORE, doubts_on_count, in_optimizer_steps, other_kind
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.source import ResumeSource, misfit_text
 from anyrank.runs.state.optimizer import Names, match_optimizer
 from anyrank.runs.state.part_types import PartMatch, PartSource, in_line
 from anyrank.runs.state.resume_report import Outcome, SavedOn
-from anyrank.runs.state.stateful import match_stateful
+from anyrank.runs.state.stateful import class_name, match_stateful
 from anyrank.runs.state.train_state import TrainState, names_of
 from anyrank.sources.tables.renamer import renamer
-from anyrank.sources.tools.checkpoint import ForeignCheckpoint, is_plain_number
+from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 from anyrank.sources.tools.read import read_foreign
 from anyrank.tensors.spec import StoredTensor
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
-# What a scheduler keeps besides its count that its steps change; it cannot be divided.
-COUNTERS = {"_schedulers", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
-MORE = 1.5  # times the step: a count above it is none of steps that a GradScaler left out
 WAYS_OUT = {  # what follows "to go on" in an error about a module
     "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
     "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
@@ -68,7 +66,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         except LoadError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
-    source = _with_epoch(ranks.run_on_one("reading the checkpoint", read), arguments.epoch)
+    source = _with_counts(ranks.run_on_one("reading the checkpoint", read), arguments)
 
     def check_visible() -> None:
         for info in source.listing.files:
@@ -114,8 +112,11 @@ def _average_of(
     return {lacking[0]: "ema"} if saved == module else {}
 
 
-def _with_epoch(source: ForeignCheckpoint, epoch: int | None) -> ForeignCheckpoint:
-    """The checkpoint with as many whole epochs as the caller says, if they do."""
+def _with_counts(source: ForeignCheckpoint, arguments: ResumeArguments) -> ForeignCheckpoint:
+    """The checkpoint with the epochs, and the steps of its schedules, that the caller says."""
+    epoch, often = arguments.epoch, arguments.scheduler_steps
+    if often is not None:
+        source = replace(source, scheduler_steps=often, says_scheduler_steps=True)
     if epoch is None:
         return source
     assumed = [text for text in source.assumed if not text.startswith("epoch ")]
@@ -275,13 +276,13 @@ class ForeignStep(ResumeSource):
             return self._absent(part)
         self.used.add(part)
         tree, outcome = self.source.states[part], None
-        problem = _problem_of(part, thing, tree)
+        problem = other_kind(part, thing, tree)
         if problem is not None:
             return PartMatch(Outcome("exact"), problems=[problem])
         warnings: list[str] = []
         if part.startswith("scheduler") or isinstance(thing, LRScheduler):
-            tree, outcome = _in_optimizer_steps(part, thing, tree, self.source)
-            warnings = [] if outcome else _doubts_on_count(part, tree, self.source)
+            tree, outcome = in_optimizer_steps(part, thing, tree, self.source)
+            warnings = [] if outcome else doubts_on_count(part, tree, self.source)
         record, tensors = _record_of(part, thing, tree)
         if isinstance(record, str):
             return PartMatch(Outcome("fresh", record))
@@ -369,81 +370,8 @@ def _record_of(
         tree = to_json(tree, part, put)
     except CheckpointError as error:
         return f"the checkpoint's value is not read: {str(error).partition(': a ')[2]}", {}
-    record = {"kind": "stateful", "class": type(thing).__name__, "layout": "", "tree": tree}
+    record = {"kind": "stateful", "class": class_name(thing), "layout": "", "tree": tree}
     return record, tensors
-
-
-def _problem_of(part: str, thing: Any, tree: Any) -> str | None:
-    """Whether a saved state is one of another kind of scheduler."""
-    if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
-        return None
-    saved = {str(key) for key in cast("dict[Any, Any]", tree)}
-    now = set(thing.state_dict())
-    differ = sorted(name for name in saved ^ now if not name.startswith("_") and name != "verbose")
-    if not differ:
-        return None
-    return (
-        f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
-        f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
-    )
-
-
-def _in_optimizer_steps(
-    part: str, thing: Any, tree: Any, source: ForeignCheckpoint
-) -> tuple[Any, Outcome | None]:
-    """A scheduler's state as it is when it is stepped once in each optimizer step.
-
-    Accelerate steps it once for each process: its count is divided, and its other constants, which
-    that number multiplied, are those that it is made with now.
-
-    Returns:
-        The state, and what became of it if it is not the saved one.
-
-    Raises:
-        CheckpointError: it cannot be divided.
-    """
-    often, step = source.scheduler_steps, source.step
-    if often == 1 or not isinstance(tree, dict):
-        return tree, None
-    saved = cast("dict[str, Any]", tree)
-    count = saved.get("last_epoch")
-    if step is not None and count == step:
-        return tree, None
-    strange = sorted(saved.keys() & COUNTERS)
-    if step is None or count != step * often or strange:
-        why = f"it counts {count}" + (f", and has {', '.join(strange)}" if strange else "")
-        why += ", and the optimizer's state does not count steps" if step is None else ""
-        raise CheckpointError(
-            f"{part}: {source.tool} steps it once for each process, {often} times in a step, which "
-            f"cannot be undone here: {why}: leave it with skip=[{part!r}], and set it to the "
-            "steps that the run has"
-        )
-    state: dict[str, Any] = {**saved, **thing.state_dict()}
-    state |= {key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}
-    state |= {"last_epoch": step}
-    state |= {"_step_count": step + 1} if "_step_count" in state else {}
-    reason = (
-        f"it was stepped once for each of {often} processes: {count} became {step}; a schedule "
-        f"that was not made {often} times as long for it is old({often} * step) now"
-    )
-    return state, Outcome("derived", reason)
-
-
-def _doubts_on_count(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
-    """What the report warns of where a schedule's count cannot be that of the step."""
-    counted = cast("dict[str, Any]", tree).get("last_epoch") if isinstance(tree, dict) else None
-    step = source.step
-    if not is_plain_number(counted) or step is None or abs(counted - step) <= 1:
-        return []
-    if counted <= MORE * step:  # a schedule of epochs, or of each n-th step
-        return []
-    often = f", {counted / step:g} times as many" if step else ""
-    return [
-        f"{part}: it has counted {counted:g} where the checkpoint is at step {step}{often}, as "
-        "where each of several processes or microbatches steps it: its learning rate is that of "
-        f"count {counted:g}; to let it count steps, leave it with skip=[{part!r}] and step it "
-        f"{count(step, 'time')}"
-    ]
 
 
 def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
@@ -458,17 +386,39 @@ def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str,
     if source.epoch is None:
         why = "the checkpoint does not say how far the data was: epoch 0 begins at its first sample"
         return state, Outcome("fresh", why)
+    known, seen = _seen_twice(data, source, epoch), "their samples are seen twice"
+    if known is not None:
+        seen = f"about {count(known, 'sample')} are seen twice"
+    begins = f"epoch {int(epoch)} begins again: the checkpoint was"
     if source.batches:
         return state, Outcome(
-            "fresh",
-            f"epoch {int(epoch)} begins again: the checkpoint was {source.batches} batches "
-            "into it, in an order of its tool's, and their samples are seen twice",
+            "fresh", f"{begins} {source.batches} batches into it, in an order of its tool's: {seen}"
         )
-    if epoch == int(epoch):
-        return state, Outcome("derived", f"{count(int(epoch), 'whole epoch')}: the next one begins")
-    seen = round((epoch - int(epoch)) * now["n"])
-    return state, Outcome(
-        "fresh",
-        f"epoch {int(epoch)} begins again: the checkpoint was {epoch - int(epoch):.0%} into it, in "
-        f"an order of its tool's, so about {seen} samples are seen twice",
-    )
+    if epoch != int(epoch):
+        part = f"{epoch - int(epoch):.0%}"
+        return state, Outcome(
+            "fresh", f"{begins} {part} into it, in an order of its tool's: {seen}"
+        )
+    why = f"{count(int(epoch), 'whole epoch')}: the next one begins"
+    if known:
+        why += (
+            f"; at step {source.step}, that is in mid epoch by this loader's {len(data)} steps, in "
+            f"an order of the tool's: {seen}"
+        )
+    return state, Outcome("derived", why)
+
+
+def _seen_twice(data: ElasticLoader, source: ForeignCheckpoint, epoch: float) -> int | None:
+    """About how many samples of the epoch that begins again were seen; None where nobody knows.
+
+    Where the checkpoint counts no samples, by its steps, if they were as large as the loader's.
+    """
+    now = data.state_dict()
+    if "deal" in now:  # a stream, whose rows nobody has counted
+        return None
+    if epoch != int(epoch):
+        return round((epoch - int(epoch)) * now["n"])
+    if source.samples is not None:
+        return max(0, source.samples - int(epoch) * now["n"])
+    steps = (source.step or 0) - int(epoch) * len(data)
+    return steps * now["global_batch"] if 0 < steps < len(data) else None

@@ -145,6 +145,7 @@ class Checkpoints:
         rename: Rename = None,
         parts: Mapping[str, str] | None = None,
         epoch: int | None = None,
+        scheduler_steps: int | None = None,
         settings: Settings = "saved",
     ) -> ResumeReport | None:
         """Restore the run, on as many ranks as there are now. All ranks.
@@ -169,6 +170,8 @@ class Checkpoints:
             rename: for another tool's checkpoint, as for `load`: from its names to the model's.
             parts: for another tool's checkpoint: part of the state -> its name there.
             epoch: for another tool's checkpoint: the whole epochs that the run has behind it.
+            scheduler_steps: for another tool's checkpoint: how often its schedules were stepped in
+                each optimizer step, as Accelerate steps them once for each process.
             settings: of schedules and optimizers (T_max, lr, betas) that the script gives
                 otherwise than the saved run's: "saved" keeps the saved ones, and warns of each;
                 "script" uses the script's, with schedules where they would be with these.
@@ -196,7 +199,9 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("resume")
-        arguments = ResumeArguments(which, skip, fresh, drop, rename, parts, epoch, settings)
+        arguments = ResumeArguments(
+            which, skip, fresh, drop, rename, parts, epoch, scheduler_steps, settings
+        )
         arguments.agree(ranks)
         self.wait()
         state, verify = self._state, self._options.verify

@@ -24,6 +24,7 @@ RENAMING = (
     "for a run whose model has other names now, start a new run from its weights: "
     "anyrank.load(model, path, rename=...)"
 )
+FOREIGN = ("rename", "parts", "epoch", "scheduler_steps")  # for another tool's checkpoint alone
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ResumeArguments:
     rename: Rename
     parts: Mapping[str, str] | None
     epoch: int | None
+    scheduler_steps: int | None = None
     settings: Settings = "saved"
 
     @property
@@ -68,9 +70,10 @@ class ResumeArguments:
         renamer(self.rename)
         if self.parts is not None:
             check_type("parts", self.parts, Mapping, "a dict: part of the state -> its name there")
-        if self.epoch is not None:
-            check_int("epoch", self.epoch, 0)
-        named = [name for name in ("parts", "epoch") if getattr(self, name) is not None]
+        for name, least in (("epoch", 0), ("scheduler_steps", 1)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least)
+        named = [name for name in FOREIGN if name != "rename" and getattr(self, name) is not None]
         if named and self.path is None:
             raise ValueError(f"{named[0]}= is for another tool's checkpoint: give its path")
 
@@ -89,6 +92,7 @@ class ResumeArguments:
             arguments.update(skip=sorted(self.skip), fresh=sorted(self.fresh))
             arguments.update(drop=sorted(self.drop))
             arguments.update(rename=self.rename, settings=self.settings, epoch=self.epoch)
+            arguments.update(scheduler_steps=self.scheduler_steps)
             arguments.update(parts=sorted((self.parts or {}).items()))
 
         compare_arguments(ranks, "resume", arguments, CheckpointError, check)

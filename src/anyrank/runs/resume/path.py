@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anyrank.errors import CheckpointError
 from anyrank.files.storage import reading, storage_for
-from anyrank.runs.resume.options import RENAMING, ResumeArguments
+from anyrank.runs.resume.options import FOREIGN, RENAMING, ResumeArguments
 from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.sources.run_step import ASIDE, is_step, number_of
 from anyrank.wording import join_first
@@ -41,9 +41,7 @@ def agree_on_path(
     target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
     if target.problem:
         raise ValueError(target.problem)
-    foreign = [
-        name for name in ("rename", "parts", "epoch") if getattr(arguments, name) is not None
-    ]
+    foreign = [name for name in FOREIGN if getattr(arguments, name) is not None]
     if foreign and (target.own_step is not None or target.step is not None):
         way_out = f"; {RENAMING}" if foreign == ["rename"] else ": leave it out"
         raise ValueError(

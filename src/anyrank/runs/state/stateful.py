@@ -81,7 +81,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
     tree = to_json(thing.state_dict(), part, put)
     saved.record = {
         "kind": "stateful",
-        "class": _class_name(thing),
+        "class": class_name(thing),
         "layout": layout_digest(saved.tensors),
         "tree": tree,
     }
@@ -115,7 +115,7 @@ def match_stateful(
         CorruptCheckpoint: the record is not what a save writes of such an object.
     """
     matched = PartMatch(Outcome("exact"))
-    name, is_position = _class_name(thing), isinstance(thing, ElasticLoader)
+    name, is_position = class_name(thing), isinstance(thing, ElasticLoader)
     if record["class"] != name:
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
@@ -228,13 +228,13 @@ def _give(part: str, thing: Stateful, tree: Any) -> None:
         ) from error
 
 
-def _class_name(thing: Any) -> str:
+def class_name(thing: Any) -> str:
     """The name of an object's class; of a schedule of schedules with the classes of its parts, as
     each part would take another's settings without a word.
     """
     name = type(thing).__name__
     inner: Any = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
-    return f"{name}({', '.join(_class_name(part) for part in inner)})" if inner else name
+    return f"{name}({', '.join(class_name(part) for part in inner)})" if inner else name
 
 
 def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import io
 import pickle
 import pickletools
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -199,6 +199,7 @@ def _encoded(text: Any = "", encoding: str = "latin1", *rest: Any) -> Any:
 
 TABLE: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,  # the milestones of a MultiStepLR
     "torch.Size": tuple,
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class ForeignCheckpoint:
         samples: of completed steps; None as for `step`.
         ranks: how many processes saved it, or None.
         scheduler_steps: how often the scheduler was stepped in each optimizer step.
+        says_scheduler_steps: whether the user says so, and not the tool's kind.
         not_read: what else is there -> why it does not come over.
         keys: name of a part here -> what the tool calls it, where that is another name.
         optimizer_steps: how often the optimizer was stepped, by its state; None if it has no count.
@@ -84,6 +86,7 @@ class ForeignCheckpoint:
     samples: int | None = None
     ranks: int | None = None
     scheduler_steps: int = 1
+    says_scheduler_steps: bool = False
     not_read: dict[str, str] = field(default_factory=dict[str, str])
     keys: dict[str, str] = field(default_factory=dict[str, str])
     optimizer_steps: int | None = None
@@ -241,6 +244,7 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
                 (k if isinstance(k, PLAIN) else Unread(_class_of(k)), v) for k, v in table.items()
             ]
             copy: Any = {key: walk(item, f"{where}.{key}".lstrip(".")) for key, item in pairs}
+            copy = Counter(copy) if isinstance(known, Counter) else copy
         else:
             parts = [walk(item, f"{where}.{n}") for n, item in enumerate(known)]
             copy = tuple(parts) if isinstance(known, tuple) else parts

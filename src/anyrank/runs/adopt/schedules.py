@@ -1,0 +1,155 @@
+"""The state of a schedule that another tool saved: whether it fits, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any, cast
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from anyrank.errors import CheckpointError
+from anyrank.runs.state.resume_report import Outcome
+from anyrank.sources.tools.checkpoint import ForeignCheckpoint, is_plain_number
+from anyrank.wording import count
+
+# What a schedule keeps besides its count that its steps change; it cannot be divided.
+COUNTERS = {"T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+INNER = "_schedulers"  # the states of the schedules within one
+MORE = 1.5  # times the step: a count above it is none of steps that a GradScaler left out
+
+
+def other_kind(part: str, thing: Any, tree: Any) -> str | None:
+    """The problem of a saved state that is one of another kind of schedule.
+
+    No tool saves the class, so the public entries say it: of the schedule, and of those within it.
+    """
+    if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
+        return None
+    differ = _differing_entries(thing.state_dict(), cast("dict[Any, Any]", tree))
+    if not differ:
+        return None
+    return (
+        f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
+        f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
+    )
+
+
+def _differing_entries(now: Mapping[Any, Any], saved: Mapping[Any, Any]) -> list[str]:
+    """Names of entries that only one of two states of a schedule has."""
+    names = {str(key) for key in now} ^ {str(key) for key in saved}
+    differ = sorted(name for name in names if not name.startswith("_") and name != "verbose")
+    inner, saved_inner = _inner(now), _inner(saved)
+    if not differ and len(inner) != len(saved_inner):
+        return [f"{len(inner)} and {len(saved_inner)} schedules within it"]
+    for pair in zip(inner, saved_inner, strict=False):
+        differ = differ or _differing_entries(*pair)
+    return differ
+
+
+def _inner(state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    """The states of the schedules within one, from files that may hold anything in their place."""
+    inner: Any = state.get(INNER)
+    rows = cast("list[Any]", inner) if isinstance(inner, list) else []
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def counted(state: Any) -> int | float | None:
+    """How often a schedule was stepped, by its state, or by that of the first one within it."""
+    if not isinstance(state, dict):
+        return None
+    known = cast("dict[Any, Any]", state)
+    inner = _inner(known)
+    if "last_epoch" not in known and inner:
+        return counted(inner[0])
+    value = known.get("last_epoch")
+    return value if is_plain_number(value) else None
+
+
+def in_optimizer_steps(
+    part: str, thing: Any, tree: Any, source: ForeignCheckpoint
+) -> tuple[Any, Outcome | None]:
+    """A schedule's state as it is when the schedule is stepped once in each optimizer step.
+
+    Where it was stepped more often, as Accelerate does once for each process, its count is divided,
+    and its other constants, which that number multiplied, are those that it is made with now.
+
+    Returns:
+        The state, and what became of it if it is not the saved one.
+
+    Raises:
+        CheckpointError: it cannot be divided.
+    """
+    often, step = source.scheduler_steps, source.step
+    total = counted(tree)
+    if often == 1 or total is None or (total == step and not source.says_scheduler_steps):
+        return tree, None
+    if source.says_scheduler_steps and total % often == 0:
+        step = int(total) // often
+    saved = cast("dict[Any, Any]", tree)
+    strange = sorted(_counters(saved))
+    if step is None or total != step * often or strange:
+        why = f"it counts {total:g}" + (f", and has {', '.join(strange)}" if strange else "")
+        why += ", and the optimizer's state does not count steps" if step is None else ""
+        why += "" if step is None else f", at step {step}"
+        raise CheckpointError(
+            f"{part}: {_stepped(source)}, {often} times in a step, which cannot be undone here: "
+            f"{why}: if it was stepped otherwise, say how often with scheduler_steps=, else leave "
+            f"it with skip=[{part!r}]: it begins anew then"
+        )
+    reason = (
+        f"{_stepped(source)}, {often} times in a step: {total:g} became {step}; a schedule "
+        f"that was not made {often} times as long for it is old({often} * step) now"
+    )
+    return _at_count(thing.state_dict(), saved, step), Outcome("derived", reason)
+
+
+def _stepped(source: ForeignCheckpoint) -> str:
+    if source.says_scheduler_steps:
+        return f"it was stepped, as scheduler_steps={source.scheduler_steps} says"
+    return f"{source.tool} steps it once for each process"
+
+
+def _counters(state: Mapping[Any, Any]) -> set[str]:
+    """What a schedule, or one within it, counts besides its steps."""
+    found = {str(key) for key in state} & COUNTERS
+    return found.union(*(_counters(row) for row in _inner(state)))
+
+
+def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> dict[str, Any]:
+    """The state of a schedule that is made as `now`, after so many steps, with the saved rates."""
+    state: dict[str, Any] = {**saved, **now}
+    state |= {key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}
+    state |= {"last_epoch": steps} if "last_epoch" in now else {}
+    state |= {"_step_count": steps + 1} if "_step_count" in state else {}
+    rows = [*zip(_inner(now), _inner(saved), strict=False)]
+    if rows:
+        ends = [*now["_milestones"], inf] if "_milestones" in now else [inf] * len(rows)
+        # A SequentialLR begins the next one at a milestone; a ChainedScheduler steps all of them.
+        begins = [0, *ends[:-1]] if "_milestones" in now else [0] * len(rows)
+        counts = [
+            max(0, min(steps, end - 1) - begin) for begin, end in zip(begins, ends, strict=True)
+        ]
+        state[INNER] = [
+            _at_count(*row, int(number)) for row, number in zip(rows, counts, strict=True)
+        ]
+    return state
+
+
+def doubts_on_count(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
+    """What the report warns of where a schedule's count cannot be that of the step."""
+    total, step = counted(tree), source.step
+    if total is None or step is None or source.says_scheduler_steps:
+        return []
+    if total <= max(step + 1, MORE * step):  # also a schedule of epochs, or of each n-th step
+        return []
+    often = f", {total / step:g} times as many" if step else ""
+    way_out = f"skip=[{part!r}] begins it anew"
+    if step and total % step == 0:
+        times = int(total) // step
+        way_out = f"resume(path, scheduler_steps={times}) counts {count(step, 'step')} in its place"
+    return [
+        f"{part}: it has counted {total:g} where the checkpoint is at step {step}{often}, as "
+        "where each of several processes or microbatches steps it: its learning rate is that of "
+        f"count {total:g}; {way_out}"
+    ]
