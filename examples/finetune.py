@@ -139,8 +139,9 @@ def main() -> None:
         model, optimizer, scheduler=schedule, data=loader, seed=0, history=history
     )
     device = next(model.parameters()).device
+    saves: list[Any] = []
     with anyrank.Checkpoints(
-        args.folder, state, every=args.every, keep=2, background=True
+        args.folder, state, every=args.every, keep=2, background=True, on_commit=saves.append
     ) as ckpts:
         report = ckpts.resume()
         if report is None:
@@ -162,7 +163,7 @@ def main() -> None:
         losses=history.losses,
         receipts=loader.receipts,
         resumed=report and json.loads(report.to_json()),
-        saves=[asdict(record) for record in ckpts.stats()],
+        saves=[asdict(record) for record in saves],
     )
     if dist.is_initialized():
         dist.destroy_process_group()

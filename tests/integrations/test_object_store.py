@@ -188,7 +188,6 @@ def test_what_fails_behind_the_commit_is_a_warning(
     with anyrank.Checkpoints(url, anyrank.TrainState(*build())) as ckpts:
         ckpts.save()
         assert [one.step for one in ckpts.saved()] == [0]
-        assert len(ckpts.stats()) == 1
     assert "old steps were not removed" in caplog.text
 
 

@@ -46,7 +46,7 @@ def job_train(path: str) -> list[list[float]]:
             optimizer.zero_grad()
             seen.append(values(net, optimizer))
             ckpts.step_done()
-    assert [record.step for record in ckpts.stats()] == [1, 2, 3, 4, 5, 6]
+    assert [one.step for one in ckpts.saved()] == [6, 5, 4, 3, 2, 1]
     return seen
 
 

@@ -78,7 +78,7 @@ def train(model: nn.Module, folder: str) -> str:
             print(step.loss(), step.rank_loss().item())
             optimizer.step()
             optimizer.zero_grad()
-        print([saved.step for saved in ckpts.saved()], ckpts.stats(), ckpts.latest())
+        print([saved.step for saved in ckpts.saved()], ckpts.latest())
     return str(report)
 
 

@@ -23,12 +23,19 @@ def model() -> nn.Linear:
 def job(path: str, background: bool) -> list[int]:
     made = model()
     state = anyrank.TrainState(made)
-    with anyrank.Checkpoints(path, state, every=1, background=background) as ckpts:
+    saved: list[int] = []
+    with anyrank.Checkpoints(
+        path,
+        state,
+        every=1,
+        background=background,
+        on_commit=lambda record: saved.append(record.step),
+    ) as ckpts:
         ckpts.step_done()
         made.weight.data.fill_(1)  # which torch counts as no change
         ckpts.save(unless_saved=True)
         ckpts.save()
-        return [record.step for record in ckpts.stats()]
+    return saved
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -47,5 +54,5 @@ def test_a_step_is_saved_once_and_a_warning_says_so(
 
 
 def test_on_ranks(tmp_path: Path) -> None:
-    assert run_ranks(2, job, str(tmp_path), False) == [[1], [1]]
+    assert run_ranks(2, job, str(tmp_path), False) == [[1], []]
     assert anyrank.verify(tmp_path)

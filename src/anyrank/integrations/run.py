@@ -172,7 +172,11 @@ class FrameworkRun:
             end_step()
         if self.has_stepped:
             self.has_stepped = False
-            self._put_off = self.open().step_done(hold=hold)
+            end_step = self.open()._count_step()  # pyright: ignore[reportPrivateUsage]
+            if hold:
+                self._put_off = end_step
+            else:
+                end_step()
 
     @property
     def is_held(self) -> bool:

@@ -235,7 +235,7 @@ class ElasticTrainer(Trainer):
         assert ckpts is not None
         if self.args.load_best_model_at_end and state.best_global_step == state.global_step:
             ckpts.wait()
-            self._elastic_set_best(ckpts.stats()[-1].path)
+            self._elastic_set_best(ckpts.latest())
 
     def _elastic_find_best(self) -> None:
         """After a resume: the best step so far stays, if it is there."""

@@ -112,8 +112,8 @@ def _stepped(source: ForeignCheckpoint) -> str:
 
 def _counters(state: Mapping[Any, Any]) -> set[str]:
     """What a schedule, or one within it, counts besides its steps."""
-    found = {str(key) for key in state} & COUNTERS
-    return found.union(*(_counters(row) for row in _inner(state)))
+    counters = {str(key) for key in state} & COUNTERS
+    return counters.union(*(_counters(row) for row in _inner(state)))
 
 
 def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> dict[str, Any]:

@@ -265,17 +265,11 @@ class Checkpoints:
         if self._counter.completed:
             self.save(unless_saved=True)
 
-    def step_done(self, *, hold: bool = False) -> Callable[[], None] | None:
+    def step_done(self) -> None:
         """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
 
         Learns here of a background save that failed, and of SIGTERM (a last save, then SystemExit)
         and SIGUSR1 (a save) that any rank got.
-
-        Args:
-            hold: put off what is due then, for code that still belongs to the step.
-
-        Returns:
-            With `hold` the function that does it, for all ranks.
 
         Raises:
             CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
@@ -289,6 +283,12 @@ class Checkpoints:
                     ckpts.step_done()  # after optimizer.step()
                     ckpts.end_if_asked()  # after each batch of a long evaluation
             assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
+        """
+        self._count_step()()
+
+    def _count_step(self) -> Callable[[], None]:
+        """Count a step. Returns what is due then: the frameworks call it when the code after an
+        epoch's last step, as a schedule's step, has run. All ranks.
         """
         self._signals.watch()
         ranks = self._open("step_done")
@@ -322,7 +322,7 @@ class Checkpoints:
             )
 
             check_replicas(self._state, ranks)
-        return partial(self._end_step, reports) if hold else self._end_step(reports)
+        return partial(self._end_step, reports)
 
     def _end_step(self, reports: Sequence[BoundaryReport]) -> None:
         """Do what is due after a step. All ranks."""
@@ -376,7 +376,6 @@ class Checkpoints:
             ckpts.save()
             ckpts.wait()  # with background=True: until it is committed
             assert ckpts.latest() == "runs/a/step-00000000"
-            assert ckpts.stats()[0].nbytes == ckpts.saved()[0].nbytes
             ckpts.close()
         """
         ranks, state = self._open("save"), self._state
@@ -433,10 +432,6 @@ class Checkpoints:
     def saved(self) -> list[SavedStep]:
         """The committed steps, the newest first; damaged ones are left out. Any rank."""
         return self._folder.saved()
-
-    def stats(self) -> list[SaveRecord]:
-        """The saves of this process: step, path, bytes, seconds, stall seconds, removed steps."""
-        return [*self._records.records]
 
     # -- open and close ---------------------------------------------------------------------------
 

@@ -22,13 +22,11 @@ class SaveRecords:
         on_commit: as for `Checkpoints`.
 
     Attributes:
-        records: in order.
         has_callback: whether this rank has `on_commit`; then, from the first agreement on, whether
             any rank has.
     """
 
     def __init__(self, on_commit: Callable[[SaveRecord], object] | None) -> None:
-        self.records: list[SaveRecord] = []
         self.has_callback = on_commit is not None
         self._on_commit = on_commit
         self._schedules: tuple[int, dict[str, Any]] = 0, {}  # of the step that was saved last
@@ -45,7 +43,6 @@ class SaveRecords:
         self._call_back(record, ranks)
 
     def _note(self, record: SaveRecord, ranks: Ranks) -> None:
-        self.records.append(record)
         if ranks.index == 0:
             log.info("saved step %d: %s", record.step, record.path)
 

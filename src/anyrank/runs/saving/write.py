@@ -39,7 +39,6 @@ class SaveRecord:
         records = []
         with anyrank.Checkpoints("runs/a", state, on_commit=records.append) as ckpts:
             ckpts.save()
-        assert records == ckpts.stats()
         assert records[0].nbytes == ckpts.saved()[0].nbytes
     """
 
