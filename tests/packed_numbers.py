@@ -52,13 +52,13 @@ class PackedWeight:
         return (numbers.view(len(scales), -1) * scales[:, None]).view(-1)
 
 
-def may_apply(case: Case) -> bool:
-    """The row of the table: what config.json says."""
-    return case.source.quantisation.get("quant_method") == "compressed-tensors"
-
-
 class PackedNumbers(Dialect):
     """The packed weights of a source."""
+
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether config.json names the method."""
+        return case.source.quantisation.get("quant_method") == "compressed-tensors"
 
     def values(self, listing: Listing) -> Listing:
         tensors, files = dict(listing.tensors), list(listing.files)
@@ -74,6 +74,3 @@ class PackedNumbers(Dialect):
             files.append(info)
         # Else the dialect that knows quantised files would refuse a method that it does not know.
         return replace(listing, tensors=tensors, files=tuple(files), quantisation={})
-
-
-DIALECT = PackedNumbers

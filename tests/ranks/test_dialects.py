@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.packed_numbers import may_apply
+from tests.packed_numbers import PackedNumbers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
-from anyrank.models.dialects.dialect import DIALECTS
+from anyrank.models.dialects.registry import DIALECTS
 from anyrank.testing import run_ranks
 
 ROWS, COLUMNS, GROUPS = 5, 48, 3
@@ -34,7 +34,7 @@ def job_load(folder: str) -> tuple[torch.Tensor, list[int], dict[str, str]]:
     model = nn.Sequential(nn.Linear(COLUMNS, ROWS))
     fully_shard(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DIALECTS, "tests.packed_numbers", may_apply)
+        patch.setattr("anyrank.models.match.DIALECTS", [*DIALECTS, PackedNumbers])
         report = anyrank.load(model, folder)
     return model.state_dict()["0.weight"].full_tensor(), report.bytes_read, report.cast
 

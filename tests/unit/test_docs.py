@@ -47,7 +47,7 @@ from tests.scripts import run_script
 import anyrank
 from anyrank import cli, settings
 from anyrank.files.manifest import FileRecord, Manifest
-from anyrank.sources.weight_files import FILES
+from anyrank.sources.endings import FILES
 from anyrank.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]

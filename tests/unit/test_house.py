@@ -55,72 +55,27 @@ MAY_IMPORT |= {
     "testing": WINGS | {"anyrank"},
     "__main__": {"cli"},
 }
-# Against the direction, from within a function: module -> wing.
-UPWARD = {("anyrank.loading.load", "live")}  # a dict of sharded tensors is a live model
-# Modules that import one another in a circle, kept from failing by imports within functions. The
-# list may only get shorter.
-CIRCLES: list[set[str]] = [
-    {
-        "anyrank.sources.tables.choice",
-        "anyrank.sources.tables.renamer",
-    },
-    {
-        "anyrank.sources.readers.dcp",
-        "anyrank.sources.readers.first_bytes",
-        "anyrank.sources.readers.folders",
-        "anyrank.sources.readers.huggingface",
-        "anyrank.sources.readers.joining",
-        "anyrank.sources.readers.listers",
-        "anyrank.sources.readers.torch_file",
-        "anyrank.sources.source",
-        "anyrank.sources.tools.accelerate",
-        "anyrank.sources.tools.checkpoint",
-        "anyrank.sources.tools.dcp_state",
-        "anyrank.sources.tools.deepspeed",
-        "anyrank.sources.tools.per_rank",
-        "anyrank.sources.tools.read",
-        "anyrank.sources.tools.tables",
-        "anyrank.sources.weight_files",
-    },
-    {
-        "anyrank.models.dialects.layouts.given",
-        "anyrank.models.options",
-    },
-    {
-        "anyrank.models.own_code",
-        "anyrank.models.own_code_loading",
-        "anyrank.models.own_state_dict",
-    },
-    {
-        "anyrank.models.fits",
-        "anyrank.models.overlaps",
-    },
-    {
-        "anyrank.loading.read",
-        "anyrank.loading.sharing.shared_blocks",
-    },
-    {
-        "anyrank.training.data.fetch",
-        "anyrank.training.data.worker_batches",
-        "anyrank.training.data.worker_exit",
-    },
-    {
-        "anyrank.training.gradients.buckets",
-        "anyrank.training.gradients.sync",
-    },
-    {
-        "anyrank.runs.state.optimizer_groups",
-        "anyrank.runs.state.stateful",
-    },
-    {
-        "anyrank.runs.state.diverged_replicas",
-        "anyrank.runs.state.replicas",
-    },
-    {
-        "anyrank.runs.resume.begin",
-        "anyrank.runs.resume.resume",
-    },
-]
+# The one import against the direction.
+UPWARD = ("anyrank.loading.load", "live")
+# Imports within functions of what is anyrank's own: (module, what it opens) -> why that is not
+# imported at the top. The commands of `cli` are one case: `anyrank --help` loads no torch.
+DOORS = {
+    ("loading.load", "live"): "a dict of sharded tensors is a live model; against the direction",
+    ("loading.load", "loading.sharing"): "1,400 lines that a rank which reads its own bytes skips",
+    ("loading.plan_load", "loading.sharing"): "the same",
+    ("sources.source", "sources.tools"): "1,400 lines about other tools' runs",
+    ("files.storage", "files.object_store"): "fsspec, for URLs alone",
+    ("training.steps.loader", "training.streams"): "streams: 2,800 lines",
+    ("training.steps.loader", "training.exact"): "exact=True: 1,700 lines",
+    ("runs.resume.listeners", "runs.peers"): "peers=: snapshots in memory",
+    (
+        "runs.resume.restore",
+        "runs.resume.settings",
+    ): "900 lines, where the script is not the saved one",
+    ("runs.resume.resume", "runs.adopt"): "other tools' checkpoints, and their readers",
+    ("watching.launched", "watching.hang"): "`check` of a script watches nothing",
+    ("testing.server", "testing"): "the server forks ranks, and is none itself",
+}
 
 
 def read_sources(root: Path) -> dict[str, str]:
@@ -170,7 +125,7 @@ def find_wrong_directions(sources: dict[str, str]) -> list[str]:
         wing = wing_of(module)
         allowed = MAY_IMPORT[wing] | {wing} if wing in MAY_IMPORT else set[str]()
         for target in find_imports(module, sources):
-            if wing_of(target) not in allowed and (module, wing_of(target)) not in UPWARD:
+            if wing_of(target) not in allowed and (module, wing_of(target)) != UPWARD:
                 wrong.append(f"{module} imports {target}")
     return sorted(wrong)
 
@@ -210,13 +165,8 @@ def test_imports_point_one_way() -> None:
     assert find_wrong_directions(read_sources(SRC)) == []
 
 
-def in_order(circles: list[set[str]]) -> list[list[str]]:
-    """Circles in an order that can be compared."""
-    return sorted(sorted(circle) for circle in circles)
-
-
-def test_modules_import_in_the_known_circles_alone() -> None:
-    assert in_order(find_circles(read_sources(SRC))) == in_order(CIRCLES)
+def test_no_modules_import_in_a_circle() -> None:
+    assert find_circles(read_sources(SRC)) == []
 
 
 def test_a_circle_through_a_function_is_found() -> None:
@@ -225,6 +175,29 @@ def test_a_circle_through_a_function_is_found() -> None:
     assert find_circles(sources) == [{"anyrank.files.a", "anyrank.files.b"}]
     typing = "if TYPE_CHECKING:\n    from anyrank.files.b import x"
     assert find_circles(sources | {"anyrank.files.a": typing}) == []
+
+
+def find_late_imports(sources: dict[str, str]) -> set[tuple[str, str]]:
+    """Modules, and what of anyrank they import within functions."""
+    return {
+        (module.removeprefix("anyrank."), str(node.module).removeprefix("anyrank."))
+        for module, text in sources.items()
+        for part in ast.walk(ast.parse(text))
+        if isinstance(part, ast.FunctionDef)
+        for node in ast.walk(part)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("anyrank.")
+    }
+
+
+def test_imports_within_functions_are_doors() -> None:
+    found = {entry for entry in find_late_imports(read_sources(SRC)) if entry[0][:4] != "cli."}
+    doors = {(module, door) for module, door in DOORS}
+    unknown = {(m, t) for m, t in found if not any(m == n and t.startswith(d) for n, d in doors)}
+    unused = {(n, d) for n, d in doors if not any(m == n and t.startswith(d) for m, t in found)}
+    assert (unknown, unused) == (set(), set())
+    assert len(DOORS) <= 20
+    late = "def f():\n    from anyrank.files.b import x"
+    assert find_late_imports({"anyrank.files.a": late}) == {("files.a", "files.b")}
 
 
 # -- what only its module uses has an underscore --------------------------------------------------
@@ -295,7 +268,7 @@ def test_a_wrong_import_is_found(module: str, line: str) -> None:
 # sent, and what torch's recorder of this process has written, which has no class.
 UNPICKLE = {
     "anyrank.sources.readers.pickles",
-    "anyrank.training.data.worker_batches",
+    "anyrank.training.data.batches",
     "anyrank.watching.recorder",
     "anyrank.world.ranks",
 }

@@ -14,6 +14,7 @@ import torch
 from anyrank import faults
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import READ_BYTES, BlockSums, read_sums, read_verified
+from anyrank.files.fingerprints import fingerprint
 from anyrank.files.listing import Computed, FileInfo, Listing
 from anyrank.files.local import LocalFile
 from anyrank.files.segments import ALIGN, Job, Segment, batches_of, jobs_of, memory_of, segments_of
@@ -247,8 +248,6 @@ def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
     Copies may have any time, and other files the same one, as in images of containers.
     """
     if listed.fingerprint and now.location != listed.location:
-        from anyrank.files.fingerprints import fingerprint  # a door: see test_house
-
         copy = replace(now, blocks=listed.blocks)
         return now.size == listed.size and fingerprint(copy) == listed.fingerprint
     return (now.size, now.version) == (listed.size, listed.version)

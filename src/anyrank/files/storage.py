@@ -48,7 +48,7 @@ def storage_for(path: str) -> Storage:
         raise WrongValue(f"{path}: give a local path without file://")
     if "://" not in path:
         return LocalStorage()
-    from anyrank.files.object_store import RemoteStorage  # a door: see test_house
+    from anyrank.files.object_store import RemoteStorage
 
     return RemoteStorage(path)
 

@@ -6,19 +6,17 @@ coordinates only, which are a few numbers each.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.models.options import GivenLayout
+from anyrank.models.dialects.layouts.given import GivenLayout, apply_layout, cut_as_source
+from anyrank.models.dialects.peft.merging import find_lora, is_merged, merged_name, scaling_of
 from anyrank.models.tensors import ModelTensor, find_tensors
 from anyrank.models.wrappers import plain_class
 from anyrank.tensors.layout import Layout
@@ -153,8 +151,6 @@ def find_end(
     module = _as_module(model)
     tensors = find_tensors(module)
     if layout is not None:
-        from anyrank.models.dialects.layouts.given import apply_layout, cut_as_source
-
         apply_layout(tensors, layout, ranks)
         for tensor, row in zip(tensors, known.rows if known is not None else (), strict=False):
             cut_as_source(tensor, row.shape)  # as the ranks have found out together
@@ -174,7 +170,6 @@ def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> E
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
     """The rows of an end."""
     rows: list[TensorInfo] = []
-    merging = _merging()
     for tensor in tensors:
         first, *others = tensor.registrations
         keys = (first.unwrapped,)
@@ -189,18 +184,13 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
                 tensor.kind,
                 tensor.is_meta,
                 tensor.adapter or any(map(is_trained_copy, keys)),
-                merging is not None and merging.is_merged(tensor),
+                is_merged(tensor),
                 tensor.is_pinned,
                 (),
-                merging.scaling_of(tensor) if merging is not None and tensor.adapter else None,
+                scaling_of(tensor) if tensor.adapter else None,
             )
         )
     return rows
-
-
-def _merging() -> ModuleType | None:
-    """What is known of PEFT's merged adapters; None in a process without PEFT, which has none."""
-    return import_module("anyrank.models.dialects.peft.merging") if "peft" in sys.modules else None
 
 
 def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[TensorInfo]:
@@ -209,8 +199,6 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
     Raises:
         LoadError: as `find_lora`.
     """
-    from anyrank.models.dialects.peft.merging import find_lora, merged_name
-
     lora = find_lora(tensors)
     factors = {n for pairs in lora.added.values() for pair in pairs for n in (pair.a, pair.b)}
     merged: list[TensorInfo] = []

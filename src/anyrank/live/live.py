@@ -21,8 +21,10 @@ from anyrank.loading.sharing.flows import Flow
 from anyrank.loading.sharing.messages import MESSAGE_BYTES, WHAT
 from anyrank.loading.sharing.move import Mover
 from anyrank.loading.sharing.places import LocalMemory
-from anyrank.models.fits import SourceMemory, check_overlaps, unwritable
+from anyrank.loading.verify import compare_replicas
+from anyrank.models.fits import unwritable
 from anyrank.models.memory_meter import Meter
+from anyrank.models.overlaps import SourceMemory, check_overlaps
 from anyrank.models.share import ModelShare
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.box import row_major
@@ -141,8 +143,6 @@ class LiveSide(Side):
         """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
         check_before(self.plan.flows, self.places, self.ranks, self.digest_all)
         if self.verify:
-            from anyrank.loading.verify import compare_replicas  # most syncs verify nothing
-
             tensors, plan = self.agreed.src.tensors, self.plan
             own_replicas = (
                 (tensors[plan.locals[number]], members)

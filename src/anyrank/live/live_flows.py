@@ -30,9 +30,10 @@ from anyrank.loading.sharing.transfers import (
 )
 from anyrank.models.alike import Inventory
 from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.dialects.layouts.given import check_parts
 from anyrank.models.match import warn_of_idle
 from anyrank.models.options import LoadOptions
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.sharded_tensor import Members
 from anyrank.world.failures import ranks_by_value
@@ -158,8 +159,6 @@ class Planner:
         check_all_shards(ends, coordinates, len(self.summaries))
         for end, known in zip(ends, coordinates, strict=True):
             if any(row.layout is not None and row.layout.is_given for row in end.rows):
-                from anyrank.models.dialects.layouts.given import check_parts
-
                 check_parts([(row.keys[0], row.layout) for row in end.rows], known)
         flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)

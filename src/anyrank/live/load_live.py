@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.listing import EXTRA_STATE
 from anyrank.live.live import execute_sync
 from anyrank.live.planning import SyncCall, agree_plan
 from anyrank.loading.report import FillReport, LoadReport
-from anyrank.models.dialects.dialect import LIVE
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
-from anyrank.models.own_code import NOT_RUN, own_code_of
+from anyrank.models.own_code import NOT_RUN, OwnCode
 from anyrank.models.tensors import find_modules
-from anyrank.sources.tables.renamer import renamer
 from anyrank.world.ranks import Ranks
 
 
@@ -39,7 +37,7 @@ def load_live(
     layout = (options.layout, None)  # it is of the model; sharded tensors know theirs
     call = SyncCall(model, tensors, options, layout, atomic=False)
     done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
-    own_code = own_code_of(find_modules(model), Listing(LIVE, (), {}), renamer(options.rename))
+    own_code = OwnCode(find_modules(model))
     skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]
     shared: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(FillReport)}
     return LoadReport(

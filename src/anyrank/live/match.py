@@ -19,7 +19,7 @@ from anyrank.models.dialects.dialect import LIVE, ModelMatch
 from anyrank.models.match import match_model
 from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.layout import Layout, Piece
 from anyrank.tensors.names import candidates, is_of_base_layer, match_keys
 from anyrank.tensors.sharded_tensor import Coordinates, Members, holders

@@ -27,7 +27,13 @@ from anyrank.live.ends import (
 )
 from anyrank.live.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
 from anyrank.models.alike import Inventory
-from anyrank.models.options import GivenLayout, LoadOptions
+from anyrank.models.dialects.layouts.given import (
+    GivenLayout,
+    check_layout,
+    join_parts,
+    warn_of_unused,
+)
+from anyrank.models.options import LoadOptions
 from anyrank.world.alike import digest_of
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
@@ -61,8 +67,6 @@ class SyncCall:
                 f"layout= is a tuple of {len(self.layout)}: give one for each of dst, src"
             )
         if any(layout is not None for layout in self.layouts):
-            from anyrank.models.dialects.layouts.given import check_layout
-
             for layout in self.layouts:
                 check_layout(layout)
 
@@ -194,8 +198,6 @@ def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
     Raises:
         LoadError: as `join_parts`.
     """
-    from anyrank.models.dialects.layouts.given import join_parts
-
     join_parts((dst.tensors, src.tensors), ranks)
     return (
         replace(dst, described=describe(dst.module, dst.tensors, merge=False)),
@@ -218,8 +220,6 @@ def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End
 
 def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
     """Warn of what `layout=` names, and no tensor of its end, or of both ends, has."""
-    from anyrank.models.dialects.layouts.given import warn_of_unused
-
     if isinstance(call.layout, tuple):
         for layout, end in zip(call.layout, (dst, src), strict=True):
             warn_of_unused(layout, end.tensors)

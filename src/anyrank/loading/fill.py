@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch.autograd.graph import increment_version
 
 from anyrank.errors import AnyrankError
+from anyrank.models.first_values.buffers import rebuilt_values
 from anyrank.models.own_code import OwnCodeRun
 from anyrank.models.replace import Replacement
 from anyrank.models.share import ModelShare
@@ -154,8 +155,6 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
         rebuilt: dict[str, str] = {}
         replacements: list[Replacement] = []
         if rebuild:
-            from anyrank.models.first_values.buffers import rebuilt_values  # a door: see test_house
-
             rebuilt, replacements = rebuilt_values(
                 share.match.tensors, ranks, share.initialiser, share.device
             )

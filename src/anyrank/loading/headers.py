@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError, WrongValue
+from anyrank.files.fingerprints import with_fingerprints
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.models.frozen_parts import FrozenSource, frozen_sources
@@ -120,8 +121,6 @@ def agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
 
 def for_copies(headers: Headers) -> Headers:
     """The same, by which ranks that see copies of the files know them."""
-    from anyrank.files.fingerprints import with_fingerprints  # a door
-
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
 

@@ -10,13 +10,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anyrank.loading.fill import FillResult
+from anyrank.loading.fill import FillResult, fill
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.plan_load import AgreedPlan, plan_load
-from anyrank.loading.read import fill_from_files
+from anyrank.loading.read import OwnBytes, ProgressTo
 from anyrank.loading.report import LoadReport, log_report
+from anyrank.loading.verify import compare_ties, verify_loaded, verify_source
+from anyrank.models.dialects.layouts.given import GivenLayout
 from anyrank.models.memory_meter import Meter
-from anyrank.models.options import GivenLayout, LoadOptions
+from anyrank.models.options import LoadOptions
+from anyrank.models.share import ModelShare
 from anyrank.sources.source import Source
 from anyrank.tensors.names import Rename
 from anyrank.tensors.spec import dtype_name
@@ -118,21 +121,17 @@ def load(
         tell = partial(look_at_source, source, ranks, headers)
         sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)
         if any(info.is_live for info in sources):
-            from anyrank.live.load_live import load_live  # a door: see test_house
+            from anyrank.live.load_live import load_live
 
             report = load_live(model, source, options, ranks, meter)
             _log(report, ranks)
             return report
         plan = plan_load(model, source, ranks, options, sources, headers)
         if plan.match.stored_twice:
-            from anyrank.loading.verify import compare_ties  # a door
-
             compare_ties(plan.match, plan.reading.readers, ranks)
         verified, nonfinite = list[str](), dict[str, int]()
         if verify:
             # Files are compared before anything is filled, what they have given afterwards.
-            from anyrank.loading.verify import verify_loaded, verify_source  # a door
-
             verified = verify_source(plan.match, plan.reading.readers, ranks)
             result = fill_from_files(model, plan, ranks, meter, progress)
             nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
@@ -192,3 +191,21 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
     log_report(report, log, "the source", "the model")
     if "no checksums" in report.verified:
         log.warning("%s", report.verified)
+
+
+def fill_from_files(
+    model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
+) -> FillResult:
+    """Carry out an agreed plan. All ranks.
+
+    Raises:
+        LoadError: of any rank, on all ranks.
+    """
+    share = ModelShare(model, plan.match, meter, plan.seed)
+    if plan.reading.flows is None:
+        side = OwnBytes(plan, ranks, meter, progress)
+    else:
+        from anyrank.loading.sharing.shared_blocks import SharedBlocks
+
+        side = SharedBlocks(plan, plan.reading.flows, ranks, meter, progress)
+    return fill(share, side, ranks, rebuild=plan.rebuild)

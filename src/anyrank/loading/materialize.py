@@ -14,8 +14,8 @@ from anyrank.loading.fill import Side, fill
 from anyrank.loading.report import LoadReport
 from anyrank.models.dialects.dialect import ModelMatch, match_of_rules
 from anyrank.models.first_values.parametrised import parametrised
-from anyrank.models.fits import shared_on_meta
 from anyrank.models.memory_meter import Meter
+from anyrank.models.overlaps import shared_on_meta
 from anyrank.models.share import ModelShare
 from anyrank.models.tensors import ModelTensor, find_tensors
 from anyrank.world.arguments import compare_arguments

@@ -19,7 +19,9 @@ from torch import nn
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import MIB
-from anyrank.models.options import GivenLayout, LoadOptions
+from anyrank.models.dialects.layouts.given import GivenLayout
+from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
+from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
 from anyrank.sources.source import Source, check_source, list_source
@@ -178,8 +180,6 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
     check_source(source)
     listing = list_source(source)
     if dtype is not None:
-        from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
-
         check_method(listing)
         listing = dequantised(listing, {})
     share = read = 0

@@ -14,6 +14,7 @@ from anyrank.loading.headers import Headers, SourceInfo, agreed_reader, for_copi
 from anyrank.loading.reading import Reading, caches_of, why_own
 from anyrank.models.alike import Inventory, check_alike, inventory_of
 from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
 from anyrank.models.frozen_parts import frozen_parts
 from anyrank.models.match import match_model, warn_of_idle
 from anyrank.models.options import LoadOptions
@@ -125,8 +126,6 @@ def plan_load(
         warn_of_idle(match)
     _compare_frozen([summary.frozen for summary in summaries], ranks)
     if options.layout is not None:
-        from anyrank.models.dialects.layouts.given import check_parts
-
         check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
     # Ranks exchange blocks of one size, so the least memory of any rank counts for all.
     buffer_bytes = min(summary.buffer_bytes for summary in summaries)
@@ -136,7 +135,7 @@ def plan_load(
     if reason is not None:
         reading = Reading("own", reason, ranks.ranks)
     else:
-        from anyrank.loading.sharing.decision import shared_reading  # a door: see test_house
+        from anyrank.loading.sharing.decision import shared_reading
 
         reading = shared_reading(
             options.strategy, match, coordinates, caches, visible, ranks, buffer_bytes
@@ -156,8 +155,6 @@ def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTe
     """The tensors of the model, if `layout=` says what they are parts of."""
     if options.layout is None:
         return None
-    from anyrank.models.dialects.layouts.given import tensors_with_layout
-
     return tensors_with_layout(model, options.layout, ranks)
 
 

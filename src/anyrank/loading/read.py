@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
-from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
@@ -15,11 +14,11 @@ from anyrank.files.listing import TensorFill
 from anyrank.files.pages import use_large_pages
 from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
-from anyrank.loading.fill import FillResult, Moved, Side, fill
+from anyrank.loading.fill import Moved, Side
 from anyrank.loading.plan_load import AgreedPlan
 from anyrank.models.dtensors import as_sharded
-from anyrank.models.fits import SourceMemory, check_overlaps
 from anyrank.models.memory_meter import Meter
+from anyrank.models.overlaps import SourceMemory, check_overlaps
 from anyrank.models.share import ModelShare
 from anyrank.tensors.plan import plan_reads
 from anyrank.world.device import read_threads
@@ -171,21 +170,3 @@ class OwnBytes(Side):
     def close(self) -> None:
         """Close the files, and end the progress bar."""
         self.stack.close()
-
-
-def fill_from_files(
-    model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
-) -> FillResult:
-    """Carry out an agreed plan. All ranks.
-
-    Raises:
-        LoadError: of any rank, on all ranks.
-    """
-    share = ModelShare(model, plan.match, meter, plan.seed)
-    if plan.reading.flows is None:
-        side = OwnBytes(plan, ranks, meter, progress)
-    else:
-        from anyrank.loading.sharing.shared_blocks import SharedBlocks  # a door: see test_house
-
-        side = SharedBlocks(plan, plan.reading.flows, ranks, meter, progress)
-    return fill(share, side, ranks, rebuild=plan.rebuild)

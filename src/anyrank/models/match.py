@@ -13,12 +13,17 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.models.dialects.dialect import LIVE, Case, ModelMatch, dialects_of
-from anyrank.models.fits import find_misfit, shared_on_meta, unwritable
+from anyrank.models.dialects.registry import DIALECTS
+from anyrank.models.first_values.parametrised import parametrised
+from anyrank.models.fits import find_misfit, unwritable
 from anyrank.models.frozen_parts import FrozenSource
+from anyrank.models.misfit_errors import describe, join_problems
 from anyrank.models.options import LoadOptions
-from anyrank.models.own_code import own_code_of
+from anyrank.models.overlaps import shared_on_meta
+from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
-from anyrank.sources.tables.renamer import idle_renames, renamer, weights_for
+from anyrank.sources.tables.choice import idle_renames, weights_for
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import candidates, is_trained_copy, match_keys
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
@@ -62,7 +67,7 @@ def match_model(
     if not is_live:
         known = {name for names in wanted for name in chain.from_iterable(names)}
         chosen = weights_for(known, source, renamer(options.rename) if options.rename else None)
-    case = Case(model, modules, tensors, chosen, options, parts or {})
+    case = Case(model, modules, tensors, chosen, options, parts or {}, DIALECTS)
     dialects, listing, rename = dialects_of(case), chosen, case.rename
     # Numbers become weights before names are compared: a conversion fuses whole weights.
     for dialect in dialects:
@@ -90,7 +95,7 @@ def match_model(
         or name in ("", AVERAGED)
         or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
     ]
-    own_code = own_code_of([] if is_raw else modules, listing, case.rename)
+    own_code = OwnCode() if is_raw else OwnCode(modules, listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
     # A live source holds a tied tensor under each of its names; one of them is enough.
     if is_live:
@@ -101,16 +106,12 @@ def match_model(
     problems = _problems(match, absent, options)
     problems += _unread(listing, tensors, absent, case.rename)
     if match.initialise:
-        from anyrank.models.first_values.parametrised import parametrised  # a door
-
         problems += parametrised(tensors[i] for i in match.initialise)
     problems += shared_on_meta(tensors)
     # Adapters are judged last: by then it is known what fills their base.
     for dialect in dialects:
         problems += dialect.problems(match)
     if problems:
-        from anyrank.models.misfit_errors import join_problems  # a door
-
         raise LoadError(join_problems(listing, problems))
     return match
 
@@ -184,6 +185,4 @@ def _problems(match: ModelMatch, absent: list[int], options: LoadOptions) -> lis
     misfits = [line for line in fits if line]
     if not (lacks_any or misfits or (match.unexpected and options.unexpected == "error")):
         return []
-    from anyrank.models.misfit_errors import describe  # a door: see test_house
-
     return describe(match, unfilled, misfits, options)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
 from anyrank.checks import check_bool, check_choice, check_function, check_int, check_model
 from anyrank.errors import LoadError
+from anyrank.models.dialects.layouts.given import check_layout
 from anyrank.settings import BUFFER_BYTES
 from anyrank.sources.source import Source, check_source
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
@@ -28,15 +29,6 @@ WAYS_OUT = {  # what follows "to go on" in an error
     "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
     "unexpected": "rename=..., or unexpected='ignore'",
 }
-
-LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
-GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
-"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
-
-The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
-the ranks hold of the sharded dim, if that is not chunks of equal size: for each place on the mesh
-axis its (start, length) pairs, in the order in which they lie in the part.
-"""
 
 
 @dataclass(frozen=True)
@@ -75,8 +67,6 @@ class LoadOptions:
             check_int("buffer_bytes", self.buffer_bytes, 1, BUFFER_BYTES.most)
         check_bool(verify=self.verify, merge=self.merge)
         if self.layout is not None:
-            from anyrank.models.dialects.layouts.given import check_layout
-
             check_layout(self.layout)
         if self.progress is not None and not isinstance(self.progress, bool):
             check_function("progress", self.progress, "True, False, None or a function")

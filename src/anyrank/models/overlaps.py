@@ -2,19 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.models.fits import SourceMemory
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 
 
-def check_pairs(
+@dataclass(frozen=True, slots=True)
+class SourceMemory:
+    """A tensor that others are filled from.
+
+    Attributes:
+        tensor: as this rank holds it.
+        memory: of its elements here.
+        strides: of a chunk that is all of it in order.
+    """
+
+    tensor: ShardedTensor
+    memory: torch.Tensor
+    strides: tuple[int, ...]
+
+
+def check_overlaps(
+    tensors: Sequence[ModelTensor],
+    stored: Mapping[int, StoredTensor],
+    filled: Mapping[int, torch.Tensor],
+    sources: Mapping[int, SourceMemory],
+) -> None:
+    """Refuse two tensors that share memory but not all of it: one would overwrite the other.
+
+    The same elements in the same order are one tensor in two objects.
+
+    Args:
+        tensors: of the model.
+        stored: tensor -> what fills it.
+        filled: memory of the real ones that are filled, by position; {} where they are all filled
+            apart, and put in place when everything has been read.
+        sources: this rank's tensors that others are filled from, by the number that `Chunk.file`
+            counts.
+
+    Raises:
+        LoadError: names the two tensors.
+    """
+    memory = [*filled.values(), *(source.memory for source in sources.values())]
+    # Sources are only read.
+    pairs = ((first, second) for first, second in _touching(memory) if first < len(filled))
+    _check_pairs(pairs, tensors, stored, filled, sources)
+
+
+def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs, in the order given, of which neither ends before the other starts in memory."""
+    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            start, size = tensor.data_ptr(), tensor.element_size()
+            span = (start, start + (_last(tensor) - _first(tensor) + 1) * size, number)
+            by_device.setdefault(tensor.device, []).append(span)
+    for spans in by_device.values():
+        opened: list[tuple[int, int, int]] = []
+        for span in sorted(spans):
+            opened = [earlier for earlier in opened if earlier[1] > span[0]]
+            for *_, number in opened:
+                yield min(number, span[2]), max(number, span[2])
+            opened.append(span)
+
+
+def _check_pairs(
     pairs: Iterable[tuple[int, int]],
     tensors: Sequence[ModelTensor],
     stored: Mapping[int, StoredTensor],
@@ -25,7 +85,7 @@ def check_pairs(
 
     Args:
         pairs: positions in `filled`, and behind it in `sources`, of what touches; the lower first.
-        tensors, stored, filled, sources: as for `check_overlaps` of the core.
+        tensors, stored, filled, sources: as for `check_overlaps`.
 
     Raises:
         LoadError: as `check_overlaps`.
@@ -80,3 +140,36 @@ def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         other.stride(),
         other.dtype,
     )
+
+
+def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
+    """Name tensors on meta that overlap in one storage: real ones would share that memory.
+
+    Parts of one storage that do not overlap are tensors of their own.
+    """
+    by_storage: dict[torch.UntypedStorage, list[ModelTensor]] = {}
+    for target in targets:
+        tensor = target.tensor
+        if target.is_meta and not target.is_dtensor and tensor.layout == torch.strided:
+            by_storage.setdefault(tensor.untyped_storage(), []).append(target)
+    problems: list[str] = []
+    for sharers in by_storage.values():
+        sharers = sorted((t for t in sharers if t.tensor.numel()), key=lambda t: _first(t.tensor))
+        for lower, upper in pairwise(sharers):
+            if _first(upper.tensor) <= _last(lower.tensor):
+                problems.append(
+                    f"{lower.name} and {upper.name} share memory, which tensors on meta have not: "
+                    "tie the parameters themselves (head.weight = embed.weight), or build the "
+                    "model without anyrank.meta()"
+                )
+    return problems
+
+
+def _first(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
+def _last(tensor: torch.Tensor) -> int:
+    """The last element of its storage that a tensor has."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return _first(tensor) + sum((size - 1) * stride for size, stride in steps)

@@ -3,20 +3,25 @@
 `load` moves bytes and does not go through `load_state_dict`. Modules whose code might have changed
 values on the way are named in the report and at WARNING; extra state is handed to its module. Code
 of torch itself, which only renames and counts versions, is not needed; transformers' own loader
-does not run its modules' either. Most models have no such code: what becomes of it is in
-`anyrank.models.own_code_loading`.
+does not run its modules' either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
-from anyrank.files.listing import Listing
-from anyrank.models.tensors import ModelTensor, NamedModule
+from anyrank.errors import LoadError
+from anyrank.files.content_hash import BLOCK_BYTES
+from anyrank.files.listing import EXTRA_STATE, Listing
+from anyrank.files.reader import Reader
+from anyrank.models.tensors import ModelTensor, NamedModule, find_modules, tensors_of
 from anyrank.models.wrappers import plain_class
+from anyrank.tensors.names import candidates
 from anyrank.world.ranks import Ranks
 
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -41,19 +46,54 @@ class OwnCodeRun:
 
 
 class OwnCode:
-    """The modules of a model that have such code, and what a source holds for them: here, none.
+    """The modules of a model that have such code, and what a source holds for them.
+
+    Args:
+        modules: of a model.
+        listing: the source; None for one that has no extra state.
+        rename: from its keys to the model's names.
 
     Attributes:
         modules: those with code for `load_state_dict`, by name.
         tensor_keys: keys of the source of extra state that is a tensor.
+        takers: name of extra state -> the module that it is handed to.
+        extras: extra state by name, as `Listing.extras` has it.
+        tensors: extra state that is a tensor, by name.
     """
 
-    def __init__(self) -> None:
-        self.modules: dict[str, nn.Module] = {}
-        self.tensor_keys: set[str] = set()
+    def __init__(
+        self,
+        modules: Sequence[NamedModule] = (),
+        listing: Listing | None = None,
+        rename: Callable[[str], str] = str,
+    ) -> None:
+        self.modules = {p.name or "the model": p.module for p in modules if _loads_by_own_code(p)}
+        self.takers = {
+            _extra_name(owner): owner.module for owner in modules if _takes_extra_state(owner)
+        }
+
+        def named(keys: Iterable[str]) -> dict[str, str]:
+            """Name -> key, of those that are handed to a module."""
+            names = {name: key for key in keys for name in candidates(rename(key))}
+            return {name: names[name] for name in self.takers if name in names}
+
+        extras = {} if listing is None else listing.extras
+        tensors = {} if listing is None else listing.tensors
+        keys = named(filter(_is_extra, tensors))
+        self.extras = {name: extras[key] for name, key in named(extras).items()}
+        self.tensors = {name: tensors[key] for name, key in keys.items()}
+        self.tensor_keys = set(keys.values())
 
     def read_extras(self, listing: Listing, ranks: Ranks, reader: int) -> None:
         """Read the extra state that is a tensor, on the rank `reader` for all. All ranks."""
+        if not self.tensors:
+            return
+
+        def read() -> dict[str, tuple[Any]]:
+            with Reader(listing, buffer_bytes=BLOCK_BYTES) as files:
+                return {name: (files.read(stored),) for name, stored in self.tensors.items()}
+
+        self.extras |= ranks.run_on_one("reading extra state", read, reader)
 
     def hand_over(self, filled: Sequence[ModelTensor]) -> OwnCodeRun:
         """Give modules their extra state, and name those above what was filled that have code.
@@ -61,32 +101,33 @@ class OwnCode:
         Raises:
             LoadError: `set_extra_state` of a module fails.
         """
-        return OwnCodeRun()
+        above = {id(m) for target in filled for entry in target.registrations for m in entry.path}
+        done = OwnCodeRun()
+        done.not_run.update(
+            {name: NOT_RUN for name, module in self.modules.items() if id(module) in above}
+        )
+        for name, module in self.takers.items():
+            if name not in self.extras:
+                done.not_run[name] = "is not in the source, and the module keeps its own"
+                continue
+            extra = self.extras[name]
+            if extra is None:
+                done.not_run[name] = "is not plain data, and was not restored"
+                continue
+            try:
+                module.set_extra_state(extra[0])
+            except Exception as error:
+                raise LoadError(f"{name}: set_extra_state fails: {error}") from error
+            done.ran.append(name)
+        return done
 
 
-def own_code_of(
-    modules: Sequence[NamedModule], listing: Listing, rename: Callable[[str], str]
-) -> OwnCode:
-    """Those of some modules that have such code, with what a source holds for them.
-
-    Args:
-        modules: of a model.
-        listing: the source.
-        rename: from its keys to the model's names.
-    """
-    if not any(takes_extra_state(owner) or loads_by_own_code(owner) for owner in modules):
-        return OwnCode()
-    from anyrank.models.own_code_loading import OwnCodeOfModules  # a door: see test_house
-
-    return OwnCodeOfModules(modules, listing, rename)
-
-
-def takes_extra_state(owner: NamedModule) -> bool:
+def _takes_extra_state(owner: NamedModule) -> bool:
     """Whether a module's class is given extra state by `load_state_dict`."""
     return type(owner.module).set_extra_state is not nn.Module.set_extra_state
 
 
-def loads_by_own_code(owner: NamedModule) -> bool:
+def _loads_by_own_code(owner: NamedModule) -> bool:
     """Whether `load_state_dict` would run code of the user's for a module."""
     methods = ["_load_from_state_dict"]
     if not owner.name:  # of modules inside, torch does not call it
@@ -105,3 +146,60 @@ def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str
     entries = [next(kind for kind in classes if name in vars(kind)) for name in methods]
     entries += [hook for name in hooks for hook in vars(module)[name].values()]
     return any(not str(getattr(e, "__module__", "")).startswith(OF_LIBRARIES) for e in entries)
+
+
+def added_to_state_dict(module: nn.Module) -> list[str]:
+    """Keys that its modules' own code adds to `state_dict()`, and that are no tensors of it.
+
+    Extra state is no such key, nor what belongs to a tensor and is named below it, as the scales
+    of a quantised weight.
+    """
+    modules = find_modules(module)
+    if not save_by_own_code(modules):
+        return []
+    known = {name for target in tensors_of(modules) for name in target.flat_names()}
+    return [
+        key
+        for key in module.state_dict()
+        if not _is_extra(key)
+        and known.isdisjoint(candidates(key))
+        and not any(key.startswith(f"{name}.") for name in known)
+    ]
+
+
+def changed_in_state_dict(module: nn.Module) -> list[str]:
+    """Names of tensors that its modules' own code replaces in `state_dict()`."""
+    modules = find_modules(module)
+    if not save_by_own_code(modules):
+        return []
+    state: dict[str, Any] = module.state_dict()
+    by_name = {target.registrations[0].raw: target for target in tensors_of(modules)}
+    return [
+        name
+        for name, target in by_name.items()
+        if isinstance(value := state.get(name), torch.Tensor) and not _is_same(target, value)
+    ]
+
+
+def _is_same(target: ModelTensor, value: Any) -> bool:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.is_set_to(target.local())
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Name of extra state -> its value, of the modules of a model that have some."""
+    return {
+        _extra_name(owner): owner.module.get_extra_state()
+        for owner in find_modules(model)
+        if type(owner.module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _extra_name(owner: NamedModule) -> str:
+    """The key of a module's extra state."""
+    return f"{owner.name}.{EXTRA_STATE}" if owner.name else EXTRA_STATE
+
+
+def _is_extra(key: str) -> bool:
+    """Whether a key is of extra state."""
+    return key.rpartition(".")[2] == EXTRA_STATE

@@ -11,6 +11,8 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.dialects.frozen.freeze import remember
+from anyrank.models.first_values.initialise import Initialiser
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.memory_meter import Meter
 from anyrank.models.replace import Replacement, replace
@@ -99,8 +101,6 @@ class ModelShare:
     @cached_property
     def initialiser(self) -> Initialiser:
         """What gives first values; most loads need none."""
-        from anyrank.models.first_values.initialise import Initialiser  # a door: see test_house
-
         return Initialiser(self.model, self.seed, self.init)
 
     def filled(self) -> list[ModelTensor]:
@@ -132,8 +132,6 @@ class ModelShare:
         paths = [entry.path for target in self.filled() for entry in target.registrations]
         parts = [part for part in {m: None for path in paths for m in path} if frozen_info(part)]
         if parts:
-            from anyrank.models.dialects.frozen.freeze import remember
-
             for part in parts:
                 remember(part)
 

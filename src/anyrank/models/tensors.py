@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
+from anyrank.models.dialects.peft.names import PeftNaming
 from anyrank.models.dtensors import Lay, global_shape, layout_of
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.wrappers import (
@@ -29,9 +29,9 @@ from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 # Of nn.Module, which registers its tensors in them; named_parameters() takes 15 us a tensor.
 REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
-# Library that puts modules of its own around a model's -> where its `NAMING` is. A process that has
-# not imported the library has none of its modules.
-NAMINGS = {"peft": "anyrank.models.dialects.peft.names"}
+# Library that puts modules of its own around a model's -> what those add to names. A process that
+# has not imported the library has none of its modules.
+NAMINGS: dict[str, Naming] = {"peft": PeftNaming()}
 
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
@@ -78,9 +78,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
     """
     modules: list[NamedModule] = []
     pending = [NamedModule(model, "", "", "", (), None, None)]
-    namings: list[Naming] = [
-        import_module(home).NAMING for library, home in NAMINGS.items() if library in sys.modules
-    ]
+    namings = [naming for library, naming in NAMINGS.items() if library in sys.modules]
     while pending:
         module, raw, unwrapped, name, path, naming, frozen = pending.pop()
         children: dict[str, nn.Module | None] = module.__dict__["_modules"]

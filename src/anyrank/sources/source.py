@@ -1,19 +1,23 @@
 """What a source is, and what lists it.
 
-Formats of files are in `weight_files.py`; those of folders, of dicts and of lists of files are the
-readers'.
+Formats of files are in `weight_files.py`, those of folders in `readers/folders.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import Listing
-from anyrank.files.storage import storage_for
-from anyrank.sources import weight_files
+from anyrank.files.storage import Storage, storage_for
+from anyrank.sources.endings import META_PART, OF_META
+from anyrank.sources.readers import dcp, huggingface, runs
+from anyrank.sources.readers.folders import DCP, RUN, WEIGHTS, format_of_folder, is_run_of_tool
+from anyrank.sources.readers.joining import join
+from anyrank.sources.readers.memory import list_memory
+from anyrank.sources.weight_files import list_file
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]
 
@@ -47,35 +51,53 @@ def check_source(source: object) -> None:
         raise WrongValue(f"source= is {what}: give a path, a list of paths or a dict of tensors")
 
 
+# What lists the weights in a folder, by its name in LISTED_BY_READERS.
+LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
+    RUN: runs.list_folder,
+    DCP: dcp.list_folder,
+    WEIGHTS: huggingface.list_folder,
+}
+
+
 def list_source(source: Source) -> Listing:
     """Headers of any source: a path or URL, a list of files, or a dict of tensors in memory.
 
     Raises:
-        LoadError: nothing there, no permission, or no format that anyrank knows.
+        LoadError: nothing there, no permission, or no format that anyrank knows; two files of a
+            list hold the same key, or each is a rank's part of a model.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
     if isinstance(source, Mapping):
-        from anyrank.sources.readers.memory import list_memory  # a door
-
         return list_memory(source)
     if isinstance(source, (str, os.PathLike)):
         return _list_path(os.fspath(source))
-    from anyrank.sources.readers.joining import list_files  # a door
-
-    return list_files(source)
+    paths = [os.fspath(path) for path in source]
+    parts = [path for path in paths if META_PART.match(os.path.basename(path))]
+    if len(parts) > 1:
+        raise LoadError(f"{parts[0]}: is {OF_META}")
+    listings = [_list_path(path) for path in paths]
+    return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
 
 def _list_path(path: str) -> Listing:
     storage = storage_for(path)
     try:
         if storage.is_dir(path):
-            from anyrank.sources.readers.listers import list_as  # a door: see test_house
-
-            return list_as("folder", storage, path)
+            return _list_folder(storage, path)
         if storage.is_file(path):
-            return weight_files.list_file(storage, path)
+            return list_file(storage, path)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error}") from error
     if os.path.exists(path):
         raise LoadError(f"{path}: is neither a regular file nor a folder")
     raise LoadError(f"{path}: does not exist (working directory {os.getcwd()})")
+
+
+def _list_folder(storage: Storage, path: str) -> Listing:
+    """The weights in a folder, whatever wrote it."""
+    name = format_of_folder(storage.names(path))
+    if not is_run_of_tool(name):
+        return LISTERS[name](storage, path)
+    from anyrank.sources.tools.read import list_weights
+
+    return list_weights(name, storage, path)

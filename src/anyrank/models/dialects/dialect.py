@@ -1,7 +1,7 @@
-"""Dialects: what one library does to a torch model, and the order in which a match asks them.
+"""Dialects: what one library does to a torch model, and the questions that a match asks them.
 
-A dialect knows the names, the files and the values of one library, and stands around the core. A
-match asks those that apply, each question of all of them, in the order of `DIALECTS`:
+A dialect knows the names, the files and the values of one library. A match asks those that apply,
+each question of all of them, in the order of `DIALECTS` (`registry.py`):
 
 1. `values`: numbers that a library stores in another form become the weights that they stand for.
 2. `names`: keys become the model's names. (Then the match gives each tensor its key.)
@@ -17,11 +17,9 @@ and a part's own source is asked for what the keys left open.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -31,7 +29,7 @@ from anyrank.models.frozen_parts import FrozenSource
 from anyrank.models.options import LoadOptions
 from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, NamedModule, in_state_dict
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.spec import StoredTensor
 
 LIVE = "live"  # format of a listing of a model's own tensors, which has no files
@@ -48,6 +46,7 @@ class Case:
         source: the weights among what the source holds, by its own keys.
         options: what the caller allows.
         parts: what the sources of its frozen parts hold.
+        kinds: the dialects that there are, in the order in which they are asked.
     """
 
     model: nn.Module
@@ -56,6 +55,7 @@ class Case:
     source: Listing
     options: LoadOptions
     parts: Mapping[FrozenSource, Listing] = field(default_factory=dict[FrozenSource, Listing])
+    kinds: Sequence[type[Dialect]] = ()
 
     @property
     def is_live(self) -> bool:
@@ -145,6 +145,11 @@ class Dialect:
     def __init__(self, case: Case) -> None:
         self.case = case
 
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether the dialect can have something to say; a cheap test."""
+        raise NotImplementedError
+
     def values(self, listing: Listing) -> Listing:
         """The source, by its own keys, with tensors in place of what the library stored for them.
 
@@ -179,38 +184,9 @@ class Dialect:
         return []
 
 
-def _has_small_numbers(case: Case) -> bool:
-    """Whether the source, or one of a frozen part, may be quantised, by its config.json or because
-    it stores 8-bit numbers."""
-    return any(
-        source.quantisation or any(t.dtype.itemsize == 1 for t in source.tensors.values())
-        for source in (case.source, *case.parts.values())
-    )
-
-
-def _has_frozen_parts(case: Case) -> bool:
-    return any(owner.frozen is not None for owner in case.modules)
-
-
-# Module of a dialect, which names its class DIALECT -> whether it can have something to say. The
-# tests are cheap, and import nothing: a plain load opens none of them.
-DIALECTS: dict[str, Callable[[Case], bool]] = {
-    "anyrank.models.dialects.transformers.values": _has_small_numbers,
-    "anyrank.models.dialects.transformers.conversions": lambda case: (
-        "transformers.modeling_utils" in sys.modules
-    ),
-    "anyrank.models.dialects.frozen.dialect": _has_frozen_parts,
-    "anyrank.models.dialects.layouts.dialect": lambda case: case.options.layout is not None,
-    "anyrank.models.dialects.peft.dialect": lambda case: any(
-        owner.naming for owner in case.modules
-    ),
-}
-
-
 def dialects_of(case: Case) -> list[Dialect]:
     """The dialects that apply to a case, in the order in which they are asked."""
-    opened = [import_module(name) for name, may_apply in DIALECTS.items() if may_apply(case)]
-    return [module.DIALECT(case) for module in opened]
+    return [kind(case) for kind in case.kinds if kind.applies(case)]
 
 
 def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
+from anyrank.models.dialects.peft.adapters import lora_rule
+from anyrank.models.dialects.peft.names import is_adapter_layer
 from anyrank.models.plain_copies import plain_copy
 from anyrank.models.tensors import ModelTensor
 from anyrank.models.wrappers import Registration, plain_class
@@ -142,8 +144,6 @@ class Initialiser:
             if not _is_adapter_layer(module):
                 yield from self._own_rules(module)
             elif target.adapter:
-                from anyrank.models.dialects.peft.adapters import lora_rule
-
                 rule = lora_rule(module, self._stand_in(module), entry)
                 if rule is not None:
                     yield rule
@@ -190,8 +190,6 @@ def _is_adapter_layer(module: nn.Module) -> bool:
     """Whether a module is one of PEFT's, which a process without PEFT has not."""
     if "peft" not in sys.modules:
         return False
-    from anyrank.models.dialects.peft.names import is_adapter_layer
-
     return is_adapter_layer(module)
 
 

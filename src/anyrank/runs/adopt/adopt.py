@@ -20,8 +20,8 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
 from anyrank.loading.headers import header_reader, look_at_source
+from anyrank.loading.load import fill_from_files
 from anyrank.loading.plan_load import AgreedPlan, plan_load
-from anyrank.loading.read import fill_from_files
 from anyrank.loading.verify import compare_ties
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
@@ -34,7 +34,7 @@ from anyrank.runs.state.part_types import PartMatch, PartSource, in_line
 from anyrank.runs.state.resume_report import Outcome, SavedOn
 from anyrank.runs.state.stateful import class_name, match_stateful
 from anyrank.runs.state.train_state import TrainState, names_of
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 from anyrank.sources.tools.read import read_foreign
 from anyrank.tensors.spec import StoredTensor

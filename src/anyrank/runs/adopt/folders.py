@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
+from anyrank.sources.endings import format_of
 from anyrank.sources.readers.folders import checkpoint_among, is_of_tool
 from anyrank.sources.run_step import INDEX, list_steps
-from anyrank.sources.weight_files import format_of
 
 MAX_FOLDERS = 200  # how many are listed; in an object store each costs a request
 MEGATRON = "latest_checkpointed_iteration.txt"

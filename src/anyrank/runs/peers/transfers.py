@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.files.storage import join_path, storing
+from anyrank.loading.sharing.passing import exchange
 from anyrank.world.ranks import Ranks
 
 BLOCK_BYTES = 32 << 20  # of a message
@@ -41,8 +42,6 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
     """
     if not transfers:
         return
-    from anyrank.loading.sharing.passing import exchange  # a door: see test_house
-
     own_transfers = [
         transfer for transfer in transfers if ranks.rank in (transfer.sender, transfer.receiver)
     ]

@@ -32,6 +32,7 @@ from anyrank.runs.saving.collect import Snapshot, check_boundary, collect, warn_
 from anyrank.runs.saving.lock import RunLock
 from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.runs.saving.write import SaveRecord, write
+from anyrank.runs.state.replicas import check_replicas
 from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.script_settings import Settings
 from anyrank.runs.state.train_state import TrainState
@@ -317,10 +318,6 @@ class Checkpoints:
             self.wait()
         has_strangers = any(report.has_strangers for report in reports)
         if ranks.size > 1 and (has_strangers or options.compares_replicas(number)):
-            from anyrank.runs.state.diverged_replicas import (
-                check_replicas,  # a door: see test_house
-            )
-
             check_replicas(self._state, ranks)
         return partial(self._end_step, reports)
 

@@ -8,6 +8,7 @@ from typing import Any
 from anyrank.runs.resume.listener import RunListener
 from anyrank.runs.resume.log_listener import LogListener
 from anyrank.runs.resume.options import SaveOptions
+from anyrank.runs.resume.pace_listener import PaceListener
 from anyrank.runs.resume.search import StepOfRun, StepSearch
 from anyrank.runs.saving.lock import RunLock
 from anyrank.runs.saving.run_folder import RunFolder
@@ -67,8 +68,6 @@ def open_listeners(
     """
     opened, waited_sec = Listeners(), float
     if ranks.size > 1:  # one rank waits for nobody
-        from anyrank.runs.resume.pace_listener import PaceListener
-
         pace = PaceListener(state, ranks)
         opened.append(pace)
         waited_sec = pace.waited_sec

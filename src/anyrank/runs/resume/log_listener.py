@@ -12,6 +12,7 @@ from typing import Any
 
 from anyrank.runs.resume.listener import RunListener
 from anyrank.runs.resume.run_log import END, ERROR, LOG, START, LogLine, read_log
+from anyrank.runs.resume.run_time import sum_up
 from anyrank.runs.resume.search import StepOfRun
 from anyrank.runs.saving.lock import RunLock
 from anyrank.runs.saving.run_folder import RunFolder
@@ -109,8 +110,6 @@ class LogListener(RunListener):
         # The death of another rank is no end of this process's own: it is a kill.
         self._write(self._state.step, event="" if is_death(error) else event)
         if self._writes and log.isEnabledFor(logging.INFO):
-            from anyrank.runs.resume.run_time import sum_up
-
             run_time = sum_up(read_log(self._folder.absolute_path))
             if run_time is not None:  # a run that was never saved has no log
                 log.info("%s: %s", self._folder.path, run_time)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from anyrank.checks import check_bool, check_choice, check_int, check_names, check_type
 from anyrank.errors import CheckpointError
 from anyrank.runs.state.script_settings import Settings
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks

@@ -15,6 +15,8 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import TensorFill
 from anyrank.files.reader import Reader
 from anyrank.loading.read import read_own
+from anyrank.models.first_values.buffers import rebuilt_values
+from anyrank.models.first_values.initialise import Initialiser
 from anyrank.models.replace import replace
 from anyrank.models.share import buffer_for, default_device
 from anyrank.models.tensors import find_tensors
@@ -89,7 +91,7 @@ class _Restorer:
         self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
 
     def _compare_settings(self) -> list[str]:
-        """A door: where the script is not the saved one; problems."""
+        """Compare the script's settings with those of the saved run; returns problems."""
         script, used = self.inner.settings, self.arguments.settings
         if used == "saved" and script.are_those_of(self.source.settings, self.matched):
             return []
@@ -179,15 +181,11 @@ class _Restorer:
             self.comparison.settle()
         filled = {name: self.inner.parts[name] for name in self.matched}
         if any(isinstance(part, LRScheduler) for part in filled.values()):
-            from anyrank.runs.resume.settings.hand_set import watch_rates  # a door: see test_house
+            from anyrank.runs.resume.settings.hand_set import watch_rates
 
             watch_rates(filled)
 
     def _rebuild(self) -> None:
-        # Hardly a resume has buffers on meta: a door, see test_house.
-        from anyrank.models.first_values.buffers import rebuilt_values
-        from anyrank.models.first_values.initialise import Initialiser
-
         for part in self.inner.parts.values():
             if isinstance(part, nn.Module):
                 targets = find_tensors(part)

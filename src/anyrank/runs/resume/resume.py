@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
+from anyrank.files.storage import storage_for
 from anyrank.runs.resume.options import ResumeArguments
+from anyrank.runs.resume.path import agree_on_path
 from anyrank.runs.resume.restore import restore_state
 from anyrank.runs.resume.search import StepOfRun, StepSearch
 from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.train_state import TrainState
 from anyrank.world.ranks import Ranks
-
-if TYPE_CHECKING:
-    from anyrank.runs.resume.path import PathTarget
 
 
 class Resumed(NamedTuple):
@@ -54,7 +53,7 @@ def resume_run(
         CheckpointError: "must" and no checkpoint; or see `Checkpoints.resume`.
     """
     path, which = arguments.path, arguments.which
-    target = None if path is None else _open_path(path, folder, arguments, ranks)
+    target = None if path is None else agree_on_path(path, folder, arguments, ranks)
     if target is not None and target.own_step is not None:
         path, which = None, target.own_step
     number = which if path is None and isinstance(which, int) else None
@@ -66,16 +65,14 @@ def resume_run(
         if number is None
         else StepSearch(folder, number, verify, ranks)
     )
-    resumed = restore_newest(state, search, own_arguments, ranks)
+    resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
         note = f"{path} was not read: the run has steps of its own, and goes on with them"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
         resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))
     elif resumed is None and path is not None and target is not None:
-        from anyrank.runs.resume.begin import begin_with  # a door: see test_house
-
-        resumed = Resumed(begin_with(path, target.step, state, arguments, verify, ranks))
+        resumed = Resumed(_begin_with(path, target.step, state, arguments, verify, ranks))
     elif resumed is None and which == "must":
         raise CheckpointError(
             f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
@@ -84,16 +81,29 @@ def resume_run(
     return resumed
 
 
-def _open_path(
-    path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
-) -> PathTarget:
-    """A door: which a resume of a path alone loads. All ranks."""
-    from anyrank.runs.resume.path import agree_on_path
+def _begin_with(
+    path: str,
+    step: tuple[str, int] | None,
+    state: TrainState,
+    arguments: ResumeArguments,
+    verify: bool,
+    ranks: Ranks,
+) -> ResumeReport:
+    """Begin a run with a step of another run, or with what another tool saved. All ranks."""
+    if step is None:
+        from anyrank.runs.adopt.adopt import adopt
 
-    return agree_on_path(path, folder, arguments, ranks)
+        return restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks)
+    run_path, number = step
+    other_run = RunFolder(storage_for(run_path), run_path)
+    search = StepSearch(other_run, number, verify, ranks)  # of a number: sets nothing aside
+    resumed = _restore_newest(state, search, arguments, ranks)
+    assert resumed is not None
+    state.run = None  # a new run begins
+    return resumed.report
 
 
-def restore_newest(
+def _restore_newest(
     state: TrainState, search: StepSearch, arguments: ResumeArguments, ranks: Ranks
 ) -> Resumed | None:
     """Restore the newest step that is whole; None if the run has no steps. All ranks.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from anyrank.errors import AnyrankError, CheckpointError, CorruptCheckpoint
 from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_manifest, step_name
 from anyrank.files.storage import Storage, absolute, join_path, reading, storing, write_file
+from anyrank.runs.adopt.folders import find_other_content
 from anyrank.sources.run_step import (
     ASIDE,
     SavedStep,
@@ -107,8 +108,6 @@ class RunFolder:
         """What is there and is no run's, or None."""
         if not self.names() and not self.store.is_file(self.absolute_path):
             return None
-        from anyrank.runs.adopt.folders import find_other_content
-
         # In an object store a save that died leaves files under the step's name.
         own_names = TEMPORARY if self.store.renames else STEP
         return find_other_content(self.store, self.absolute_path, own_names)

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
 from anyrank.models.frozen_parts import frozen_parts
-from anyrank.models.own_code import save_by_own_code
+from anyrank.models.own_code import added_to_state_dict, save_by_own_code
 from anyrank.models.replace import Replacement
 from anyrank.models.share import default_device, room_for
 from anyrank.models.tensors import ModelTensor, find_modules, find_tensors, in_state_dict
+from anyrank.runs.state.extra_state import match_extra_states, save_extra_states
+from anyrank.runs.state.frozen import match_frozen, save_frozen
 from anyrank.runs.state.part_types import (
     PartMatch,
     PartSource,
@@ -29,6 +31,7 @@ from anyrank.runs.state.part_types import (
     other_names,
 )
 from anyrank.tensors.names import WRAPPERS
+from anyrank.tensors.near_names import near
 from anyrank.tensors.walk import walk
 
 
@@ -68,8 +71,6 @@ def save_module(
     frozen: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
     if frozen_parts(module):
-        from anyrank.runs.state.frozen import save_frozen
-
         frozen, elsewhere = save_frozen(part, module)
     written = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
     on_meta = [target.name for target in written if target.is_meta]
@@ -94,8 +95,6 @@ def save_module(
     layout, owners = layout_digest(named), _with_extra(module, elsewhere)
     extra: dict[str, Any] = {}
     if owners:
-        from anyrank.runs.state.extra_state import save_extra_states  # a door: see test_house
-
         extra = save_extra_states(part, owners, saved)
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
     return saved
@@ -103,8 +102,6 @@ def save_module(
 
 def _check_own_code(part: str, module: nn.Module) -> None:
     """Refuse what only the code of a module has in `state_dict()`; raises CheckpointError."""
-    from anyrank.models.own_state_dict import added_to_state_dict  # a door
-
     added = added_to_state_dict(module)
     if added:
         raise CheckpointError(
@@ -146,8 +143,6 @@ def match_module(
     parts = dict(frozen_parts(module))
     commit_frozen: Callable[[], None] | None = None
     if parts or record["frozen"]:
-        from anyrank.runs.state.frozen import match_frozen
-
         problems, fills, commit_frozen = match_frozen(part, module, record, device)
     checked = {id(fill.target.tensor) for fill in fills}
     # The source of a frozen part has its tensors, and the checkpoint does not.
@@ -164,8 +159,6 @@ def match_module(
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     owners, restored = _with_extra(module, elsewhere), list[tuple[nn.Module, Any]]()
     if owners or record["extra"]:
-        from anyrank.runs.state.extra_state import match_extra_states  # a door
-
         restored = match_extra_states(part, dict(owners), record["extra"], source, matched)
 
     def commit() -> None:
@@ -236,8 +229,6 @@ def _other_tensors(
     part: str, missing: list[str], extra: list[str], source: PartSource
 ) -> list[str]:
     """The problems of tensors that the model or the checkpoint has alone."""
-    from anyrank.tensors.near_names import near  # a door: see test_house
-
     problems: list[str] = []
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]

@@ -28,6 +28,8 @@ from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.models.dtensors import as_sharded, dtensor_like, placement_of
 from anyrank.models.share import device_for
 from anyrank.models.tensors import ModelTensor
+from anyrank.runs.state.optimizer_groups import match_groups
+from anyrank.runs.state.optimizer_own import match_own_methods, save_own_methods
 from anyrank.runs.state.part_types import (
     PartMatch,
     PartSource,
@@ -41,6 +43,7 @@ from anyrank.runs.state.part_types import (
 )
 from anyrank.runs.state.stateful import attribute_tensors, has_own_methods, overrides
 from anyrank.tensors.layout import Layout, local_shape
+from anyrank.tensors.near_names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.torch_classes import is_dtensor
@@ -65,8 +68,6 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     """
     parameters = _parameters(part, optimizer, names)
     if has_own_methods(optimizer):
-        from anyrank.runs.state.optimizer_own import save_own_methods
-
         return save_own_methods(part, optimizer, rank)
     saved = PartState({})
     state = {
@@ -162,8 +163,6 @@ def match_optimizer(
     """What fills an optimizer. Nothing is changed."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer) and "opaque" in record:
-        from anyrank.runs.state.optimizer_own import match_own_methods
-
         return _with_notes(match_own_methods(part, optimizer, record, source, rank), part, record)
     matched = PartMatch(source.outcome_for("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
@@ -173,14 +172,10 @@ def match_optimizer(
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
     fresh: list[str] = []
     if not _has_same_groups(optimizer, record, names):
-        from anyrank.runs.state.optimizer_groups import match_groups  # a door: see test_house
-
         fresh = match_groups(part, optimizer, record, names, source, matched)
     absent = [name for name in record["state"] if name not in by_name]
     unknown = [name for name in absent if not source.is_dropped(name)]
     if unknown and not matched.problems:  # a problem of the groups names these already
-        from anyrank.tensors.near_names import near  # a door: see test_house
-
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
         matched.problems += [in_line(f"{part}: has state for parameters it no longer has", shown)]
     if record["class"] not in (name, UNKNOWN):

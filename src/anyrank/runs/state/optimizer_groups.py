@@ -14,7 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.models.tensors import ModelTensor
 from anyrank.runs.state.part_types import PartMatch, PartSource, differences, in_line
-from anyrank.runs.state.stateful import BY_GROUP
+
+# What schedulers keep for each group of their optimizer.
+BY_GROUP = {
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs"),
+    *("max_lrs", "base_momentums", "max_momentums"),
+}
 
 
 def match_groups(

@@ -9,16 +9,19 @@ more between its saves, of the whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.models.alike import differing_replicas
+from anyrank.models.alike import Inventory, check_alike, differing_replicas, inventory_of
 from anyrank.models.digests import digests_of
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
+from anyrank.runs.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, shared
+from anyrank.wording import first_few
 from anyrank.world.alike import Values
+from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
@@ -45,17 +48,15 @@ def compare_replicas(
     Raises:
         CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
     """
-    differing = differing_tensors(shared(shared_tensors(parts), coordinates), turn, ranks)
+    differing = _differing_tensors(shared(shared_tensors(parts), coordinates), turn, ranks)
     if not differing:
         return []
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     wrong = {name: values for name, values in differing.items() if name not in may_differ}
     if wrong:
-        from anyrank.runs.state.diverged_replicas import describe  # a door: see test_house
-
         others = sorted(differing.keys() - wrong.keys())
         raise CheckpointError(
-            describe(f"step {step}: nothing was saved, as", wrong, parts, others)
+            _describe(f"step {step}: nothing was saved, as", wrong, parts, others)
             + "\na ninth of each tensor was compared, so the rest may differ on other ranks: "
             "Checkpoints(replicas_every=1) compares all, and names the first step"
         )
@@ -68,7 +69,32 @@ def compare_replicas(
     return sorted(differing)
 
 
-def differing_tensors(
+def check_replicas(state: TrainState, ranks: Ranks) -> None:
+    """Compare the whole of the model and the optimizers, and save nothing. All ranks.
+
+    Raises:
+        CheckpointError: a tensor differs that must not; names it, the ranks and the step.
+    """
+
+    def list_own() -> tuple[dict[str, PartState], Inventory]:
+        parts = state.parts.save_tensors(ranks.index)
+        return parts, inventory_of(shared_tensors(parts), ranks)
+
+    parts, inventories = ranks.run_and_gather("looking at the replicas", list_own)
+    tensors = shared_tensors(parts)
+    title = f"step {state.step}: the ranks' states differ"
+    coordinates = check_alike(title, tensors, inventories, ranks, CheckpointError)
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    replicas = [*shared(tensors, coordinates)]
+    differing = _differing_tensors(
+        [r for r in replicas if r[0].name not in may_differ], None, ranks
+    )
+    if differing:  # the same on all ranks, so all of them gather once more
+        others = _differing_tensors([r for r in replicas if r[0].name in may_differ], None, ranks)
+        raise CheckpointError(_describe(f"step {state.step}:", differing, parts, sorted(others)))
+
+
+def _differing_tensors(
     tensors: Iterable[tuple[ShardedTensor, Members]], turn: int | None, ranks: Ranks
 ) -> dict[str, Values]:
     """Those that differ, by name; of `turn` a ninth is compared, without it all. All ranks."""
@@ -86,3 +112,55 @@ def _ninth(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
     number = turn % TURNS
     low, high = (tensor.numel() * n // TURNS for n in (number, number + 1))
     return tensor.reshape(-1)[low:high]
+
+
+def _describe(
+    head: str,
+    wrong: Mapping[str, Values],
+    parts: Mapping[str, PartState],
+    others: Sequence[str],
+) -> str:
+    """What differs, and what has happened: replicas have diverged, or an optimizer is sharded.
+
+    Args:
+        head: what was not done for it, or at which step.
+        wrong: name of each tensor that must not differ -> its digest on each rank.
+        parts: of the state.
+        others: names of tensors that differ too, and may.
+    """
+    texts = [
+        f"{name}: " + " unlike ".join(f"ranks {alike}" for alike in ranks_by_value(values).values())
+        for name, values in wrong.items()
+    ]
+    optimizers = [
+        part
+        for part, saved in parts.items()
+        if saved.record["kind"] == "optimizer"
+        and wrong.keys() & {tensor.name for tensor in saved.tensors}
+    ]
+    of_optimizers = {tensor.name for part in optimizers for tensor in parts[part].tensors}
+    each_its_own = all(len({*values.values()}) == len(values) for values in wrong.values())
+    if each_its_own and wrong.keys() <= of_optimizers:
+        reason = (
+            f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "
+            "own share in plain tensors. Hold them as DTensors, which say what each rank has, or "
+            "give the optimizer a state_dict() and load_state_dict() of its own; if it is not "
+            "sharded, its ranks have diverged: resume the last step"
+        )
+    else:
+        reason = (
+            "the replicas have diverged (a forward around the wrapper; parameters that are "
+            "unfrozen behind DDP's back, or of a module that microbatches() did not get, as a "
+            "loss: give it nn.ModuleList([model, loss]); an update on one rank alone, or from a "
+            "rank's own values: a buffer, its data, its random numbers): make them alike, or "
+            "resume the last step; hold parts of a whole as DTensors (DTensor.from_local)"
+        )
+        if others:
+            names = ", ".join(others[:SHOWN])
+            reason += f"\nthese differ too, which they may, unless an update reads them: {names}"
+    lines = [
+        f"{head} ranks hold different values of what they should hold alike:",
+        *(f"  {line}" for line in first_few(texts, SHOWN)),
+        reason,
+    ]
+    return "\n".join(lines)

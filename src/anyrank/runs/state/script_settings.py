@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.runs.resume.settings.unsaved import numbers_of
 from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.plain_values import ABSENT, as_json, plain
@@ -110,8 +111,6 @@ def _unsaved(part: Any, names: Sequence[str]) -> dict[str, Any]:
     """What a part is made with that is no entry of its state."""
     if not hasattr(part, "__dict__") or vars(part).keys().isdisjoint(names):
         return {}
-    from anyrank.runs.resume.settings.unsaved import numbers_of  # a door: see test_house
-
     numbers = [row for name in names for row in numbers_of(name, vars(part).get(name))]
     return {FUNCTIONS: numbers} if any(numbers) else {}
 

@@ -21,6 +21,7 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import TensorFill
 from anyrank.models.dtensors import as_sharded
+from anyrank.runs.state.optimizer_groups import in_groups
 from anyrank.runs.state.part_types import (
     PartMatch,
     PartSource,
@@ -41,11 +42,6 @@ HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
-# What schedulers keep for each group of their optimizer.
-BY_GROUP = {
-    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs"),
-    *("max_lrs", "base_momentums", "max_momentums"),
-}
 NESTED = 6  # containers within each other that are looked into
 
 
@@ -140,8 +136,6 @@ def match_stateful(
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return PartMatch(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
-        from anyrank.runs.state.optimizer_groups import in_groups  # a door: see test_house
-
         record = record | {"tree": in_groups(record["tree"], current, groups)}
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))

@@ -15,8 +15,10 @@ from anyrank.checks import check_int, check_model, check_names, check_type
 from anyrank.errors import CheckpointError
 from anyrank.models.tensors import ModelTensor, in_state_dict
 from anyrank.runs.state.accelerate_wrappers import unwrapped
+from anyrank.runs.state.base import Base, base_problems
 from anyrank.runs.state.modules import match_module, save_module, targets_of
 from anyrank.runs.state.optimizer import match_optimizer, save_optimizer
+from anyrank.runs.state.optimizer_groups import check_schedulers
 from anyrank.runs.state.part_types import PartMatch, PartSource, PartState
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.runs.state.script_settings import ScriptSettings
@@ -171,7 +173,7 @@ class RunParts:
                     f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
                 )
         self.first_rank = frozenset(first_rank)
-        self.base = None if base is None else _open_base(base)
+        self.base = None if base is None else Base(base)
         if base is not None and not isinstance(self.parts.get("model"), nn.Module):
             raise ValueError("base= is where a model's frozen parameters come from: give model=")
         self.seed = check_int("seed", seed)
@@ -305,8 +307,6 @@ class RunParts:
                 matched[part] = match_module(part, value, targets[part], record, source)
                 base = self.base if part == "model" else None
                 if base is not None or "base" in record:
-                    from anyrank.runs.state.base import base_problems
-
                     # A base that is another one explains all else that does not fit.
                     wrong = base_problems(base, record)
                     matched[part].problems = wrong or matched[part].problems
@@ -320,10 +320,6 @@ class RunParts:
             matched[part] = match_stateful(part, value, records[part], source, rank, chosen)
         matched = {part: matched[part] for part in records}  # the report's order is the save's
         if any(part.is_regrouped for part in matched.values()):
-            from anyrank.runs.state.optimizer_groups import (
-                check_schedulers,  # a door: see test_house
-            )
-
             check_schedulers(self.parts, matched)
         if "data" in matched and not source.same_ranks:
             self._check_data(matched["data"], source.ranks)
@@ -359,13 +355,6 @@ class RunParts:
             for name, part in matched.items()
             if part.groups is not None
         }
-
-
-def _open_base(source: Any) -> Base:
-    """A door: which states with `base=` alone load."""
-    from anyrank.runs.state.base import Base
-
-    return Base(source)
 
 
 def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:

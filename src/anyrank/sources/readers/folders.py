@@ -1,7 +1,7 @@
 """Which format a folder is in, by the names of its entries.
 
-A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS where
-it is read; another tool's run one of FOLDERS here, and of RUNS in `sources/tools/read.py`.
+A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
+`sources/source.py`; another tool's run one of FOLDERS here, and of RUNS in `sources/tools/read.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from anyrank.files.manifest import MANIFEST, STEP
-from anyrank.sources import weight_files
+from anyrank.sources.endings import ENDINGS
 from anyrank.sources.run_step import ASIDE, METADATA
 
 # What writes folders -> rows of patterns. A folder is of a kind if some entry fits each pattern of
@@ -63,6 +63,4 @@ def checkpoint_among(names: Sequence[str]) -> str | None:
     """What checkpoint a folder with these entries holds, by their names alone; None for none."""
     if METADATA in names or any(name.endswith(".distcp") for name in names):
         return "a torch.distributed.checkpoint folder"
-    return next(
-        (name for name in sorted(names) if name.lower().endswith(weight_files.ENDINGS)), None
-    )
+    return next((name for name in sorted(names) if name.lower().endswith(ENDINGS)), None)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, cast
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
+from anyrank.sources.endings import ENDINGS, FILES, META_PART, OF_META
 from anyrank.sources.readers.joining import join
-from anyrank.sources.weight_files import ENDINGS, FILES, META_PART, OF_META, list_file
+from anyrank.sources.weight_files import list_file
 from anyrank.wording import count
 
 ADAPTERS = ("adapter_model", "adapter")

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Checksum, FileInfo, Listing
-from anyrank.sources.source import list_source
-from anyrank.sources.weight_files import META_PART, OF_META
 from anyrank.tensors.spec import StoredTensor
-
-
-def list_files(paths: Sequence[str | os.PathLike[str]]) -> Listing:
-    """The tensors of a list of files or folders.
-
-    Raises:
-        LoadError: two of them hold the same key, or each is a rank's part of a model.
-        UnsafeFile: as each of them.
-    """
-    names = [os.fspath(path) for path in paths]
-    parts = [path for path in names if META_PART.match(os.path.basename(path))]
-    if len(parts) > 1:
-        raise LoadError(f"{parts[0]}: is {OF_META}")
-    listings = [list_source(path) for path in names]
-    return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
 
 def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:

@@ -14,10 +14,10 @@ from anyrank.errors import AnyrankError, LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, read_range
 from anyrank.sources.readers import pickled_tables, pickles
-from anyrank.sources.weight_files import ZIP_MAGIC
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
 
+ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
@@ -47,6 +47,11 @@ class RangeIO(io.RawIOBase):
         got = self.file.readv([view], self.start + self.position) if len(view) else 0
         self.position += got
         return got
+
+
+def is_head(head: bytes) -> bool:
+    """Whether a file of these first bytes is a zip, or a pickle as of torch before 1.6."""
+    return head[:4] == ZIP_MAGIC or head[:1] == b"\x80"
 
 
 def list_file(storage: Storage, path: str) -> Listing:

@@ -16,16 +16,27 @@ from typing import TypeVar
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.sources.part_names import NESTED, is_other_part
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename, candidates
+from anyrank.tensors.near_names import Near
 from anyrank.tensors.spec import StoredTensor
 
 Renamer = Callable[[str], str]
 T = TypeVar("T")
 
 
-def chosen_weights(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
-    """As `weights_for` of the core, where there is something to choose."""
+def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
+    """The weights of a source that may hold an optimizer, averages or other parts as well.
+
+    Args:
+        known: names of the tensors that are to be filled.
+        listing: the source.
+        rename: of the caller, from keys of the source, or of its table of weights, to these names.
+    """
+    # A source whose keys are all names of the model leaves nothing to choose.
+    is_all = bool(listing.tensors or not listing.beside)
+    if rename is None and is_all and all(key in known for key in listing.tensors):
+        return replace(listing, table="")
 
     def fits(key: str, name: str) -> bool:
         return name != key and any(other in known for other in candidates(name))
@@ -53,14 +64,23 @@ def chosen_weights(known: Collection[str], listing: Listing, rename: Renamer | N
     return _chosen(listing, inner, others)
 
 
-def idle_entries(
+def idle_renames(
     rename: Rename, source: Listing, chosen: Listing, keys: Collection[str]
 ) -> list[str]:
-    """As `idle_renames` of the core.
+    """Entries of `rename=` that match no key of a source, in words.
+
+    Args:
+        rename: of the caller.
+        source: all that there is.
+        chosen: what `weights_for` made of it.
+        keys: that were renamed.
 
     Raises:
-        LoadError: as there.
+        LoadError: such an entry of a dict, or a list of which all are such, where a guess has
+            chosen one of several tables.
     """
+    if rename is None:
+        return []
     used = {id(stored) for stored in chosen.tensors.values()}
     left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
     aimed = _aimed_elsewhere(rename, source, chosen, keys, left)
@@ -81,8 +101,6 @@ def idle_entries(
     # mistyped as a dict's name is.
     is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
     tables = [] if is_for_source else _alternatives(source, chosen)
-    from anyrank.tensors.near_names import Near  # a door
-
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
         raise LoadError(
@@ -100,7 +118,7 @@ def _aimed_elsewhere(
 
     Args:
         rename: a regex of a list is judged with the others.
-        source, chosen, keys: as for `idle_entries`.
+        source, chosen, keys: as for `idle_renames`.
         left: whole keys that were not chosen.
     """
     apply = partial(_renamed, renamer(rename))

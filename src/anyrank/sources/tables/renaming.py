@@ -7,11 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from anyrank.errors import LoadError, WrongType
-from anyrank.tensors.names import Renaming
+from anyrank.tensors.names import Rename
 
 
-def function_of(rename: Renaming) -> Callable[[str], str]:
-    """As `renamer` of the core, where there is something to rename."""
+def renamer(rename: Rename) -> Callable[[str], str]:
+    """One function for the three forms of `rename=`: a dict of keys or prefixes, pairs of regex and
+    replacement applied in order, or a callable.
+
+    Raises:
+        ValueError: a regex that does not compile, or an entry that is not a pair.
+        TypeError: another type.
+    """
+    if rename is None:
+        return lambda key: key
     if callable(rename):
         function = cast("Callable[[str], object]", rename)
 

@@ -13,6 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
 from anyrank.sources import weight_files
+from anyrank.sources.endings import ENDINGS
 from anyrank.sources.readers import dcp, huggingface
 from anyrank.sources.readers.folders import looks_like
 from anyrank.sources.tools import dcp_state, deepspeed
@@ -159,7 +160,7 @@ def _exported(files: Collector, names: list[str]) -> Listing:
     Raises:
         LoadError: there are none, or not all.
     """
-    stems, endings = huggingface.STEMS, weight_files.ENDINGS
+    stems, endings = huggingface.STEMS, ENDINGS
     if not any(name.startswith(stems) and name.endswith(endings) for name in names):
         shown = ", ".join(names[:20])
         raise LoadError(f"{files.folder}: no weights of a model here; the folder holds {shown}")

@@ -10,10 +10,10 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.fingerprints import with_fingerprints
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
+from anyrank.sources.endings import FILES, format_of
 from anyrank.sources.readers.folders import format_of_folder
 from anyrank.sources.tools import accelerate, deepspeed, per_rank, tables
 from anyrank.sources.tools.checkpoint import ForeignCheckpoint
-from anyrank.sources.weight_files import FILES, format_of
 
 # What reads the run in a folder of a tool, by its name in FOLDERS of `readers/folders.py`.
 RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
@@ -83,7 +83,7 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
     if storage.is_file(path):
         if format_of(path) == "torch":
             return tables.read_file
-        endings = ", ".join(ending for ending, kind in FILES.items() if kind.name == "torch")
+        endings = ", ".join(ending for ending, kind in FILES.items() if kind == "torch")
         raise CheckpointError(
             f"{path}: a run is read from {endings} and folders; for weights alone call anyrank.load"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anyrank.checks import check_model, check_path
-from anyrank.models.options import GivenLayout
+from anyrank.models.dialects.layouts.given import GivenLayout
 from anyrank.sources.source import Source, check_source
 from anyrank.tensors.names import Rename
 from anyrank.tools.convert.live import convert_live

@@ -19,7 +19,8 @@ from anyrank.files.storage import join_path, storing, write_file
 from anyrank.loading.verify import compare_replicas, content_hashes
 from anyrank.models.alike import check_alike, differing_replicas, inventory_of
 from anyrank.models.dialects.layouts.given import join_parts, tensors_with_layout
-from anyrank.models.own_state_dict import (
+from anyrank.models.dialects.peft.merging import as_merged
+from anyrank.models.own_code import (
     added_to_state_dict,
     changed_in_state_dict,
     extra_states,
@@ -31,7 +32,7 @@ from anyrank.sources.readers import dcp
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
 from anyrank.sources.run_step import StoredBox
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, shared
 from anyrank.tensors.writes import plan_writes
 from anyrank.tools.convert.destination import STORE, Destination, destination
@@ -232,8 +233,6 @@ def _find_written(
     tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
     if adapters:
-        from anyrank.models.dialects.peft.merging import as_merged  # whose processes have PEFT
-
         merged = as_merged(tensors)
         adapters, tensors = ([], merged) if merged is not None else (adapters, tensors)
     on_meta = [tensor.name for tensor in tensors if tensor.is_meta]

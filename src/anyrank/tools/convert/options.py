@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from anyrank.checks import check_bool, check_choice, check_int
-from anyrank.models.dialects.layouts.given import check_layout
-from anyrank.models.options import GivenLayout
-from anyrank.sources.tables.renamer import renamer
-from anyrank.sources.weight_files import format_of
+from anyrank.models.dialects.layouts.given import GivenLayout, check_layout
+from anyrank.sources.endings import format_of
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
 from anyrank.wording import FLOATS
 

@@ -13,7 +13,7 @@ from anyrank.models.dialects.transformers.quantised import scales_of
 from anyrank.models.fits import PACKED
 from anyrank.sources.tables.choice import tables_named, take_tables, unused
 from anyrank.sources.tables.parts import parts_of
-from anyrank.sources.tables.renamer import renamer
+from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import WRAPPERS, Rename
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tools.convert.output import OutputTensor

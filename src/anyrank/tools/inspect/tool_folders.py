@@ -9,6 +9,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.sources.readers.folders import format_of_folder, is_run_of_tool
 from anyrank.sources.source import Source
+from anyrank.sources.tools.read import read_foreign
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -28,8 +29,6 @@ def with_optimizers(source: Source, weights: Listing) -> Listing:
     Raises:
         CheckpointError, UnsafeFile: the folder is not whole, or one of its files is not safe.
     """
-    from anyrank.sources.tools.read import read_foreign  # around the core: a door in test_house
-
     assert isinstance(source, (str, os.PathLike))
     run = read_foreign(os.fspath(source))
     tensors = {**run.listing.tensors}

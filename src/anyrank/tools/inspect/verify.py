@@ -14,11 +14,11 @@ from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.progress import Progress, progress_of_tool
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.loading.checksums import bytes_to_compare, compared, mismatches
+from anyrank.sources.endings import format_of
 from anyrank.sources.readers.folders import RUN, looks_like
 from anyrank.sources.readers.runs import no_step
 from anyrank.sources.run_step import check_sizes, is_step, list_step, list_steps
 from anyrank.sources.source import Source, check_source, list_source
-from anyrank.sources.weight_files import format_of
 from anyrank.tools.inspect.inspect import name_of
 from anyrank.tools.inspect.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tools.inspect.tool_folders import is_tool_folder, with_optimizers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from anyrank.checks import check_function
 from anyrank.errors import CheckpointError
 from anyrank.tensors.hashing import derive
+from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.order import Order
 from anyrank.training.data.schedule import Schedule, StepPlan
+from anyrank.training.data.worker_exit import leave_to_rank
 from anyrank.training.random_state.streams import reseed
 
 
@@ -42,32 +44,6 @@ class MicrobatchRequest:
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
     """The request of microbatch k of a step."""
     return MicrobatchRequest(plan.epoch, plan.bounds(k)[0], tuple(schedule.ids(plan, k)))
-
-
-class FetchedBatch(NamedTuple):
-    """A request and its batch; a tuple, which a DataLoader with pin_memory pins.
-
-    Attributes:
-        request: that the batch answers.
-        batch: as collate_fn has made it.
-        has_own_memory: whether no tensor of the batch shares memory with another process.
-    """
-
-    request: Any
-    batch: Any
-    has_own_memory: bool = False
-
-    def __reduce__(self) -> Any:
-        from anyrank.training.data.worker_batches import as_message
-
-        return _from_worker, (as_message(self),)
-
-
-def _from_worker(message: bytes) -> FetchedBatch:
-    """A door: of a batch that has come from a worker."""
-    from anyrank.training.data.worker_batches import from_message
-
-    return from_message(message)
 
 
 class MicrobatchDataset(Dataset[FetchedBatch]):
@@ -161,8 +137,6 @@ def make_fetcher(
 ) -> DataLoader[FetchedBatch]:
     """A DataLoader from requests to batches. Iterating it draws from no stream of this process."""
     if num_workers:
-        from anyrank.training.data.worker_exit import leave_to_rank
-
         options["worker_init_fn"] = leave_to_rank
     private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
     return DataLoader(

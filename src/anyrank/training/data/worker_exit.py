@@ -18,8 +18,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 
-from anyrank.training.data.fetch import FetchedBatch
-from anyrank.training.data.worker_batches import as_sent
+from anyrank.training.data.batches import FetchedBatch, as_sent
 
 CHECK_SEC = 1.0  # how often a worker checks that its rank is alive
 JOIN_SEC = 2.0  # for a process that was killed; it takes milliseconds

@@ -20,9 +20,8 @@ from anyrank.training.exact.checks import sparse_gradient
 from anyrank.training.exact.ordered_reduce import OrderedGroup, all_gather, start_reduce_scatter
 from anyrank.training.exact.rounds import Rounds
 from anyrank.training.exact.tree_sum import TreeSum
-from anyrank.training.gradients.buckets import BUCKET_BYTES, MAX_STARTED, buckets
+from anyrank.training.gradients.buckets import BUCKET_BYTES, MAX_STARTED, buckets, local
 from anyrank.training.gradients.norm import sum_dtype
-from anyrank.training.gradients.sync import local
 from anyrank.training.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT
 
 

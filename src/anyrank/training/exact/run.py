@@ -34,7 +34,8 @@ from anyrank.training.exact.checks import (
 from anyrank.training.exact.optimizers import judge_optimizer
 from anyrank.training.exact.rounds import Rounds
 from anyrank.training.exact.sync import ExactSync
-from anyrank.training.gradients.sync import GradientSync, local
+from anyrank.training.gradients.buckets import local
+from anyrank.training.gradients.sync import GradientSync
 from anyrank.training.steps.step_listeners import watching_optimizers
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anyrank.training.gradients.sync import local
+from anyrank.tensors.torch_classes import is_dtensor
 
 BUCKET_BYTES = 4 << 20  # of gradients exchanged together
 MAX_STARTED = 2  # buckets in flight, each in two copies or more
@@ -93,3 +93,8 @@ def _start_average(parts: list[torch.Tensor], size: int, group: Any) -> Callable
                 part.copy_(piece.view(part.shape))
 
     return finish
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

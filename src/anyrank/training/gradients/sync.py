@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from anyrank.files.content_hash import content_hash
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp1, is_fsdp2
 from anyrank.training.data.schedule import MicrobatchSlot
+from anyrank.training.gradients.buckets import average, local
+from anyrank.training.gradients.fsdp2 import check_names, drop_accumulated, parameter_groups
 from anyrank.training.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT, StepRecord
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
@@ -58,8 +60,6 @@ class GradientSync:
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in kinds if is_fsdp2(module)]
         if self.fsdp:
-            from anyrank.training.gradients.fsdp2 import check_names
-
             check_names(self.fsdp, is_exact=False)
         reshard(self.fsdp)
         self.named = _parameters_of(self.modules)
@@ -86,8 +86,6 @@ class GradientSync:
     def _check_sizes(self) -> None:
         groups: list[Any] = [module.process_group for module in self.ddp]
         if self.fsdp:
-            from anyrank.training.gradients.fsdp2 import parameter_groups
-
             units = [group for module in self.fsdp for group in parameter_groups(module)]
             groups += {unit.mesh_info.mesh for unit in units}
         for number in [group.size() for group in groups]:
@@ -140,8 +138,6 @@ class GradientSync:
     def drop_unfinished(self) -> None:
         """Drop gradients that FSDP2 has not exchanged yet, which `zero_grad` does not reset."""
         if self.fsdp:
-            from anyrank.training.gradients.fsdp2 import drop_accumulated
-
             for module in self.fsdp:
                 drop_accumulated(module)
 
@@ -191,8 +187,6 @@ class GradientSync:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         if used:
-            from anyrank.training.gradients.buckets import average
-
             average(used, self.ranks.size, self.group)
 
     def check_norm_type(self, norm_type: float) -> None:
@@ -211,11 +205,6 @@ class GradientSync:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anyrank.training.data.fetch import FetchedBatch
+from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.schedule import MicrobatchSlot
 from anyrank.world.failures import Failure, as_failure
 from anyrank.world.ranks import Ranks

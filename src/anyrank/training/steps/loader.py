@@ -12,8 +12,8 @@ import torch
 
 from anyrank.checks import check_bool, check_int
 from anyrank.errors import CheckpointError
+from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.fetch import (
-    FetchedBatch,
     MicrobatchDataset,
     OwnOrder,
     RequestSampler,
@@ -24,6 +24,8 @@ from anyrank.training.data.fetch import (
 from anyrank.training.data.order import Order
 from anyrank.training.data.receipts import EpochVerdict
 from anyrank.training.data.schedule import Schedule, Tail
+from anyrank.training.data.weighted_order import weighted_order
+from anyrank.training.data.worker_exit import WorkerExit
 from anyrank.training.steps.position import OnBatchChange, Position
 from anyrank.training.steps.step import Step
 from anyrank.world.ranks import open_ranks
@@ -137,7 +139,7 @@ class ElasticLoader:
             may_change = None  # the lanes of an epoch are those of its global batch
             position_class = dataset.position_class or Position
         elif weights is not None:
-            order = _weighted(n, seed, weights)
+            order = weighted_order(n, seed, weights)
         else:
             order = Order(n, seed, shuffle)
         schedule = Schedule(order, global_batch, microbatch, tail)
@@ -146,7 +148,7 @@ class ElasticLoader:
             samples = dataset.by_microbatch(seed, collate_fn)
         else:
             samples = MicrobatchDataset(dataset, seed, collate_fn)
-        run = _open_exact() if exact else None
+        run = _exact_run() if exact else None
         self._position = position_class(
             schedule, key, process_group, may_change, samples, num_workers, run
         )
@@ -158,7 +160,7 @@ class ElasticLoader:
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
         )
-        self._workers = _open_workers() if num_workers else None
+        self._workers = WorkerExit() if num_workers else None
 
     @classmethod
     def from_shards(
@@ -385,22 +387,8 @@ class ElasticLoader:
         yield start() if self._workers is None else self._workers.watch(start)
 
 
-def _weighted(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> Order:
-    """A door: which loaders with `weights=` alone load."""
-    from anyrank.training.data.weighted_order import weighted_order
-
-    return weighted_order(n, seed, weights)
-
-
-def _open_workers() -> WorkerExit:
-    """A door: which loaders with `num_workers` alone load."""
-    from anyrank.training.data.worker_exit import WorkerExit
-
-    return WorkerExit()
-
-
-def _open_exact() -> ExactRun:
-    """A door: which no other run loads."""
+def _exact_run() -> ExactRun:
+    """What orders a run's sums. A door: only runs with `exact=True` pay for the import."""
     from anyrank.training.exact.run import ExactRun
 
     return ExactRun()

@@ -20,7 +20,8 @@ from torch import nn
 from anyrank.checks import check_choice, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
-from anyrank.training.data.fetch import FetchedBatch, MicrobatchDataset, check_length, request_for
+from anyrank.training.data.batches import FetchedBatch
+from anyrank.training.data.fetch import MicrobatchDataset, check_length, request_for
 from anyrank.training.data.order import IDENTITY_NAME, ORDER_NAME
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.training.data.schedule import MicrobatchSlot, Schedule, StepPlan

@@ -1,4 +1,4 @@
-"""The door of the room: what `ElasticLoader.from_shards` and `from_iterable` open."""
+"""What `ElasticLoader.from_shards` and `from_iterable` call."""
 
 from __future__ import annotations
 

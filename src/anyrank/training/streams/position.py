@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
-from anyrank.training.data.fetch import FetchedBatch
+from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.training.random_state.streams import kept

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from anyrank.checks import check_function
 from anyrank.tensors.hashing import derive
-from anyrank.training.data.fetch import FetchedBatch
+from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.random_state.streams import reseed
 from anyrank.training.streams.deal import Deal
 from anyrank.training.streams.lanes import Lane, LaneState, Report, Rows, Shard

@@ -20,7 +20,8 @@ import torch
 from anyrank.checks import check_type
 from anyrank.errors import CheckpointError
 from anyrank.tensors.hashing import derive
-from anyrank.training.data.fetch import FetchedBatch, MicrobatchDataset, MicrobatchRequest, OwnOrder
+from anyrank.training.data.batches import FetchedBatch
+from anyrank.training.data.fetch import MicrobatchDataset, MicrobatchRequest, OwnOrder
 from anyrank.training.data.order import Order
 from anyrank.training.random_state.streams import kept
 from anyrank.training.streams.sources import Stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -20,6 +20,11 @@ from anyrank.wording import listed
 
 class FrozenParts(Dialect):
     """The frozen parts of a model that is filled."""
+
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether the model has frozen parts."""
+        return any(owner.frozen is not None for owner in case.modules)
 
     def complete(self, match: ModelMatch) -> ModelMatch:
         """Frozen parts take bytes of their own sources; what the source holds of them is compared.
@@ -48,7 +53,7 @@ class FrozenParts(Dialect):
         indices = [i for i in in_part if i not in match.stored or tensors[i].is_meta]
         if not indices:
             return match
-        source, keys = _matched(part, self.case.parts[info.source])
+        source, keys = _matched(part, self.case.parts[info.source], self.case.kinds)
         lacking = [tensors[i].name for i in indices if id(tensors[i].tensor) not in keys]
         if lacking:
             title = f"{name or 'the model'}: is frozen with source {info.source}, which does not"
@@ -70,15 +75,14 @@ class FrozenParts(Dialect):
         )
 
 
-def _matched(part: nn.Module, source: Listing) -> tuple[Listing, Mapping[int, str]]:
+def _matched(
+    part: nn.Module, source: Listing, kinds: Sequence[type[Dialect]]
+) -> tuple[Listing, Mapping[int, str]]:
     """What a part's own source holds, and the key of each of the part's tensors, by identity."""
     modules = find_modules(part)
     tensors = in_state_dict(tensors_of(modules))
-    case = Case(part, modules, tensors, source, LoadOptions())
+    case = Case(part, modules, tensors, source, LoadOptions(), kinds=kinds)
     for dialect in dialects_of(case):
         source = dialect.values(source)
     keys = match_keys([t.all_names() for t in tensors], source.tensors, lambda key: key).keys
     return source, {id(tensors[n].tensor): key for n, key in keys.items()}
-
-
-DIALECT = FrozenParts

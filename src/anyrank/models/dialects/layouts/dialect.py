@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from anyrank.models.dialects.dialect import Dialect, ModelMatch
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.layouts.given import cut_as_source
 
 
 class GivenLayouts(Dialect):
     """The tensors that are a rank's part of a whole."""
+
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether the caller gave `layout=`."""
+        return case.options.layout is not None
 
     def complete(self, match: ModelMatch) -> ModelMatch:
         """Give each part the shape of the source's whole, where torch would cut that so.
@@ -17,6 +22,3 @@ class GivenLayouts(Dialect):
         for index, stored in match.wanted if not self.case.is_live else ():
             cut_as_source(match.tensors[index], stored.shape)
         return match
-
-
-DIALECT = GivenLayouts

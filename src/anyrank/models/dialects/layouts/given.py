@@ -17,7 +17,6 @@ from torch import nn
 
 from anyrank.errors import LoadError, WrongType, WrongValue
 from anyrank.models.dtensors import placement_of
-from anyrank.models.options import GivenLayout, LayoutEntry
 from anyrank.models.tensors import ModelTensor, find_tensors
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
@@ -30,6 +29,14 @@ SHOWN = 8  # places of a mesh, in a message
 log = logging.getLogger("anyrank.load")
 
 Shape: TypeAlias = "tuple[int, ...]"
+LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
+GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
+"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
+
+The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
+the ranks hold of the sharded dim, if that is not chunks of equal size: for each place on the mesh
+axis its (start, length) pairs, in the order in which they lie in the part.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyrank.models.dialects.dialect import Dialect, ModelMatch
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.peft.adapters import (
     BASE_FIRST,
     merged_layers,
@@ -14,6 +14,11 @@ from anyrank.wording import listed
 
 class Adapters(Dialect):
     """The adapters of a model that is filled."""
+
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether the model has modules of PEFT."""
+        return any(owner.naming for owner in case.modules)
 
     def problems(self, match: ModelMatch) -> list[str]:
         """Adapters that are in the base, that PEFT may compute from it, or that add more or less
@@ -40,6 +45,3 @@ class Adapters(Dialect):
             )
             lines.append(listed(title, settings) + f"\n  to go on: {way_out}")
         return lines
-
-
-DIALECT = Adapters

@@ -1,7 +1,7 @@
 """What PEFT adds to a model's names, and which tensors are an adapter's.
 
 PEFT has no public interface for what is asked in this room, which looks at its modules' attributes
-and, of the core and the rooms around it, is the only one that does. What a key of a file alone says
+and, is the only one that does. What a key of a file alone says
 of PEFT is in `tensors/names.py`.
 """
 
@@ -89,6 +89,3 @@ def _is_saved_whole(encoder: nn.Module) -> bool:
     return all(name == "embedding" for name, _ in encoder.named_children()) and not any(
         True for _ in encoder.parameters(recurse=False)
     )
-
-
-NAMING = PeftNaming()

@@ -48,6 +48,11 @@ CODE = {
 class ConvertedNames(Dialect):
     """The names that a transformers model has in files."""
 
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether the process has models of transformers at all."""
+        return "transformers.modeling_utils" in sys.modules
+
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.inner = pretrained(case.model)
@@ -293,6 +298,3 @@ class _Converter:
             symbolic = value[0] if isinstance(value, list) else value
             fused[head + pattern + tail] = symbolic.stored
         return fused
-
-
-DIALECT = ConvertedNames

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import Dialect, ModelMatch
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.transformers.dequantise import (
     dequantised,
     unknown_method,
@@ -16,6 +16,14 @@ SHOWN = 10
 
 class QuantisedValues(Dialect):
     """The quantised tensors of a source."""
+
+    @staticmethod
+    def applies(case: Case) -> bool:
+        """Whether a source's config.json says that it is quantised, or it stores 8-bit numbers."""
+        return any(
+            source.quantisation or any(t.dtype.itemsize == 1 for t in source.tensors.values())
+            for source in (case.source, *case.parts.values())
+        )
 
     def values(self, listing: Listing) -> Listing:
         """The source with float32 tensors in place of quantised ones, where weights are wanted.
@@ -50,6 +58,3 @@ class QuantisedValues(Dialect):
             lambda name: name not in used and rename(keys.get(name, name)) != "",
         )
         return problems[:SHOWN]
-
-
-DIALECT = QuantisedValues

@@ -18,6 +18,7 @@ from anyrank.runs.resume.settings.driven import Driven, all_driven, begin_rates,
 from anyrank.runs.resume.settings.replay import count_of, is_replayed
 from anyrank.runs.resume.settings.taking import take_groups, take_values
 from anyrank.runs.state.accelerate_wrappers import innermost
+from anyrank.runs.state.optimizer_groups import in_groups
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.plain_values import as_json
 from anyrank.runs.state.resume_report import Outcome
@@ -169,8 +170,6 @@ class Comparison:
         for part, driven in replayed.items():
             sources = matched[driven.owner or ""].groups if driven.is_restored else None
             if part in known and sources is not None:
-                from anyrank.runs.state.optimizer_groups import in_groups  # a door: see test_house
-
                 known[part] = in_groups(known[part], as_json(script.initial[part]), sources)
         changed: list[str] = []
         for part in [part for part in script.initial if part in matched]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
+from anyrank.runs.state.optimizer_groups import BY_GROUP
 from anyrank.runs.state.script_settings import FUNCTIONS
-from anyrank.runs.state.stateful import BY_GROUP
 
 # What a schedule derives from its other settings and from its optimizer's, or counts.
 DERIVED = {

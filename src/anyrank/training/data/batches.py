@@ -1,4 +1,4 @@
-"""How a batch comes from a worker: its small tensors as bytes, beside the rest of the message.
+"""A batch, and how it comes from a worker: its small tensors as bytes in the message.
 
 A DataLoader passes each tensor by a file descriptor, for which the rank has to ask a thread of the
 worker. That takes longer than copying a small tensor, as the worker is busy reading meanwhile, and
@@ -12,17 +12,32 @@ import io
 import pickle
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-
-from anyrank.training.data.fetch import FetchedBatch
 
 SMALL = 128 * 1024  # bytes: three such tensors take half the time, three of 1 MiB take longer
 
 
-def as_message(fetched: FetchedBatch) -> bytes:
-    """A batch, for `from_message` in the rank. Large tensors go by descriptor."""
+class FetchedBatch(NamedTuple):
+    """A request and its batch; a tuple, which a DataLoader with pin_memory pins.
+
+    Attributes:
+        request: that the batch answers.
+        batch: as collate_fn has made it.
+        has_own_memory: whether no tensor of the batch shares memory with another process.
+    """
+
+    request: Any
+    batch: Any
+    has_own_memory: bool = False
+
+    def __reduce__(self) -> Any:
+        return _from_message, (_as_message(self),)
+
+
+def _as_message(fetched: FetchedBatch) -> bytes:
+    """A batch, for `_from_message` in the rank. Large tensors go by descriptor."""
     message = io.BytesIO()
     try:
         # As a plain tuple, which is not pickled by this function.
@@ -38,13 +53,13 @@ def as_message(fetched: FetchedBatch) -> bytes:
     return message.getvalue()
 
 
-def from_message(message: bytes) -> FetchedBatch:
-    """The inverse of `as_message`, once, for `as_sent`."""
+def _from_message(message: bytes) -> FetchedBatch:
+    """The inverse of `_as_message`, once, for `as_sent`."""
     return FetchedBatch(*pickle.loads(message))  # noqa: S301 - of this process's own worker
 
 
 def as_sent(fetched: FetchedBatch) -> FetchedBatch:
-    """A batch of `from_message`.
+    """A batch of `_from_message`.
 
     Raises:
         TypeError: the worker could not pickle it. Here, and not where it is unpickled: that may be

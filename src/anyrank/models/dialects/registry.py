@@ -1,0 +1,20 @@
+"""The dialects that anyrank knows, in the order in which a match asks them."""
+
+from __future__ import annotations
+
+from anyrank.models.dialects.dialect import Dialect
+from anyrank.models.dialects.frozen.dialect import FrozenParts
+from anyrank.models.dialects.layouts.dialect import GivenLayouts
+from anyrank.models.dialects.peft.dialect import Adapters
+from anyrank.models.dialects.transformers.conversions import ConvertedNames
+from anyrank.models.dialects.transformers.values import QuantisedValues
+
+# Values come before names, as a conversion fuses whole weights; adapters come last, as they are
+# judged by what fills their base.
+DIALECTS: list[type[Dialect]] = [
+    QuantisedValues,
+    ConvertedNames,
+    FrozenParts,
+    GivenLayouts,
+    Adapters,
+]
