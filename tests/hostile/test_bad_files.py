@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import pickletools
+import socket
 import struct
 import warnings
 import zipfile
@@ -335,12 +336,38 @@ def test_a_file_that_changes_between_plan_and_read(
     refused(path, anyrank.LoadError, "changed since its header was read")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", ".metadata"]
+)
+def test_a_folder_with_what_is_no_file_under_a_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    path = tmp_path / "folder" / name
+    path.parent.mkdir()
+    monkeypatch.chdir(path.parent)  # a socket's path is short
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as opened:
+            opened.bind(name)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    folder = str(path.parent)
+    refused(folder, anyrank.LoadError, "is not a regular file")
+    for call in (anyrank.inspect, lambda source: anyrank.convert(source, str(tmp_path / "out"))):
+        with pytest.raises(anyrank.LoadError, match="is not a regular file"):
+            call(folder)
+    assert not anyrank.verify(folder)
+
+
 def test_tensors_that_hold_no_bytes() -> None:
-    refused(
-        {**WEIGHTS, "0.bias": torch.zeros(4, device="meta")}, anyrank.LoadError, "0.bias: a Tensor"
-    )
+    on_meta = {**WEIGHTS, "0.bias": torch.zeros(4, device="meta")}
+    refused(on_meta, anyrank.LoadError, "0.bias: is on meta")
     sparse = {**WEIGHTS, "0.weight": torch.eye(4).to_sparse()}
-    refused(sparse, anyrank.LoadError, "layout torch.sparse_coo")
+    refused(sparse, anyrank.LoadError, "a torch.sparse_coo tensor")
 
 
 def test_integers_are_widened_only() -> None:

@@ -32,6 +32,9 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        # To open a named pipe would wait for a writer, and a device has no end.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", path)
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.info = self.stat()
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from anyrank.errors import LoadError
 from anyrank.tensors.layout import GIVEN_BOXES, Layout, Placement
 from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.wrapped import rewrapped, without_bytes
 
 
 def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
@@ -42,11 +43,11 @@ def layout_of(tensor: torch.Tensor, name: str, known: dict[Any, Lay] | None = No
     Raises:
         LoadError: a tensor subclass, placement or mesh whose bytes cannot be placed.
     """
+    if what := without_bytes(tensor):
+        kind, way_out = what
+        raise LoadError(f"{name}: is a {kind}, whose bytes are not the tensor's: {way_out}")
     placements: Any = getattr(tensor, "placements", None)
     if placements is None:
-        if what := _without_bytes(tensor):
-            kind, way_out = what
-            raise LoadError(f"{name}: is a {kind}, whose bytes are not the tensor's: {way_out}")
         return (GIVEN_BOXES, _given_boxes(tensor, name)) if _is_part(tensor) else (None, None)
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     key = (id(mesh), placements, *map(type, placements))  # a strided shard may equal a plain one
@@ -107,22 +108,6 @@ def _given_boxes(tensor: Any, name: str) -> tuple[int, ...]:
     return tuple(map(int, coordinate))
 
 
-def _without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What a plain tensor is whose values are not its bytes, and the way out; None for others."""
-    if tensor.is_nested:
-        return "nested tensor", "give its parts, from .unbind()"
-    if tensor.layout != torch.strided:
-        return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
-    if tensor.is_quantized:
-        return "quantised tensor", "load or save before it is quantised, or give .dequantize()"
-    if tensor.is_conj() or tensor.is_neg():
-        return "conj or neg view", "give the result of .resolve_conj().resolve_neg()"
-    if _hides_bytes(type(tensor)):
-        way_out = "load or save before it is wrapped or quantised, or use fully_shard (FSDP2)"
-        return type(tensor).__name__, way_out
-    return None
-
-
 def _places_in_groups(mesh: Any) -> tuple[int, ...]:
     """This rank's place in the process group of each mesh axis, by which FSDP2 and collectives cut.
 
@@ -131,13 +116,6 @@ def _places_in_groups(mesh: Any) -> tuple[int, ...]:
     if mesh.get_coordinate() is None or not dist.is_initialized():
         return ()
     return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
-
-
-@lru_cache(maxsize=256)
-def _hides_bytes(kind: type[torch.Tensor]) -> bool:
-    """Whether what the bytes of such tensors mean is known to their class alone."""
-    wraps = hasattr(kind, "__tensor_flatten__")  # torch's protocol of wrapper classes
-    return wraps or kind.__name__ in ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
 
 
 @lru_cache(maxsize=256)
@@ -153,9 +131,10 @@ def dtensor_like(
 
     `from_local` moves what is not on the mesh's device, as the parameters are that FSDP2 keeps on
     the CPU. A meta tensor it leaves, and torch's protocol of wrapper classes puts `local` in its
-    place.
+    place. What `like` holds in a wrapper, as for float8, the new one does too.
     """
     mesh = like.device_mesh
+    local = rewrapped(like.to_local(), local)
     kind: Any = type(like)  # by its class, as an import statement here takes 0.1 ms
     elsewhere = local.device.type != mesh.device_type
     blank = torch.empty_like(local, device="meta") if elsewhere else local

@@ -22,6 +22,7 @@ from anyrank.files.reader import Reader
 from anyrank.models.tensors import ModelTensor, NamedModule, find_modules, tensors_of
 from anyrank.models.wrappers import plain_class
 from anyrank.tensors.names import candidates
+from anyrank.tensors.wrapped import values_of
 from anyrank.world.ranks import Ranks
 
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -183,7 +184,7 @@ def changed_in_state_dict(module: nn.Module) -> list[str]:
 
 def _is_same(target: ModelTensor, value: Any) -> bool:
     local = value.to_local() if hasattr(value, "to_local") else value
-    return local.is_set_to(target.local())
+    return values_of(local).is_set_to(target.local())
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from anyrank.models.dtensors import dtensor_like
 from anyrank.models.tensors import ModelTensor
+from anyrank.tensors.wrapped import is_wrapper, rewrapped
 
 # Properties, so that they stay with the object while the memory that they act on is swapped.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -89,10 +90,13 @@ def _like(target: ModelTensor, local: torch.Tensor) -> Any:
                 old, new, placements=old.placements, shape=old.shape, stride=old.stride()
             )
             new = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+        elif is_wrapper(old):
+            new = nn.Parameter(rewrapped(old, new), requires_grad=False)
         elif type(old) is not torch.Tensor:  # a Parameter, or a subclass of the user's
             new = new.as_subclass(type(old))
         new.requires_grad_(old.requires_grad)
-    new.__dict__.update(old.__dict__)
+    inner = vars(new) if is_wrapper(new) else {}  # where a wrapper keeps its new memory
+    new.__dict__.update(vars(old) | inner)
     return new
 
 

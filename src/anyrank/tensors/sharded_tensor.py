@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from anyrank.tensors.layout import Layout, Piece, local_pieces, local_shape
+from anyrank.tensors.wrapped import values_of
 
 Members: TypeAlias = "tuple[int, ...]"  # global ranks that hold the same part of a tensor
 
@@ -66,11 +67,11 @@ class ShardedTensor:
         """This rank's memory, to be written to in place."""
         tensor: Any = self.tensor
         if not self.is_dtensor:
-            return tensor.detach()
+            return values_of(tensor)
         if not torch.is_grad_enabled():
-            return tensor.to_local().detach()
+            return values_of(tensor.to_local())
         with torch.no_grad():  # a view for autograd would take 50 us
-            return tensor.to_local().detach()
+            return values_of(tensor.to_local())
 
     @property
     def is_dtensor(self) -> bool:
@@ -104,6 +105,7 @@ def is_released(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor's storage lacks its elements: to touch them ends the process."""
     if not tensor.numel() or tensor.is_meta:
         return False
+    tensor = values_of(tensor)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     return tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize

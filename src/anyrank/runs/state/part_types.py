@@ -149,8 +149,6 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
     try:
         plain = tensor if hasattr(tensor, "placements") else tensor.resolve_conj().resolve_neg()
         sharded = as_sharded(name, plain)
-        if sharded.is_dtensor:
-            as_sharded(name, sharded.local())  # which may be of a class that hides its bytes
     except LoadError as error:
         raise _cannot_be_saved(name, _kind(tensor)) from error
     return sharded

@@ -33,6 +33,7 @@ from anyrank.runs.state.part_types import (
 )
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.wrapped import values_of
 from anyrank.training.steps.loader import ElasticLoader
 
 HOOKS = (
@@ -289,5 +290,6 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 def _memory_of(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
     local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    local = values_of(local)
     address = local.data_ptr() if local.layout == torch.strided else id(tensor)
     return address, local.shape, local.dtype

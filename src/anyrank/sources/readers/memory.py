@@ -14,6 +14,7 @@ from anyrank.sources.part_names import NESTED
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import is_released
 from anyrank.tensors.spec import Chunk, StoredTensor
+from anyrank.tensors.wrapped import values_of, without_bytes
 
 
 def _tensors_in(value: Any) -> int:
@@ -56,13 +57,16 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 unreadable[key] = "an array and no tensor (torch.as_tensor makes one)"
             skipped.append(f"{key}: {unreadable.get(key, 'not a tensor')}")
             continue
-        wraps = hasattr(type(value), "__tensor_flatten__")  # its bytes are in other tensors
-        if value.layout != torch.strided or wraps or value.is_meta or value.is_quantized:
+        if hasattr(value, "placements"):
             raise LoadError(
-                f"{key}: a {type(value).__name__} of {value.dtype}, layout {value.layout}, on "
-                f"{value.device} has no bytes that anyrank can read here: give plain tensors; a "
-                "dict of DTensors goes into a model by anyrank.load or anyrank.sync"
+                f"{key}: is a DTensor, of which this process has a part: a dict of DTensors goes "
+                "into a model by anyrank.load or anyrank.sync"
             )
+        if value.is_meta:
+            raise LoadError(f"{key}: is on meta, and has no values: load or materialize it first")
+        if what := without_bytes(value):
+            raise LoadError(f"{key}: is a {what[0]}, whose bytes are not the tensor's: {what[1]}")
+        value = values_of(value)
         if is_released(value):
             raise LoadError(f"{key}: its memory was released (untyped_storage().resize_)")
         shape = tuple(value.shape)
@@ -73,7 +77,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         chunk = Chunk(Box.whole(shape), len(files), 0, tuple(value.stride()))
         stored[key] = first[memory] = StoredTensor(key, shape, value.dtype, (chunk,))
         nbytes = value.numel() * value.element_size()
-        files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value.detach()))
+        files.append(FileInfo(key, nbytes, "", in_memory=True, tensor=value))
     return Listing(
         "memory",
         tuple(files),

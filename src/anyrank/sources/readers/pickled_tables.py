@@ -11,7 +11,14 @@ from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import EXTRA_STATE
 from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.sources.readers.memory import extra_of
-from anyrank.sources.readers.pickles import SAVE_STATE, Bytesless, DTensorRef, Inert, TensorRef
+from anyrank.sources.readers.pickles import (
+    SAVE_STATE,
+    Bytesless,
+    DTensorRef,
+    Inert,
+    Record,
+    TensorRef,
+)
 from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"
@@ -62,11 +69,12 @@ def find_table(tree: Any, path: str) -> FoundTable:
         inner = entries.get(name)
         if isinstance(inner, dict):
             _check_whole(cast("dict[Any, Any]", inner), path)
-        if isinstance(inner, dict) and len(refs_of(inner)) > len(direct):
-            table = cast("dict[Any, Any]", inner)
+        table = cast("dict[Any, Any]", inner) if isinstance(inner, dict) else {}
+        unread = unread_of(table)
+        if (refs := refs_of(table)) and len(refs) + len(unread) > len(direct):
             others = {key: value for key, value in entries.items() if key != name}
-            others |= {key: v for key, v in table.items() if isinstance(v, Bytesless)}
             notes = [_why_not(*entry, chosen=name) for entry in others.items()]
+            notes += [f"{key}: {what}" for key, what in unread.items()]
             return FoundTable(table, notes, name, _prefixes(tables))
     if direct:
         known = {*direct, *extras_of(entries)}
@@ -76,15 +84,14 @@ def find_table(tree: Any, path: str) -> FoundTable:
     if tables:
         others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
         return FoundTable({**tables}, others, tables=_prefixes(tables))
-    for key, value in entries.items():
-        if isinstance(value, Bytesless):
-            raise LoadError(f"{path}: no dense tensors; {_why_not(key, value)}")
+    for key, what in unread_of(entries).items():
+        raise LoadError(f"{path}: no dense tensors; {key}: is {what}")
     if arrays := _arrays_in(entries):
         raise LoadError(
             f"{path}: holds arrays of NumPy ({', '.join(first_few(arrays, 3))}) and no tensors: "
             "save a dict of torch.from_numpy(...)"
         )
-    objects = [key for key, value in entries.items() if type(value).__base__ is Inert]
+    objects = [key for key, value in entries.items() if isinstance(value, Inert)]
     if objects:
         key = objects[0]
         raise LoadError(
@@ -218,7 +225,7 @@ def _check_whole(table: Mapping[Any, Any], path: str) -> None:
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
         return f"{key}: weights too, and those of {chosen or 'the root'} were read"
-    return f"{key}: " + (f"a {value.kind}" if isinstance(value, Bytesless) else NOT_WEIGHTS)
+    return f"{key}: {_what_is_unread(value) or NOT_WEIGHTS}"
 
 
 def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
@@ -226,6 +233,42 @@ def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
     if any(isinstance(value, TensorRef) for value in table.values()):
         return {str(key): ref for key, ref in table.items() if isinstance(ref, TensorRef)}
     return dict(_tensors(table))
+
+
+def unread_of(table: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """Keys of a table of weights, as `refs_of` has them, whose values are not read: what each is,
+    and what to do. They are tensors without bytes, and objects of the user's code with tensors.
+    """
+    unread: dict[str, str] = {}
+    is_flat = any(isinstance(value, TensorRef) for value in table.values())
+    for key, value in table.items():
+        if what := _what_is_unread(value):
+            unread[f"{prefix}{key}"] = what
+        elif isinstance(value, dict) and not is_flat:
+            unread |= unread_of(cast("dict[Any, Any]", value), f"{prefix}{key}.")
+    return unread
+
+
+def _what_is_unread(value: object) -> str | None:
+    """What a value is that may be weights and is not read, and what to do; None for others."""
+    if isinstance(value, Bytesless):
+        return f"a {value.kind}"
+    if isinstance(value, Record) and _holds_tensors(value):
+        return (
+            f"a {type(value).__name__}, an object with tensors in it, which only its own code "
+            "reads: save its tensors"
+        )
+    return None
+
+
+def _holds_tensors(value: Any, depth: int = 6) -> bool:
+    """Whether a pickled object was made with tensors, or has some among its fields."""
+    if isinstance(value, TensorRef | Bytesless):
+        return True
+    parts: Any = (*value.arguments, value.fields) if isinstance(value, Record) else value
+    parts = parts.values() if isinstance(parts, dict) else parts
+    is_container = isinstance(value, Record | dict | list | tuple)
+    return is_container and depth > 0 and any(_holds_tensors(part, depth - 1) for part in parts)
 
 
 def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:

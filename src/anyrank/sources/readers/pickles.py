@@ -21,6 +21,7 @@ import torch
 
 from anyrank.errors import UnsafeFile
 from anyrank.sources.torch_zip import STORAGES
+from anyrank.tensors.wrapped import stored_class
 from anyrank.wording import first_few
 
 
@@ -153,12 +154,14 @@ INERT_MODULES = (
 )
 
 
-# What describes a DTensor: kept as data, never constructed.
+# What describes a DTensor or a ShardedTensor: kept as data, never constructed.
 RECORD_MODULES = (
     "torch.distributed.tensor.",
     "torch.distributed._tensor.",
     "torch.distributed.device_mesh.",
     "torch.distributed._mesh_layout.",
+    "torch.distributed._shard.",
+    "torch.distributed.remote_device.",
 )
 
 
@@ -173,17 +176,32 @@ def _rebuild_parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
-def _rebuild_wrapper(*args: Any) -> Inert:
-    """A tensor subclass, of which only DTensor is known."""
-    return Inert()
+def _rebuild_wrapper(*args: Any) -> Any:
+    """The dtype, shape and strides of a tensor subclass that has no memory of its own."""
+    return tuple(args[1:4])
 
 
 def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
+    name = str(getattr(kind, "__name__", kind))
     if function is not _rebuild_wrapper:
-        return function(*args)
+        problem = stored_class(name, is_one=True)
+        return function(*args) if problem is None else Bytesless(problem)
     fields: Any = state[1] if isinstance(state, tuple) and len(cast("Any", state)) == 2 else state
-    local, spec = fields.get("_local_tensor"), fields.get("_spec")
-    return DTensorRef(local, spec) if isinstance(local, TensorRef) else Inert()
+    fields = fields if isinstance(fields, dict) else {}
+    if "_spec" in fields and isinstance(fields.get("_local_tensor"), TensorRef):
+        return DTensorRef(fields["_local_tensor"], fields["_spec"])
+    inner = [value for value in fields.values() if isinstance(value, TensorRef | Bytesless)]
+    [values] = inner if len(inner) == 1 else [None]
+    is_one = isinstance(values, TensorRef) and (
+        (values.dtype, values.shape, values.strides) == _rebuild_wrapper(*args)
+    )
+    problem = stored_class(name, is_one)
+    return values if problem is None else Bytesless(problem)
+
+
+def _inner_class(owner: Any, name: object) -> type[Inert]:
+    """A class in another, or a member of an enum; nothing is looked up."""
+    return type(str(name), (Inert,), {})
 
 
 def _bytesless(kind: str) -> Callable[..., Bytesless]:
@@ -208,6 +226,7 @@ TABLE: dict[str, Any] = {
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper,
+    "builtins.getattr": _inner_class,
     "torch.nn.parameter.Parameter": Inert,
     "torch.nn.parameter.Buffer": Inert,
     "torch.Tensor": Inert,
@@ -319,9 +338,9 @@ class TensorUnpickler(pickle.Unpickler):
         value = getattr(torch, global_name, None) if module_name == "torch" else None
         if isinstance(value, torch.dtype):
             return value
-        if name.startswith(RECORD_MODULES):
+        if name.startswith(RECORD_MODULES) or name in _trusted_by_user():
             return type(global_name.rsplit(".", 1)[-1], (Record,), {})
-        if name.startswith(INERT_MODULES) or name in _trusted_by_user():
+        if name.startswith(INERT_MODULES):
             return type(global_name.rsplit(".", 1)[-1], (Inert,), {})
         raise UnknownName(name, refusal([name], self.path))
 

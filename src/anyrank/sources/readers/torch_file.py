@@ -75,11 +75,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         checksums=read.checksums,
         skipped=tuple(content.others),
         extras=pickled_tables.extras_of(table),
-        unreadable={
-            str(key): f"a {value.kind}"
-            for key, value in table.items()
-            if isinstance(value, pickles.Bytesless)
-        },
+        unreadable=pickled_tables.unread_of(table),
         tables=content.tables,
         table=content.name,
         beside=beside,

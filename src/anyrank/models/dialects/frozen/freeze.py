@@ -32,6 +32,7 @@ from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.tensors.walk import walk
+from anyrank.tensors.wrapped import values_of
 from anyrank.world.group import check_group
 
 M = TypeVar("M", bound=nn.Module)
@@ -255,7 +256,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 def _local(tensor: Any) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if _is_sharded(tensor) else tensor
+    return values_of(tensor.to_local() if _is_sharded(tensor) else tensor)
 
 
 # -- proof ----------------------------------------------------------------------------------------

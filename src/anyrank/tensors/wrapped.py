@@ -1,0 +1,123 @@
+"""Where a tensor's values lie: in its own memory, in one inner tensor, or where no one can say.
+
+A tensor subclass may have no memory of its own (torch's wrapper classes). Some only add behaviour
+to one plain tensor, as those by which torchao trains in float8 do: its memory is theirs. Others
+compute their values from several tensors, as quantised ones do: these are refused by name.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+WRAPPED = "load or save before it is wrapped or quantised, or use fully_shard (FSDP2)"
+SHARDED = "ShardedTensor"
+SHARDED_WAY_OUT = (
+    "each rank has a part: save the dict with torch.distributed.checkpoint, and give that folder; "
+    "or take state_dict() under FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
+)
+# Classes of libraries that keep other numbers in a tensor's own memory.
+PACKED = ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
+IN_FILE = "save its .dequantize(), or the state_dict() of before it was wrapped or quantised"
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The detached tensor in whose memory the values lie, to be read and written in place."""
+    plain = tensor.detach()
+    while type(plain) is not torch.Tensor and (name := _inner_name(plain)) is not None:
+        plain = getattr(plain, name).detach()
+    return plain
+
+
+def rewrapped(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` in the same wrapper as another tensor's, or themselves where it has none."""
+    outer: Any = like.detach()
+    kind = cast("Any", type(outer))
+    name = None if kind is torch.Tensor else _inner_name(outer)
+    if name is None:
+        return values
+    inner = rewrapped(getattr(outer, name), values)
+    context = outer.__tensor_flatten__()[1]
+    return kind.__tensor_unflatten__({name: inner}, context, outer.size(), outer.stride())
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that keeps its numbers in inner tensors."""
+    return type(tensor) not in PLAIN and _is_wrapper_class(type(tensor))
+
+
+def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor is that has no memory in which its values lie, and the way out; None for
+    others. A DTensor is judged by what it holds here.
+    """
+    if type(tensor).__name__ == SHARDED:  # first, as it has hardly a method of a tensor
+        return f"{SHARDED} of FSDP1", SHARDED_WAY_OUT
+    if hasattr(tensor, "placements"):
+        return without_bytes(_local_of(tensor))
+    if tensor.is_nested:
+        return "nested tensor", "give its parts, from .unbind()"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
+    if tensor.is_quantized:
+        return "quantised tensor", "load or save before it is quantised, or give .dequantize()"
+    if type(tensor) not in PLAIN and (problem := _hiding_class(tensor)) is not None:
+        return problem
+    if tensor.is_conj() or tensor.is_neg():
+        return "conj or neg view", "give the result of .resolve_conj().resolve_neg()"
+    return None
+
+
+def _hiding_class(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """As `without_bytes`, of a subclass."""
+    name = type(tensor).__name__
+    if name in PACKED:
+        return name, WRAPPED
+    if is_wrapper(tensor):
+        return (name, WRAPPED) if _inner_name(tensor.detach()) is None else None
+    has_memory = tensor.is_meta or not tensor.numel() or tensor.data_ptr()
+    return None if has_memory else (name, WRAPPED)
+
+
+def _inner_name(tensor: Any) -> str | None:
+    """The attribute with the one inner tensor that has all that a wrapper's values are; None for a
+    tensor that is no wrapper, or that computes its values.
+    """
+    if not is_wrapper(tensor):
+        return None
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    inner = getattr(tensor, names[0]) if len(names) == 1 else None
+    if inner is None or _look(inner) != _look(tensor) or without_bytes(inner) is not None:
+        return None
+    return names[0]
+
+
+def _look(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _local_of(dtensor: Any) -> torch.Tensor:
+    """What a DTensor holds on this rank, as it is: `to_local` takes ten times as long."""
+    return getattr(dtensor, dtensor.__tensor_flatten__()[0][0])
+
+
+@lru_cache(maxsize=256)
+def _is_wrapper_class(kind: type[torch.Tensor]) -> bool:
+    return hasattr(kind, "__tensor_flatten__")  # torch's protocol of wrapper classes
+
+
+def stored_class(name: str, is_one: bool) -> str | None:
+    """Why a tensor subclass in a file has no bytes that are its values, with the way out; None
+    where they are those of its one inner tensor, or its own.
+
+    Args:
+        name: of the class, which is not imported.
+        is_one: whether the file has one tensor of its dtype, shape and strides for it.
+    """
+    if name == SHARDED:
+        return f"{SHARDED} of FSDP1, of which {SHARDED_WAY_OUT}"
+    if name in PACKED or not is_one:
+        return f"{name}, a tensor subclass whose values its own code computes: {IN_FILE}"
+    return None
