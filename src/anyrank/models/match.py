@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
-from anyrank.models.dialects.dialect import LIVE, Case, ModelMatch, dialects_of
+from anyrank.models.dialects.dialect import LIVE, Case, Dialect, ModelMatch, Renamer, dialects_of
 from anyrank.models.dialects.registry import DIALECTS
 from anyrank.models.first_values.parametrised import parametrised
 from anyrank.models.fits import find_misfit, unwritable
@@ -24,7 +25,7 @@ from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
 from anyrank.sources.tables.choice import idle_renames, weights_for
 from anyrank.sources.tables.renaming import renamer
-from anyrank.tensors.names import candidates, is_trained_copy, match_keys
+from anyrank.tensors.names import TensorKeys, candidates, is_trained_copy, match_keys
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
@@ -56,64 +57,125 @@ def match_model(
     """
     modules = find_modules(model)
     tensors = tensors_of(modules) if tensors is None else tensors
-    # No checkpoint has to hold buffers that state_dict leaves out, so no key is asked for them.
-    loadable = [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
-    wanted = [tensors[i].all_names() for i in loadable]
-    is_live = listing.format == LIVE
-    # A run holds tensors as they were in the model, which no code has changed on the way.
-    is_raw = is_live or listing.format == FORMAT
-    source = chosen = listing
-    # A live source is one model's tensors: none of them is of another table, as an optimizer's.
-    if not is_live:
-        known = {name for names in wanted for name in chain.from_iterable(names)}
-        chosen = weights_for(known, source, renamer(options.rename) if options.rename else None)
-    case = Case(model, modules, tensors, chosen, options, parts or {}, DIALECTS)
-    dialects, listing, rename = dialects_of(case), chosen, case.rename
+    weights = _weights_among(tensors, listing, options)
+    case = Case(model, modules, tensors, weights, options, parts or {}, DIALECTS)
+    dialects = dialects_of(case)
+    names = _match_names(case, dialects, listing)
+    match, absent = _fill(case, dialects, names)
+    problems = _problems(case, dialects, match, absent)
+    if problems:
+        raise LoadError(join_problems(match.listing, problems))
+    return match
+
+
+class _Names(NamedTuple):
+    """A source under the model's names, and the key of each tensor.
+
+    Attributes:
+        listing: the source, with weights in place of what libraries store for them.
+        rename: from its keys to the model's names.
+        positions: of the tensors that keys are asked for.
+        matched: their keys, by their place in `positions`.
+        idle: entries of `rename=` that match no key, in words.
+    """
+
+    listing: Listing
+    rename: Renamer
+    positions: Sequence[int]
+    matched: TensorKeys
+    idle: list[str]
+
+
+def _weights_among(
+    tensors: Sequence[ModelTensor], listing: Listing, options: LoadOptions
+) -> Listing:
+    """The weights of a source. A live one is one model's tensors, and of no other table."""
+    if listing.format == LIVE:
+        return listing
+    names = [tensors[i].all_names() for i in _loadable(tensors)]
+    known = {name for ends in names for name in chain.from_iterable(ends)}
+    return weights_for(known, listing, renamer(options.rename) if options.rename else None)
+
+
+def _loadable(tensors: Sequence[ModelTensor]) -> list[int]:
+    """Positions of all but the buffers that `state_dict` leaves out: no source has to hold those."""
+    return [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
+
+
+def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _Names:
+    """Give each tensor of a model its key.
+
+    Args:
+        case: with the weights among the source.
+        dialects: that apply.
+        source: all that there is.
+
+    Raises:
+        LoadError: as `idle_renames`, and as the dialects.
+    """
+    listing, rename = case.source, case.rename
     # Numbers become weights before names are compared: a conversion fuses whole weights.
     for dialect in dialects:
         listing = dialect.values(listing)
     # Entries of `rename=` are judged by the source's own keys, which a conversion takes away.
-    idle = idle_renames(options.rename, source, chosen, listing.tensors)
+    idle = idle_renames(case.options.rename, source, case.source, listing.tensors)
     for dialect in dialects:
         listing, rename = dialect.names(listing, rename)
+    positions = _loadable(case.tensors)
+    wanted = [case.tensors[i].all_names() for i in positions]
     matched = match_keys(wanted, listing.tensors, rename)
-    stored = {loadable[i]: listing.tensors[key] for i, key in matched.keys.items()}
-    match = ModelMatch(tensors, listing, stored, duplicates=matched.duplicates, idle=idle)
+    return _Names(listing, rename, positions, matched, idle)
+
+
+def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[ModelMatch, list[int]]:
+    """What fills each tensor, what is left over, and which tensors should have bytes and have none.
+
+    Raises:
+        LoadError: as the dialects.
+    """
+    listing, matched, positions = names.listing, names.matched, names.positions
+    stored = {positions[i]: listing.tensors[key] for i, key in matched.keys.items()}
+    duplicates = matched.duplicates
+    match = ModelMatch(case.tensors, listing, stored, duplicates=duplicates, idle=names.idle)
     # A frozen part takes what the keys left open from its own source, and compares the rest.
     for dialect in dialects:
         match = dialect.complete(match)
-    listing, stored, compared = match.listing, match.stored, match.compared
-    empty = {loadable[n] for n in matched.missing}.difference(stored, compared)
-    # A live source need not hold a part that is never written to.
-    missing = [i for i in sorted(empty) if not (is_live and tensors[i].is_pinned)]
     # AveragedModel counts its steps beside the weights; a key that `rename=` empties is left out.
     ignored = [
         key
         for key in matched.unexpected
-        for name in (rename(key),)
+        for name in (names.rename(key),)
         if name in case.derived
         or name in ("", AVERAGED)
         or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
     ]
-    own_code = OwnCode() if is_raw else OwnCode(modules, listing, case.rename)
+    # A run holds tensors as they were in the model, which no code has changed on the way.
+    is_raw = case.is_live or listing.format == FORMAT
+    own_code = OwnCode() if is_raw else OwnCode(case.modules, match.listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
     # A live source holds a tied tensor under each of its names; one of them is enough.
-    if is_live:
-        of_no_use |= _tied_to(match.wanted, listing)
+    if case.is_live:
+        of_no_use |= _tied_to(match.wanted, match.listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
     match = replace(match, unexpected=unexpected, ignored=ignored, own_code=own_code)
-    match, absent = _with_missing(match, missing, options)
-    problems = _problems(match, absent, options)
-    problems += _unread(listing, tensors, absent, case.rename)
-    if match.initialise:
-        problems += parametrised(tensors[i] for i in match.initialise)
-    problems += shared_on_meta(tensors)
+    empty = {positions[n] for n in matched.missing}.difference(match.stored, match.compared)
+    # A live source need not hold a part that is never written to.
+    missing = [i for i in sorted(empty) if not (case.is_live and case.tensors[i].is_pinned)]
+    return _with_missing(match, missing, case.options)
+
+
+def _problems(
+    case: Case, dialects: Sequence[Dialect], match: ModelMatch, absent: list[int]
+) -> list[str]:
+    """Everything that is wrong with a match, each with its way out."""
+    problems = _misfits(match, absent, case.options)
+    problems += _unread(match.listing, case.tensors, absent, case.rename)
+    problems += parametrised(case.tensors[i] for i in match.initialise)
+    problems += shared_on_meta(case.tensors)
     # Adapters are judged last: by then it is known what fills their base.
     for dialect in dialects:
         problems += dialect.problems(match)
-    if problems:
-        raise LoadError(join_problems(listing, problems))
-    return match
+    return problems
 
 
 def _with_missing(
@@ -167,7 +229,7 @@ def _unread(
     ]
 
 
-def _problems(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
+def _misfits(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
     """Everything that is wrong with names, shapes and dtypes, with the ways out."""
     tensors = match.tensors
     # A fresh tensor may be missing, as it keeps its value; one on meta has none.
