@@ -98,7 +98,7 @@ def _weights_among(
 
 
 def _loadable(tensors: Sequence[ModelTensor]) -> list[int]:
-    """Positions of all but the buffers that `state_dict` leaves out: no source has to hold those."""
+    """Positions of what a source has to hold: all but the buffers that `state_dict` leaves out."""
     return [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
 
 
