@@ -32,8 +32,9 @@ from anyrank.runs.resume.source import ResumeSource, misfit_text
 from anyrank.runs.state.optimizer import Names, match_optimizer
 from anyrank.runs.state.part_types import PartMatch, PartSource, in_line
 from anyrank.runs.state.resume_report import Outcome, SavedOn
+from anyrank.runs.state.run_parts import names_of
 from anyrank.runs.state.stateful import class_name, match_stateful
-from anyrank.runs.state.train_state import TrainState, names_of
+from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.tables.renaming import renamer
 from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 from anyrank.sources.tools.read import read_foreign

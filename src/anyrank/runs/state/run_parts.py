@@ -1,0 +1,279 @@
+"""The objects of a run by name: what each contributes to a save, what fills each at a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anyrank.checks import check_int, check_names, check_type
+from anyrank.errors import CheckpointError
+from anyrank.models.tensors import ModelTensor, in_state_dict
+from anyrank.runs.state.accelerate_wrappers import unwrapped
+from anyrank.runs.state.base import Base, base_problems
+from anyrank.runs.state.modules import match_module, save_module, targets_of
+from anyrank.runs.state.optimizer import match_optimizer, save_optimizer
+from anyrank.runs.state.optimizer_groups import check_schedulers
+from anyrank.runs.state.part_types import PartMatch, PartSource, PartState
+from anyrank.runs.state.resume_report import Outcome
+from anyrank.runs.state.script_settings import ScriptSettings
+from anyrank.runs.state.stateful import Stateful, match_stateful, save_stateful
+from anyrank.training.random_state.saved_streams import capture, digests_of
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.wording import count
+from anyrank.world.arguments import compare_arguments
+from anyrank.world.ranks import Ranks
+
+log = logging.getLogger("anyrank.state")
+
+RESERVED = ("streams", "run", "step", "epoch", "samples")
+
+
+class RunParts:
+    """The objects of a run by name, and what becomes of them at a save and at a resume.
+
+    Attributes:
+        parts: name -> module, optimizer or stateful object, without Accelerate's wrappers.
+        seed: of the run.
+        generators: the run's own, by name.
+        first_rank: names of the parts of which the first rank's state is saved for all.
+        base: the model's frozen base, which is not written; None to write all of the model.
+        settings: of the parts, as the script made them.
+        warned: optimizers of which it was said that attributes are not saved.
+        unusable: why the values are those of no step, or None.
+        saves: of the state in this process, whose replicas were compared.
+        streams_before: random stream -> digest of its state when this was made.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        seed: int,
+        generators: Mapping[str, torch.Generator],
+        first_rank: Sequence[str],
+        base: Any,
+    ) -> None:
+        self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
+        for name, part in self.parts.items():
+            if name in RESERVED or not name.isidentifier():
+                raise ValueError(f"{name!r} cannot be the name of a part: choose another")
+            if not isinstance(part, (nn.Module, Optimizer, Stateful)):
+                hint = "; anyrank.ElasticLoader has both" if name == "data" else ""
+                raise TypeError(
+                    f"{name}= takes a module, an optimizer, or an object with "
+                    f"state_dict() and load_state_dict(), not a {type(part).__name__}{hint}"
+                )
+        check_names("first_rank", first_rank)
+        for name in first_rank:
+            part = self.parts.get(name)
+            if part is None or isinstance(part, (nn.Module, Optimizer)):
+                raise ValueError(
+                    f"first_rank names {name!r}, which is not a stateful part: the parts are "
+                    f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
+                )
+        self.first_rank = frozenset(first_rank)
+        self.base = None if base is None else Base(base)
+        if base is not None and not isinstance(self.parts.get("model"), nn.Module):
+            raise ValueError("base= is where a model's frozen parameters come from: give model=")
+        self.seed = check_int("seed", seed)
+        check_type("generators", generators, Mapping, "a dict of names to torch.Generators")
+        for name, generator in generators.items():
+            check_type("generators", name, str, "a dict of names to torch.Generators")
+            check_type(f"generators[{name!r}]", generator, torch.Generator, "a torch.Generator")
+        self.generators = dict(generators)
+        self.settings = ScriptSettings(self.parts)
+        self.warned: set[str] = set()
+        self.unusable: str | None = None
+        self.saves = 0
+        self.streams_before = self.digests_of_streams()
+
+    def digests_of_streams(self) -> dict[str, str]:
+        """Random stream -> digest of its state on this rank now."""
+        return digests_of(capture(self.generators))
+
+    def optimizers(self) -> list[Optimizer]:
+        """The parts that are optimizers."""
+        return [part for part in self.parts.values() if isinstance(part, Optimizer)]
+
+    def check_usable(self) -> None:
+        """Refuse to go on with a state whose values are those of no step.
+
+        Raises:
+            CheckpointError: a resume failed in the middle, or a step moved it and does not count.
+        """
+        if self.unusable is not None:
+            raise CheckpointError(f"{self.unusable}: resume again, or build the objects again")
+
+    def targets(self) -> dict[str, list[ModelTensor]]:
+        """The tensors of each module that a run writes, by part."""
+        modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
+        targets = {part: targets_of(module) for part, module in modules.items()}
+        if self.base is not None:
+            targets["model"] = self.base.without(targets["model"], self._trained())
+        return targets
+
+    def _trained(self) -> set[int]:
+        """Ids of the parameters that the optimizers hold."""
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def agree(self, ranks: Ranks) -> None:
+        """Compare the arguments before the first save or resume, and measure the model's base. All
+        ranks.
+
+        Raises:
+            CheckpointError: the state's own arguments differ between ranks; the base is on meta, or
+                differs between ranks.
+        """
+        arguments = {
+            "seed": self.seed,
+            "generators": sorted(self.generators),
+            "first_rank": sorted(self.first_rank),
+        }
+        compare_arguments(ranks, "TrainState", arguments, CheckpointError)
+        if self.base is not None:
+            self.base.measure(targets_of(self.parts["model"]), self._trained(), ranks)
+
+    def check_optimizers(self, rank: int) -> None:
+        """Refuse optimizers that cannot be saved as they are now; warn of what would be lost.
+
+        Raises:
+            CheckpointError: names the part, and what of it.
+        """
+        names = names_of(self.targets())
+        for part, value in self.parts.items():
+            if isinstance(value, Optimizer):
+                saved = save_optimizer(part, value, names, rank)
+                self._warn_of_unsaved(part, saved.unsaved, rank)
+
+    def save(self, rank: int) -> dict[str, PartState]:
+        """What every part contributes to a save, as this rank sees it."""
+        tensors, saved = self.save_tensors(rank), dict[str, PartState]()
+        for part, value in self.parts.items():
+            if part in tensors:
+                saved[part] = tensors[part]
+                continue
+            saved[part] = save_stateful(part, cast("Stateful", value), rank)
+            if part in self.first_rank:
+                saved[part].agreement = "first"
+        if self.base is not None:
+            targets = targets_of(self.parts["model"])
+            saved["model"].record["base"] = self.base.record(targets, self._trained())
+        return saved
+
+    def save_tensors(self, rank: int) -> dict[str, PartState]:
+        """The same of the modules and the optimizers alone."""
+        targets = self.targets()
+        names = names_of(targets)
+        stepped = self._trained()
+        saved: dict[str, PartState] = {}
+        for part, value in self.parts.items():
+            if isinstance(value, nn.Module):
+                saved[part] = save_module(part, value, targets[part], stepped)
+            elif isinstance(value, Optimizer):
+                saved[part] = save_optimizer(part, value, names, rank)
+                self._warn_of_unsaved(part, saved[part].unsaved, rank)
+        return saved
+
+    def _warn_of_unsaved(self, part: str, unsaved: Sequence[str], rank: int) -> None:
+        if unsaved and rank == 0 and part not in self.warned:
+            self.warned.add(part)
+            log.warning(
+                "%s: %s of a %s hold tensors that its state_dict() leaves out, so they are not "
+                "saved, and a resume does not bring them back: if they are state, keep them in "
+                "optimizer.state, or in a state_dict() and load_state_dict() of its own",
+                part,
+                ", ".join(unsaved),
+                type(self.parts[part]).__name__,
+            )
+
+    def match(
+        self, records: Mapping[str, Any], source: PartSource, rank: int
+    ) -> dict[str, PartMatch]:
+        """What fills every part that `records` has; nothing is changed."""
+        targets = self.targets()
+        names = names_of(targets)
+        matched: dict[str, PartMatch] = {}
+        for part, record in records.items():
+            value = self.parts[part]
+            kind = _kind(value)
+            if record["kind"] != kind:
+                raise CheckpointError(
+                    f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint: give the "
+                    f"part that was saved under this name, or leave it with skip=[{part!r}]"
+                )
+            if isinstance(value, nn.Module):
+                matched[part] = match_module(part, value, targets[part], record, source)
+                base = self.base if part == "model" else None
+                if base is not None or "base" in record:
+                    # A base that is another one explains all else that does not fit.
+                    wrong = base_problems(base, record)
+                    matched[part].problems = wrong or matched[part].problems
+            elif isinstance(value, Optimizer):
+                matched[part] = match_optimizer(part, value, record, source, names, rank)
+        # Schedules come last: they go by the groups that the optimizers have matched.
+        groups = self._groups_of(matched)
+        for part in [part for part in records if part not in matched]:
+            value = self.parts[part]
+            chosen = groups.get(id(getattr(value, "optimizer", None)))
+            matched[part] = match_stateful(part, value, records[part], source, rank, chosen)
+        matched = {part: matched[part] for part in records}  # the report's order is the save's
+        if any(part.is_regrouped for part in matched.values()):
+            check_schedulers(self.parts, matched)
+        if "data" in matched and not source.same_ranks:
+            self._check_data(matched["data"], source.ranks)
+        return matched
+
+    def _check_data(self, matched: PartMatch, num_ranks: int) -> None:
+        """Refuse another number of ranks where a loader may count within its rank's share: such
+        counts are equal on all ranks, so nothing in them shows it.
+        """
+        data = self.parts["data"]
+        if isinstance(data, ElasticLoader) or matched.problems:
+            return
+        name = type(data).__name__
+        if "data" in self.first_rank:
+            matched.outcome = Outcome(
+                "derived",
+                f"a {name} has its place of {count(num_ranks, 'rank')}, which by "
+                "first_rank=['data'] is the same on any number of ranks",
+            )
+            return
+        matched.problems.append(
+            f"data: a {name} was saved on {count(num_ranks, 'rank')}, and if it splits its samples "
+            "by rank its place means others now: resume on as many ranks, or give TrainState an "
+            "anyrank.ElasticLoader, for shards ElasticLoader.from_shards(lengths=...); if all "
+            "ranks read the same samples, say so with TrainState(first_rank=['data']), else start "
+            "its data from the begin with skip=['data']"
+        )
+
+    def _groups_of(self, matched: Mapping[str, PartMatch]) -> dict[int, Sequence[int | None]]:
+        """Id of each optimizer -> for each of its groups, the saved one that it goes on from."""
+        return {
+            id(self.parts[name]): part.groups
+            for name, part in matched.items()
+            if part.groups is not None
+        }
+
+
+def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:
+    """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
+    named: dict[int, ModelTensor] = {}
+    for part, members in targets.items():
+        for target in in_state_dict(members):
+            # Not with a ".", which names have already.
+            name = target.name if part == "model" else f"{part}/{target.name}"
+            # A parameter that two modules share has the name in the first of them.
+            named.setdefault(id(target.tensor), replace(target, name=name))
+    return named
+
+
+def _kind(part: Any) -> str:
+    if isinstance(part, nn.Module):
+        return "module"
+    return "optimizer" if isinstance(part, Optimizer) else "stateful"
