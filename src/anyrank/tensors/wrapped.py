@@ -8,7 +8,7 @@ compute their values from several tensors, as quantised ones do: these are refus
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -35,13 +35,12 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 def rewrapped(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`values` in the same wrapper as another tensor's, or themselves where it has none."""
     outer: Any = like.detach()
-    kind = cast("Any", type(outer))
-    name = None if kind is torch.Tensor else _inner_name(outer)
+    name = _inner_name(outer)
     if name is None:
         return values
     inner = rewrapped(getattr(outer, name), values)
     context = outer.__tensor_flatten__()[1]
-    return kind.__tensor_unflatten__({name: inner}, context, outer.size(), outer.stride())
+    return type(outer).__tensor_unflatten__({name: inner}, context, outer.size(), outer.stride())
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
 from anyrank.models.dialects.transformers.dequantise import without_scales
-from anyrank.models.dialects.transformers.quantised import scales_of
+from anyrank.models.dialects.transformers.quantised import is_packed, scales_of
 from anyrank.models.fits import PACKED
 from anyrank.sources.tables.choice import tables_named, take_tables, unused
 from anyrank.sources.tables.parts import parts_of
@@ -115,8 +115,7 @@ def outputs_of(
     cast = [] if dtype is None else [*selection.tensors.values()]
     floating = [stored for stored in cast if stored.dtype.is_floating_point]
     # A mask of uint8 is none, though its module may have a parameter of such a name.
-    scaled = {*scales_of(listing.tensors.values()).values()}
-    scaled = {name for name in scaled if name.endswith("weight")}
+    scaled = {*filter(is_packed, scales_of(listing.tensors.values()).values())}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
     problems = without_scales(listing, [*floating, *integers], None, selection.left_out)
     if problems:

@@ -18,10 +18,10 @@ from anyrank.models.dialects.transformers.quantised import (
     SCALE_INV,
     Pair,
     Quantised,
-    is_8_bit,
     is_cast_along,
     is_small,
     is_wide,
+    may_be_scaled,
     owners_of,
     pairs_of,
     scales_of,
@@ -113,7 +113,7 @@ def without_scales(
         unused: whether nobody asks for a key of the source; None where this is not known.
         left_out: keys that the caller knows to be no scales.
     """
-    small = [stored for stored in wanted if is_8_bit(stored.dtype)]
+    small = [stored for stored in wanted if may_be_scaled(stored)]
     if not small:
         return []
     beside = (stored for key, stored in listing.beside.items() if not is_other_part(key))
@@ -174,14 +174,13 @@ def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> d
     """Keys that may be scales or zero points of 8-bit tensors, whatever their names -> the key of
     the tensor: they are in its module or below its name, and have fewer elements.
     """
-    owners = owners_of(stored.name for stored in small)
-    numels = {stored.name: stored.numel for stored in small}
+    owners, by_name = owners_of(small), {stored.name: stored for stored in small}
     smaller = {
         stored.name: owner
         for stored in tensors
         if (owner := owners.get(stored.name.rpartition(".")[0])) is not None
-        and stored.numel < numels[owner]
-        and not is_cast_along(stored.dtype)
+        and stored.numel < by_name[owner].numel
+        and not is_cast_along(stored, by_name[owner])
         and stored.dtype != torch.int64  # a counter
         and "bias" not in stored.name.rpartition(".")[2]
     }

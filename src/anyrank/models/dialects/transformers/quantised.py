@@ -26,6 +26,8 @@ SCALE_WORDS = re.compile(
 )
 # Scales that are parameters of a model (CLIP, ConvNeXt), and no part of another tensor.
 OWN_SCALES = re.compile(r"(?:^|[._])(?:logit|layer|residual)_?scale", re.IGNORECASE)
+# What the name of a weight's packed integers has in it.
+PACKED_WORDS = re.compile(r"weight|packed|blocks")
 SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 
 # The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
@@ -266,7 +268,7 @@ def is_wide(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and not is_small(dtype)
 
 
-def is_8_bit(dtype: torch.dtype) -> bool:
+def _is_8_bit(dtype: torch.dtype) -> bool:
     """Whether numbers of a dtype may be a weight's without its scale."""
     return is_small(dtype) or dtype in (torch.int8, torch.uint8)
 
@@ -276,50 +278,83 @@ def scales_of(
     beside: Iterable[StoredTensor] = (),
     tables: Collection[str] = (),
 ) -> dict[str, str]:
-    """Keys that look like the scale of an 8-bit tensor -> the key of that tensor.
+    """Keys that look like the scale of a small number's tensor -> the key of that tensor.
 
     They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; or
-    all of a file's below one name: `scales.X`.
+    all of a file's below one name: `scales.X`. This is what load, convert and sync ask whether a
+    weight is scaled.
 
     Args:
         tensors: of the source.
         beside: of other tables, by whole keys: scales may have a table of their own.
-        tables: names before those of 8-bit tensors, and not before those in the scales' table.
+        tables: names before those of small tensors, and not before those in the scales' table.
     """
     tensors = list(tensors)
-    owners = owners_of(t.name for t in tensors if is_8_bit(t.dtype))
+    small = [stored for stored in tensors if may_be_scaled(stored)]
+    owners = owners_of(small)
     cut = [name.partition(".") for name in dict.fromkeys(owners.values())]
-    within = owners_of(inner for table, _, inner in cut if table in tables)
+    names = [inner for table, _, inner in cut if table in tables]
+    within = {name.rpartition(".")[0]: name for name in names} | {name: name for name in names}
     whole = {inner: f"{table}.{inner}" for table, _, inner in cut if table in tables}
     elsewhere = {name: whole[inner] for name, inner in within.items()} | owners
-    numels = {t.name: t.numel for t in tensors}
+    by_name = {stored.name: stored for stored in small}
     scales: dict[str, str] = {}
     for number, stored in enumerate([*tensors, *beside] if owners else ()):
-        if (
-            is_cast_along(stored.dtype)
-            or SCALE_WORDS.search(stored.name) is None
-            or OWN_SCALES.search(stored.name)
-        ):  # most
+        has_word = SCALE_WORDS.search(stored.name) is not None
+        if stored.dtype == torch.int64 or OWN_SCALES.search(stored.name):
             continue
         parts = stored.name.split(".")
         for depth in range(1, min(len(parts), SCALE_DEPTH) + 1) if number < len(tensors) else ():
             owner, rest = ".".join(parts[:-depth]), ".".join(parts[-depth:])
-            if owners.get(owner, stored.name) != stored.name and SCALE_WORDS.search(rest):
-                scales.setdefault(stored.name, owners[owner])
+            weight = by_name.get(owners.get(owner, ""), stored)
+            is_named = (has_word and SCALE_WORDS.search(rest)) or _extends(stored, weight)
+            if weight is not stored and is_named and not is_cast_along(stored, weight):
+                scales.setdefault(stored.name, weight.name)
         inner = [".".join(parts[1:end]) for end in (len(parts), -1)]
         owner = next((elsewhere[name] for name in inner if name and name in elsewhere), None)
         # Not another set of weights, as `quantised.X`.
-        if owner and SCALE_WORDS.search(parts[0]) and stored.numel < numels[owner]:
+        if owner is None or SCALE_WORDS.search(parts[0]) is None:
+            continue
+        weight = by_name[owner]
+        if stored.numel < weight.numel and not is_cast_along(stored, weight):
             scales.setdefault(stored.name, owner)
     return scales
 
 
-def owners_of(names: Iterable[str]) -> dict[str, str]:
-    """8-bit tensors by their modules, and by their own names."""
-    names = list(names)
+def may_be_scaled(stored: StoredTensor) -> bool:
+    """Whether a tensor may hold a weight's numbers without its scale."""
+    is_integer = not stored.dtype.is_floating_point and not stored.dtype.is_complex
+    return _is_8_bit(stored.dtype) or (is_integer and is_packed(stored.name))
+
+
+def is_packed(name: str) -> bool:
+    """Whether a tensor of integers is a weight's by its name: `weight`, `qweight`, `X_packed`."""
+    return PACKED_WORDS.search(name.rpartition(".")[2]) is not None
+
+
+def _extends(stored: StoredTensor, weight: StoredTensor) -> bool:
+    """Whether a tensor is a part of a weight by its name, as `weight_shared_exponents`, and has
+    fewer elements.
+    """
+    rest = stored.name.removeprefix(weight.name)
+    is_longer = rest != stored.name and rest.startswith(("_", "."))
+    return is_longer and "bias" not in rest and stored.numel < weight.numel
+
+
+def owners_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
+    """8-bit tensors by their modules, and by their own names.
+
+    Of several in a module the largest is the weight: exponents, zero points and notes of a format
+    may have 8 bits as well.
+    """
+    tensors = sorted(tensors, key=lambda stored: stored.numel)
+    names = [stored.name for stored in tensors]
     return {name.rpartition(".")[0]: name for name in names} | {name: name for name in names}
 
 
-def is_cast_along(dtype: torch.dtype) -> bool:
-    """Whether a tensor is a parameter of a file that was cast to FP8 as a whole, not a scale."""
-    return is_small(dtype) and dtype != torch.float8_e8m0fnu
+def is_cast_along(stored: StoredTensor, weight: StoredTensor) -> bool:
+    """Whether a tensor is a parameter of a file that was cast to FP8 as a whole, weights and all,
+    and not the scale of a weight.
+    """
+    is_cast = is_small(stored.dtype) and stored.dtype != torch.float8_e8m0fnu
+    return is_cast and is_small(weight.dtype)
