@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.live.digests import choose_digest, parts_of
 from anyrank.live.lane import LaneMover
 from anyrank.live.live_flows import in_rounds
 from anyrank.live.merge import Adapters, LiveMemory
@@ -77,7 +76,6 @@ class LiveSide(Side):
         self.meter = meter
         self.verify = verify
         self.atomic = atomic
-        self.digest_all = choose_digest(self.plan.accelerators)
         self.verified = ""
         self.factors: dict[int, torch.Tensor] = {}
         self.for_factors: Mover | None = None
@@ -141,7 +139,7 @@ class LiveSide(Side):
 
     def compare(self) -> None:
         """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
-        check_before(self.plan.flows, self.places, self.ranks, self.digest_all)
+        check_before(self.plan.flows, self.places, self.ranks)
         if self.verify:
             tensors, plan = self.agreed.src.tensors, self.plan
             own_replicas = (
@@ -149,13 +147,7 @@ class LiveSide(Side):
                 for number, members in plan.shared
                 if self.ranks.rank in members
             )
-            compare_replicas(
-                own_replicas,
-                self.ranks,
-                lambda parts: [
-                    d.hex() for d in self.digest_all(parts_of(p.local()) for p in parts)
-                ],
-            )
+            compare_replicas(own_replicas, self.ranks)
             moved = sum(not flow.is_compared for flow in plan.flows)
             self.verified = (
                 f"{moved} tensors at both ends, {len(plan.shared)} among the ranks of src"
@@ -173,7 +165,7 @@ class LiveSide(Side):
         """With `verify`, compare both ends."""
         if self.verify:
             moved = [flow for flow in self.plan.flows if not flow.is_compared]
-            check_equal(moved, self.places, self.ranks, self.digest_all)
+            check_equal(moved, self.places, self.ranks)
 
     def moved(self) -> Moved:
         """Bytes so far."""

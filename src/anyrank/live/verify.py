@@ -9,18 +9,17 @@ from itertools import chain
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files.content_hash import BLOCK_BYTES
-from anyrank.live.digests import DIGEST_BYTES, DigestAll
+from anyrank.files.content_hash import BLOCK_BYTES, hash_of
 from anyrank.loading.sharing.flows import Flow
 from anyrank.loading.sharing.passing import exchange
 from anyrank.loading.sharing.places import LocalMemory
 from anyrank.loading.sharing.transfers import Transfer
 from anyrank.world.ranks import Ranks
 
+DIGEST_BYTES = 16  # of one transfer
 
-def differing(
-    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
-) -> list[str]:
+
+def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[str]:
     """Names of the tensors whose two ends do not hold the same values, on any rank. All ranks.
 
     Each transfer is digested where it comes from, cast as it was for the other end, and where it
@@ -34,7 +33,7 @@ def differing(
     def digest_here() -> list[bytes]:
         sources = (_source(flow, transfer, places) for flow, transfer in sends)
         targets = (_target(flow, transfer, places) for flow, transfer in receives)
-        return digest_all(chain(sources, targets))
+        return [bytes.fromhex(hash_of(parts)) for parts in chain(sources, targets)]
 
     digests = ranks.run("digesting both ends", digest_here)
     sources, targets = digests[: len(sends)], digests[len(sends) :]
@@ -64,15 +63,13 @@ def differing(
     return sorted(set().union(*by_rank))
 
 
-def check_equal(
-    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
-) -> None:
+def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
     """Refuse a `dst` that does not hold what `src` holds. All ranks.
 
     Raises:
         LoadError: names the tensors; on all ranks.
     """
-    wrong = differing(flows, places, ranks, digest_all)
+    wrong = differing(flows, places, ranks)
     if wrong:
         raise LoadError(
             f"{len(wrong)} tensors of dst do not hold what src holds: {', '.join(wrong[:10])}: "
@@ -80,16 +77,14 @@ def check_equal(
         )
 
 
-def check_before(
-    flows: Sequence[Flow], places: LocalMemory, ranks: Ranks, digest_all: DigestAll
-) -> None:
+def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
     """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
 
     Raises:
         LoadError: names the tensors; on all ranks.
     """
     compared = [flow for flow in flows if flow.is_compared]
-    wrong = differing(compared, places, ranks, digest_all) if compared else []
+    wrong = differing(compared, places, ranks) if compared else []
     twins = {flow.name for flow in compared if flow.twin >= 0}
     if twins.intersection(wrong):
         raise LoadError(

@@ -29,7 +29,7 @@ from anyrank.sources.tables.parts import alike
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tools.inspect.inspect import name_of
 from anyrank.tools.inspect.records import Ignore, record_differences
-from anyrank.tools.inspect.stream import as_numbers, boxes_of, content_of, open_values
+from anyrank.tools.inspect.stream import as_numbers, boxes_of, open_values
 from anyrank.tools.inspect.tool_folders import is_tool_folder, with_optimizers
 from anyrank.wording import count, rows
 
@@ -68,7 +68,6 @@ class DiffReport:
         a, b: the sources, as they were given; of runs, the folders of the step.
         equal: how many tensors are the same bits under the same name.
         only_a, only_b: names that only one of them has; of steps, also parts.
-        renamed: name in a -> name in b, of tensors with the same bits and different names.
         shapes: name -> both shapes.
         dtypes: name -> both dtypes; the values are compared as well.
         values: name -> how they differ, the largest difference first.
@@ -94,7 +93,6 @@ class DiffReport:
     equal: int
     only_a: list[str]
     only_b: list[str]
-    renamed: dict[str, str]
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     dtypes: dict[str, tuple[str, str]]
     values: dict[str, Difference]
@@ -109,7 +107,7 @@ class DiffReport:
     not_compared: dict[str, int] = field(default_factory=dict[str, int])
 
     def __bool__(self) -> bool:
-        names = self.only_a or self.only_b or self.renamed
+        names = self.only_a or self.only_b
         others = self.numbers or self.data or self.unreadable
         if self.steps_only and not self.steps_equal:
             return False
@@ -130,7 +128,6 @@ class DiffReport:
         groups: list[tuple[str, list[str]]] = [
             ("only in", [f"{self.a}: {name}" for name in self.only_a]),
             ("only in", [f"{self.b}: {name}" for name in self.only_b]),
-            ("renamed", [f"{old} -> {new}" for old, new in self.renamed.items()]),
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [f"{name}: {value}" for name, value in self.values.items()]),
@@ -211,7 +208,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
         torch.save({"weight": torch.zeros(3), "b": torch.ones(2)}, "b.pt")
         report = anyrank.diff("a.pt", "b.pt")
         assert not report
-        assert report.renamed == {"bias": "b"}
+        assert (report.only_a, report.only_b) == (["bias"], ["b"])
 
     Args:
         a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
@@ -279,7 +276,7 @@ def _diff_runs(
     equal: list[int] = []
     only = sorted(steps_a.keys() ^ steps_b.keys())
     both = sorted(steps_a.keys() & steps_b.keys())
-    report = DiffReport(a, b, 0, [], [], {}, {}, {}, {})
+    report = DiffReport(a, b, 0, [], [], {}, {}, {})
     parts: dict[str, bool] = {}
     for step in both:
         of_step = _diff_steps(steps_a[step], steps_b[step], ignore)
@@ -318,9 +315,9 @@ def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
 
 def _differing_parts(report: DiffReport) -> set[str]:
     """The parts of two steps that differ, by what their names begin with."""
-    by_name = (report.renamed, report.shapes, report.dtypes, report.values, report.numbers)
+    by_name = (report.shapes, report.dtypes, report.values, report.numbers)
     names = {name for names in by_name for name in names}
-    names |= {*report.only_a, *report.only_b, *report.renamed.values()}
+    names |= {*report.only_a, *report.only_b}
     return {_part_of(name) for name in names} | ({"data"} if report.data else set[str]())
 
 
@@ -377,19 +374,12 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> D
                 values[name] = difference
             elif name not in dtypes:
                 equal += 1
-        renamed = _renames(
-            {name: a.tensors[name] for name in only_a},
-            {name: b.tensors[name] for name in only_b},
-            in_a,
-            in_b,
-        )
     return DiffReport(
         name_a,
         name_b,
         equal,
-        [name for name in only_a if name not in renamed],
-        [name for name in only_b if name not in renamed.values()],
-        renamed,
+        only_a,
+        only_b,
         shapes,
         dtypes,
         dict(sorted(values.items(), key=lambda item: -_size(item[1].largest))),
@@ -439,26 +429,3 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
         return 0.0, 0
     gaps = (p[differ] - q[differ]).abs()
     return (math.nan if gaps.isnan().any() else float(gaps.max())), int(differ.sum())
-
-
-def _renames(
-    only_a: Mapping[str, StoredTensor],
-    only_b: Mapping[str, StoredTensor],
-    in_a: Reader,
-    in_b: Reader,
-) -> dict[str, str]:
-    """Tensors of the same bits under different names; several alike are paired in order."""
-    kinds = {(t.shape, t.dtype) for t in only_a.values()}
-    kinds &= {(t.shape, t.dtype) for t in only_b.values()}
-    names_b: dict[object, list[str]] = {}
-    for name, stored in only_b.items():
-        if (stored.shape, stored.dtype) in kinds:
-            key = (stored.shape, stored.dtype, content_of(in_b, stored))
-            names_b.setdefault(key, []).append(name)
-    renamed: dict[str, str] = {}
-    for name, stored in only_a.items():
-        if (stored.shape, stored.dtype) in kinds:
-            alike = names_b.get((stored.shape, stored.dtype, content_of(in_a, stored)))
-            if alike:
-                renamed[name] = alike.pop(0)
-    return renamed

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from anyrank.files.content_hash import BLOCK_BYTES, hash_of
+from anyrank.files.content_hash import BLOCK_BYTES
 from anyrank.files.listing import Listing
 from anyrank.files.reader import Reader
 from anyrank.tensors.box import Box
@@ -24,11 +24,6 @@ def boxes_of(stored: StoredTensor) -> Iterator[Box]:
     """Parts of a tensor, in row-major order; the same for tensors of one shape and dtype."""
     if stored.numel:
         yield from Box.whole(stored.shape).cut(PART_NUMEL)
-
-
-def content_of(reader: Reader, stored: StoredTensor) -> str:
-    """xxh3-128 of a tensor's elements in row-major order, in hex."""
-    return hash_of(reader.read(stored, box) for box in boxes_of(stored))
 
 
 def as_numbers(values: torch.Tensor) -> torch.Tensor:
