@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from anyrank.world.connections import Connections
 from anyrank.world.ranks import Ranks
 
 
@@ -30,32 +29,12 @@ def warnings_of(name: str) -> Generator[list[str]]:
 def meetings() -> Generator[list[str]]:
     """What the ranks meet for; one of a single rank is none."""
     met: list[str] = []
-    usual = Ranks._gather
+    usual = Ranks._start
 
-    def spied(self: Ranks, connections: Any, data: bytes, what: str) -> Any:
+    def spied(self: Ranks, connections: Any, kind: str, what: str, *args: Any, **kw: Any) -> Any:
         met.append(what)
-        return usual(self, connections, data, what)
+        return usual(self, connections, kind, what, *args, **kw)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "_gather", spied)
+        patch.setattr(Ranks, "_start", spied)
         yield met
-
-
-@contextlib.contextmanager
-def collectives() -> Generator[list[tuple[str, int]]]:
-    """What goes over the ranks' connections: the collective, and the bytes that each rank gets."""
-    found: list[tuple[str, int]] = []
-    allgather, broadcast = Connections.allgather, Connections.broadcast
-
-    def spied(self: Connections, data: bytes, length: int, what: str) -> Any:
-        found.append(("allgather", length * self.size))
-        return allgather(self, data, length, what)
-
-    def spied_broadcast(self: Connections, data: bytes, length: int, *args: Any) -> bytes:
-        found.append(("broadcast", length))
-        return broadcast(self, data, length, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connections, "allgather", spied)
-        patch.setattr(Connections, "broadcast", spied_broadcast)
-        yield found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.models import Net
-from tests.ranks.spies import collectives, meetings
+from tests.ranks.spies import meetings
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -17,7 +17,9 @@ import anyrank
 from anyrank.loading import headers
 from anyrank.models.share import ModelShare
 from anyrank.testing import run_ranks
-from anyrank.world.ranks import HEAD_BYTES, open_ranks
+from anyrank.world.agreement import HEAD_BYTES
+from anyrank.world.connections import Connections
+from anyrank.world.ranks import Ranks, open_ranks
 
 SIZES = {"width": 7, "hidden": 9}
 LOAD = [
@@ -176,35 +178,48 @@ def test_long_headers_are_read_once_and_broadcast(tmp_path: Path) -> None:
     assert (read, no_reads) == (1, 0)
 
 
-# -- what a gather sends --------------------------------------------------------------------------
+# -- what is sent ---------------------------------------------------------------------------------
 
-HEADS = ("allgather", 4 * HEAD_BYTES)
-MIB = 1 << 20
+SAY: dict[str, Callable[[Ranks, bytes], object]] = {
+    "run": lambda ranks, value: ranks.run("saying", lambda: value),
+    "reduce": lambda ranks, value: ranks.reduce("saying", value, max),
+    "collect": lambda ranks, value: ranks.collect("saying", value),
+    "gather": lambda ranks, value: ranks.gather("saying", value),
+}
 
 
-def gathered(sizes: tuple[int, ...]) -> list[tuple[str, int]]:
-    """What is exchanged when each rank has a value of such a size."""
-    with open_ranks(call="test()") as ranks, collectives() as exchanged:
-        values = ranks.gather(b"x" * sizes[ranks.index])
-    assert [len(value) for value in values] == list(sizes)
-    return exchanged
+def lengths_sent(primitive: str, length: int) -> list[int]:
+    """Lengths of the messages that this rank sends as all say so many bytes."""
+    sent: list[int] = []
+    usual = Connections.send
+
+    def spied(self: Connections, data: bytes, index: int) -> Any:
+        sent.append(len(data))
+        return usual(self, data, index)
+
+    with open_ranks(call="test()") as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "send", spied)
+        SAY[primitive](ranks, b"x" * length)
+    return sent
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kinds"),
+    ("primitive", "length", "root", "leaf"),
     [
-        ((0, 0, 0, 0), []),
-        ((0, 0, MIB, 0), ["broadcast"]),
-        ((MIB, 2000, 0, 0), ["broadcast", "broadcast"]),
-        ((60_000, 2000, 0, 0), ["allgather"]),  # under 64 KiB a rank one message is faster
-        ((MIB, MIB, MIB, MIB), ["allgather"]),
+        ("run", 5000, [], []),
+        ("reduce", 20, [], []),
+        ("reduce", 5000, [5000] * 3, [5000]),
+        ("collect", 5000, [], [5000]),
+        ("gather", 5000, [20_000] * 3, [5000]),
     ],
 )
-def test_values_are_not_padded_to_a_much_longer_one(
-    sizes: tuple[int, ...], kinds: list[str]
+def test_ranks_send_a_short_message_up_and_one_down_and_what_is_too_long_for_it(
+    primitive: str, length: int, root: list[int], leaf: list[int]
 ) -> None:
-    for heads, *others in run_ranks(4, gathered, sizes, timeout=60):
-        assert heads == HEADS
-        assert [kind for kind, _ in others] == kinds
-        most = 4 * (64 << 10) if max(sizes) < MIB else sum(sizes) + 4 * 1024
-        assert sum(nbytes for _, nbytes in others) <= most
+    first, *others = run_ranks(4, lengths_sent, primitive, length, timeout=60)
+    assert first.count(HEAD_BYTES) == 3
+    long = [nbytes for nbytes in first if nbytes != HEAD_BYTES]
+    assert long == pytest.approx(root, rel=0.02)
+    for sent in others:
+        assert sent[0] == HEAD_BYTES
+        assert sent[1:] == pytest.approx(leaf, rel=0.02)

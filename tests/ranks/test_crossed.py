@@ -61,7 +61,7 @@ def job_late() -> list[list[int]]:
             for ranks in (one, other):
                 if ranks.rank == turn:
                     time.sleep(0.9)  # longer than they are patient
-                found.append(ranks.gather(turn))
+                found.append(ranks.gather("exchanging values", turn))
     return found
 
 
@@ -77,10 +77,10 @@ def job_two_groups() -> tuple[list[str], str, str]:
             pass
         with open_ranks(None, "all()") as ranks:
             if ranks.rank:
-                kind, text = outcome(lambda: ranks.gather(1, "all()"))
+                kind, text = outcome(lambda: ranks.gather("all()", 1))
             else:
                 with open_ranks(pair, "pair()") as two:
-                    kind, text = outcome(lambda: two.gather(1, "pair()"))
+                    kind, text = outcome(lambda: two.gather("pair()", 1))
     return found, kind, text
 
 

@@ -88,7 +88,7 @@ def job_stages(path: str) -> None:
         assert torch.equal(value, torch.load(path)[name])
     load()
     with open_ranks() as ranks:
-        assert ranks.gather(stage) == [0, 0, 1, 1]
+        assert ranks.gather("exchanging values", stage) == [0, 0, 1, 1]
 
 
 def test_stages_of_a_pipeline_load_their_parts_and_then_meet(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def job_alone() -> list[int]:
             hollow = nn.Linear(3, 3)
         anyrank.materialize(hollow, process_group=anyrank.ALONE)
     with open_ranks(anyrank.ALONE) as ranks:
-        return [rank, *ranks.ranks, *ranks.gather(rank)]
+        return [rank, *ranks.ranks, *ranks.gather("exchanging values", rank)]
 
 
 def test_one_rank_can_call_alone() -> None:
@@ -285,7 +285,7 @@ def job_killed() -> tuple[str, str]:
         faults.point("ranks.test")
         if ranks.rank == 0:
             time.sleep(4.0)  # computes, beside all agreement
-        return outcome(lambda: ranks.gather(1))
+        return outcome(lambda: ranks.gather("exchanging values", 1))
 
 
 # -- ends of processes ----------------------------------------------------------------------------
@@ -316,7 +316,7 @@ loader = anyrank.ElasticLoader(torch.ones(8, 1), global_batch=4, microbatch=1)
 steps = iter(loader)
 step = next(steps)
 with anyrank.world.ranks.open_ranks() as ranks:
-    ranks.gather(rank)
+    ranks.gather("exchanging values", rank)
 held = anyrank.world.ranks.open_ranks()
 kept = held.__enter__()
 ckpts = anyrank.Checkpoints(folder + "/run", anyrank.TrainState(model), background=True)
@@ -348,11 +348,11 @@ from anyrank.world.ranks import open_ranks
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=4)
 with open_ranks(call="test()") as ranks:
-    ranks.gather(rank)
+    ranks.gather("exchanging values", rank)
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        ranks.gather(rank)
+        ranks.gather("exchanging values", rank)
     except anyrank.RankError:
         sys.exit(7)
 """

@@ -47,7 +47,7 @@ def job_half_a_message() -> Any:
                 threading.Thread(target=tell_when_it_begins, args=(message,), daemon=True).start()
                 exchange(ranks, [], [(message, 0)], "half a message")
             else:
-                ranks.gather(None, "the end")
+                ranks.gather("the end", None)
     except anyrank.RankError as error:
         return str(error), list(error.causes), time.monotonic() - start
     return "no error"
@@ -86,7 +86,7 @@ def job_half_a_broadcast() -> Any:
                 patch.setattr(connections, "as_tensor", spied)
             ranks.run_on_one("half a value", lambda: b"1" * NUMEL)
             time.sleep(1 if ranks.rank == 0 else 0)  # where all of it has arrived in time
-            ranks.gather(None, "the end")
+            ranks.gather("the end", None)
     except anyrank.RankError as error:
         return str(error), list(error.causes), time.monotonic() - start
     return "no error"

@@ -15,7 +15,7 @@ def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) 
     digests = [{k: digest_of(v.items()) for k, v in table.items()} for table in tables]
     barrier, box = threading.Barrier(len(tables)), dict[int, Any]()
 
-    def gather(value: Any, what: str = "") -> list[Any]:
+    def gather(_: str, value: Any) -> list[Any]:
         box[int(threading.current_thread().name)] = value
         barrier.wait(60)
         answer = [box[each] for each in range(len(tables))]

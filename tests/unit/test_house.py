@@ -270,6 +270,7 @@ UNPICKLE = {
     "anyrank.sources.readers.pickles",
     "anyrank.training.data.batches",
     "anyrank.watching.recorder",
+    "anyrank.world.agreement",
     "anyrank.world.ranks",
 }
 

@@ -186,7 +186,7 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         for layer in layers:  # twice, as nothing may change before all are known to be finite
             finite &= bool(_sum(layer, adapter).isfinite().all())
         with open_ranks(call="peft.merge()", may_be_alone=True) as ranks:
-            finite = not ranks.any(not finite, "adding the adapter")
+            finite = not ranks.any("adding the adapter", not finite)
         if not finite:
             raise ValueError(f"{adapter!r}: the merged weights have NaN or infinite values")
         for layer in layers:

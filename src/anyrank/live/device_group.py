@@ -11,15 +11,14 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from anyrank.settings import TIMEOUT_SEC
-from anyrank.world.connections import GLOO_SEC, Connections
+from anyrank.world.connections import Connections
 from anyrank.world.helper_thread import HelperThread
+from anyrank.world.pairs import gloo_timeout
 
 ASK_SEC = 50e-6  # between two questions whether a device has come to the end of a round
 MAX_CTAS = 8  # blocks of a device's that the library may take from who computes meanwhile
@@ -35,7 +34,7 @@ def open_nccl(store: Any, index: int, size: int) -> Any:
     nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in builds without CUDA
     options = nccl.Options()
     options.config.max_ctas = MAX_CTAS
-    options._timeout = timedelta(seconds=TIMEOUT_SEC.get() + GLOO_SEC)
+    options._timeout = gloo_timeout()
     return nccl(store, index, size, options)
 
 

@@ -141,7 +141,7 @@ def _agree(
                 sent[transfer.receiver] = sent.get(transfer.receiver, 0) + nbytes
     peers = max(len(sent), len(received))
     nbytes = max(sum(sent.values()), sum(received.values()))
-    answers = ranks.gather((peers, nbytes, places.is_on_one_device), WHAT)
+    answers = ranks.gather(WHAT, (peers, nbytes, places.is_on_one_device))
     if max(nbytes for _, nbytes, _ in answers) < kind.from_bytes:
         return None
     if not all(is_on_one for *_, is_on_one in answers):
@@ -151,7 +151,7 @@ def _agree(
     name = " ".join((kind.name, *devices))
     out, into, _ = _sorted(Lane(kind, name, slot, 0).messages(flows, places, route), rank)
     number = max(map(len, (*out.values(), *into.values())), default=0)
-    answers_on_slots = ranks.gather((number, _digests(out), _digests(into)), WHAT)
+    answers_on_slots = ranks.gather(WHAT, (number, _digests(out), _digests(into)))
     by_rank = dict(zip(ranks.ranks, answers_on_slots, strict=True))
     for sender, (_, digests, _) in by_rank.items():
         for receiver in ranks.ranks:
@@ -236,7 +236,7 @@ class LaneRun:
         self.group_bytes = group.nbytes
         # Nothing of this rank's is under way on its device, and no rank begins before all are here:
         # what a user's group still does on one of them could wait for what comes behind a round.
-        if self.ranks.any(self.has_failed(), WHAT):
+        if self.ranks.any(WHAT, self.has_failed()):
             raise Interrupted
         last = self._rounds(group, sample)
         for round_under_way in last:
@@ -257,7 +257,7 @@ class LaneRun:
             if k < count:
                 rounds.append(self._start(group, k))
                 if k + 2 < count:
-                    flags[k + 2] = self.ranks.start_any(self.has_failed(), WHAT)
+                    flags[k + 2] = self.ranks.start_any(WHAT, self.has_failed())
             if k == 0:
                 for message in self.copies:  # while the first round is under way
                     self.attempt(lambda m=message: self._copy(m))

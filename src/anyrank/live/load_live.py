@@ -46,6 +46,6 @@ def load_live(
         format="sharded tensors in memory",
         strategy="sync",
         reason="no rank has all bytes of the source",
-        skipped=sorted(set().union(*ranks.gather(skipped, "naming what was skipped"))),
+        skipped=sorted(set().union(*ranks.gather("naming what was skipped", skipped))),
         bytes_read=done.bytes_copied,
     )

@@ -174,7 +174,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     ends = [message.ends for message in messages]
     if any(message.has_layout for message in messages):
         dst, src = _join(dst, src, ranks, merge=call.options.merge)
-        ends = ranks.gather(_summary(dst, src, accelerators[0]))
+        ends = ranks.gather("describing both ends", _summary(dst, src, accelerators[0]))
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
         _warn_of_unused(call, dst, src)

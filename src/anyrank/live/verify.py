@@ -59,7 +59,7 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
         for (flow, transfer), digest in zip(receives, targets, strict=True)
         if next(expected[transfer.sender]) != digest
     }
-    by_rank = ranks.gather(sorted(wrong), "comparing both ends")
+    by_rank = ranks.gather("comparing both ends", sorted(wrong))
     return sorted(set().union(*by_rank))
 
 

@@ -62,7 +62,7 @@ class FirstStep:
                 closure()
         self.model = find_model([*self.seen.values()], self.optimizers)
         with open_ranks(call="check()", may_be_alone=True) as ranks:
-            misses = ranks.any(self.model is not None and self.misses(), "the first step")
+            misses = ranks.any("the first step", self.model is not None and self.misses())
         if not misses:
             self.conclude()
 

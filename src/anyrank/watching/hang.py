@@ -32,7 +32,8 @@ from anyrank.watching.ras import look_by_nccl
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.system import descendants
 from anyrank.watching.verdict import Verdict, conclude, conclude_mismatch
-from anyrank.world.group import default_store, lacks_group, name_ranks
+from anyrank.world.first_ranks import name_ranks
+from anyrank.world.group import default_store, lacks_group
 from anyrank.world.store import Store
 
 log = logging.getLogger("anyrank.watching")

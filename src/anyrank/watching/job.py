@@ -29,7 +29,7 @@ from anyrank.watching.system import (
     variable_of,
 )
 from anyrank.watching.verdict import Verdict, conclude
-from anyrank.world.group import name_ranks
+from anyrank.world.first_ranks import name_ranks
 
 DUMPS = 4
 PAUSE_SEC = 0.5

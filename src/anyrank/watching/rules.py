@@ -14,7 +14,7 @@ from anyrank.watching.model_rules import some
 from anyrank.wording import count
 from anyrank.world.alike import Values
 from anyrank.world.failures import ranks_by_value
-from anyrank.world.group import name_ranks
+from anyrank.world.first_ranks import name_ranks
 
 RULES = "replicas", "ties", "optimizer", "trainable", "streams", "sampler", "batch", "frozen"
 

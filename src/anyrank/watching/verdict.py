@@ -28,7 +28,7 @@ from anyrank.watching.stacks import (
     own_frames,
 )
 from anyrank.wording import first_few, printable
-from anyrank.world.group import name_ranks
+from anyrank.world.first_ranks import name_ranks
 
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6

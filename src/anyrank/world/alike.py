@@ -58,10 +58,10 @@ def differing(
     firsts = {kind: next(iter(having[kind])) for kind in wrong}  # the ranks that send their lines
     own_lines = {kind: {**lines[kind]} for kind in wrong if kind in lines}
     what = "comparing what differs"
-    sent = ranks.gather({k: own_lines[k] for k in own_lines if firsts[k] == ranks.rank}, what)
+    sent = ranks.gather(what, {k: own_lines[k] for k in own_lines if firsts[k] == ranks.rank})
     first = {kind: sent[ranks.ranks.index(firsts[kind])].get(kind, {}) for kind in wrong}
     proposed = ranks.gather(
-        {k: _unlike_names(own_lines.get(k, first[k]), first[k], limit) for k in wrong}, what
+        what, {k: _unlike_names(own_lines.get(k, first[k]), first[k], limit) for k in wrong}
     )
     # Each rank proposes names of its own, so all are asked for all of them.
     names = {
@@ -72,7 +72,7 @@ def differing(
         kind: {n: texts.get(n) for n in names[kind] if texts.get(n) != first[kind].get(n)}
         for kind, texts in own_lines.items()
     }
-    answers = dict(zip(ranks.ranks, ranks.gather(own_texts, what), strict=True))
+    answers = dict(zip(ranks.ranks, ranks.gather(what, own_texts), strict=True))
     return {
         kind: {
             name: {r: answers[r][kind].get(name, first[kind].get(name)) for r in having[kind]}

@@ -1,7 +1,9 @@
 """gloo's connections between some ranks, kept from call to call.
 
-`torch.distributed` does not know these connections, so they do not mix with the user's groups. A
-rank that fails closes its connections: all that wait on them, or come later, raise the same error.
+`torch.distributed` does not know these connections, so they do not mix with the user's groups. Two
+ranks connect when one first sends to the other: neighbours in the tree as the ranks meet, others
+for the bytes of a load or a sync. A rank that fails closes its connections: all that wait on them,
+or come later, raise the same error.
 """
 
 from __future__ import annotations
@@ -10,44 +12,52 @@ import contextlib
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from anyrank.errors import RankError
-from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.helper_thread import HelperThread
+from anyrank.world.pairs import gloo_timeout
+from anyrank.world.tree import find_neighbours
 from anyrank.world.waits import GroupState, Wait
 
-GLOO_SEC = 60  # gloo's timeout is longer than ours by this, so that our error names the missing
+T = TypeVar("T")
+
 DEATH_SEC = 1.0  # until the system has told all of a process's connections of its end
-DIRECT_BYTES = 4096  # up to this size an all-to-all, with fewer hops than gloo's ring all-gather
-PROBE_TAG, CLOSE_TAG = 1, 2  # nothing is ever sent with these; messages have the tag 0
+TENSOR_TAG, TREE_TAG = 0, 1  # what passes beside an exchange through the tree does not mix with it
+PROBE_TAG, CLOSE_TAG = 2, 3  # nothing is ever sent with these
 
 
 class Connections:
     """The connections of one set of ranks.
 
     Args:
-        state: the state that the ranks share.
+        state: the state that the ranks share; it knows their machines.
         group: gloo's group; its ranks are positions in `state.ranks`.
+        connected: positions of the ranks that are connected already.
     """
 
-    def __init__(self, state: GroupState, group: Any) -> None:
+    def __init__(self, state: GroupState, group: Any, connected: Collection[int] = ()) -> None:
         self.state = state
         self.index, self.size = state.ranks.index(state.rank), len(state.ranks)
+        self.neighbours = find_neighbours(state.nodes, self.index)
         self.calls = self.waits = 0
-        self.device_groups: dict[str, Any] = {}  # see sync/device_group.py
+        self.device_groups: dict[str, Any] = {}  # see live/device_group.py
         self._group = group
+        self._connected, self._refused = {*connected}, set[int]()
         # Also at exit, where a group would wait for its works under way.
-        self._close = weakref.finalize(self, _close, group, self.index, self.size)
+        self._close = weakref.finalize(self, _close, group, self._connected)
+        # It has what goes through the tree: a wait for gloo's messages cannot be cut into slices.
+        self._messenger = HelperThread(partial(_close, group, self._connected))
+        weakref.finalize(self, self._messenger.close)
 
     def start_call(self) -> int:
         """Start a call on the connections; returns its number, equal on all ranks. All ranks."""
-        self.group.set_timeout(timedelta(seconds=TIMEOUT_SEC.get() + GLOO_SEC))
+        self.group.set_timeout(gloo_timeout())
         self.calls += 1
         return self.calls
 
@@ -75,53 +85,81 @@ class Connections:
             to_free, self._group = [self._group, *self.device_groups.values()], None
             self.device_groups.clear()
             # Freeing a group waits for messages under way, also for those of dead ranks.
-            HelperThread().leave(to_free.clear)
+            self._messenger.leave(to_free.clear)
         return error
 
-    def allgather(self, data: bytes, length: int, what: str) -> Callable[[], list[bytes]]:
-        """Start to send up to `length` bytes; returns a function that waits for all. All ranks."""
-        padded = data.ljust(length, b"\0")
-        gathered = as_tensor(bytes(length * self.size))
-        if length <= DIRECT_BYTES:
-            copies = as_tensor(padded * self.size)
-            work = self.group.alltoall_base(gathered, copies, [], [])
-        else:
-            work = self.group.allgather([*gathered.split(length)], as_tensor(padded))
-        wait = self.collective(work, what)
+    # -- messages ---------------------------------------------------------------------------------
 
-        def received() -> list[bytes]:
-            wait()
-            whole = _as_bytes(gathered)
-            return [whole[start : start + length] for start in range(0, len(whole), length)]
+    def send(self, data: bytes, index: int) -> Callable[[], None]:
+        """Start to send bytes to the rank at a position; returns the wait."""
+        return self._start("send", as_tensor(data), index, TREE_TAG).wait
+
+    def receive(self, length: int, index: int) -> Callable[[], bytes]:
+        """Start to receive so many bytes of the rank at a position; returns the wait for them."""
+        tensor = as_tensor(bytes(length))
+        work = self._start("recv", tensor, index, TREE_TAG)
+
+        def received() -> bytes:
+            work.wait()
+            return ctypes.string_at(tensor.data_ptr(), length)
 
         return received
 
-    def broadcast(self, data: bytes, length: int, index: int, what: str) -> bytes:
-        """Send the bytes of one rank to every rank, and return them. All ranks.
+    def pass_tensor(self, kind: str, tensor: torch.Tensor, rank: int, waiting: Wait) -> Any:
+        """Start to send a tensor to a rank, or to receive it in place; returns gloo's work.
 
         Args:
-            data: the bytes, on that rank.
-            length: their number, on all ranks.
-            index: the rank's position.
+            kind: "send" or "recv".
+            tensor: on the CPU, contiguous.
+            rank: global.
+            waiting: the caller's, for the time in which the two ranks connect.
+        """
+        index = self.state.ranks.index(rank)
+        if index in self._connected:
+            return self._start(kind, tensor, index, TENSOR_TAG)
+        with HelperThread() as helper:
+            start = partial(self._start, kind, tensor, index, TENSOR_TAG)
+            return helper.call(start, waiting.poll, waiting.poll_sec)
+
+    def _start(self, kind: str, tensor: torch.Tensor, index: int, tag: int) -> Any:
+        """Start a message. Blocks while the other rank has not connected from its side."""
+        try:
+            work = getattr(self.group, kind)([tensor], index, tag)
+        except RuntimeError:
+            self._refused.add(index)
+            raise
+        self._connected.add(index)
+        return work
+
+    def talk(self, exchange: Callable[[], T], what: str) -> Callable[[], T]:
+        """Start an exchange through the tree, by the messenger; returns the wait. All ranks.
+
+        Args:
+            exchange: sends and receives, in the messenger's thread.
             what: for messages.
         """
-        payload = as_tensor(data if index == self.index else bytes(length))
-        options = dist.BroadcastOptions()
-        options.rootRank = index
-        self.collective(self.group.broadcast([payload], options), what)()
-        return data if index == self.index else _as_bytes(payload)
+        number = self.count_wait()
+        _ = self.group  # raises where the ranks have failed
+        wait_for = self._messenger.start(exchange)
+
+        def wait() -> T:
+            with self.waiting(what, number) as waiting:
+                return wait_for(waiting.poll, waiting.poll_sec)
+
+        return wait
+
+    # -- failures ---------------------------------------------------------------------------------
 
     def find_closed(self) -> list[int]:
-        """Ranks whose connections to this one are closed."""
-        closed: list[int] = []
-        for rank in self.state.ranks:
+        """Ranks whose connections to this one are closed, or could not be opened."""
+        closed = {*self._refused}
+        for index in [*self._connected]:
             try:
-                if rank != self.state.rank:
-                    # Raises at once if the connection is closed; else waits for nothing.
-                    self.group.recv([as_tensor(bytes(1))], self.state.ranks.index(rank), PROBE_TAG)
+                # Raises at once if the connection is closed; else waits for nothing.
+                self.group.recv([as_tensor(bytes(1))], index, PROBE_TAG)
             except RuntimeError:
-                closed.append(rank)
-        return closed
+                closed.add(index)
+        return [self.state.ranks[index] for index in sorted(closed)]
 
     def _find_dead(self) -> list[int]:
         """As `find_closed`, after an error of another group, which may hear of a death first."""
@@ -129,6 +167,8 @@ class Connections:
         while not (closed := self.find_closed()) and time.monotonic() < end_sec:
             time.sleep(DEATH_SEC / 10)
         return closed
+
+    # -- waits ------------------------------------------------------------------------------------
 
     def count_wait(self) -> int:
         """Count a wait in which all ranks take part; returns its number, equal on all ranks."""
@@ -140,7 +180,6 @@ class Connections:
         number = self.count_wait()
 
         def wait() -> None:
-            # A wait for gloo's collectives can be cut into slices, one for its messages cannot.
             with self.waiting(what, number) as waiting:
                 while not _ends_within(work, waiting.poll_sec):
                     waiting.poll()
@@ -186,9 +225,9 @@ def _ends_within(work: Any, limit_sec: float) -> bool:
     return True
 
 
-def _close(group: Any, index: int, size: int) -> None:
-    """Close all connections of a group: gloo closes one when a wait for its message times out."""
-    for peer in set(range(size)) - {index}:
+def _close(group: Any, connected: set[int]) -> None:
+    """Close all connections of a group: gloo closes them when a wait for a message times out."""
+    for peer in [*connected]:
         with contextlib.suppress(RuntimeError):
             work = group.recv([as_tensor(bytes(1))], peer, CLOSE_TAG)
             work.wait(timedelta(milliseconds=1))
@@ -197,7 +236,3 @@ def _close(group: Any, index: int, size: int) -> None:
 def as_tensor(data: bytes) -> torch.Tensor:
     """A copy of some bytes as a tensor of uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())

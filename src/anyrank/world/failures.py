@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
+from anyrank.wording import count
+from anyrank.world.first_ranks import FirstRanks, name_ranks
 
 COLLECTIVE = re.compile("gloo|NCCL|[Cc]onnection (closed|reset) by peer")  # has no class of its own
 NO_ANSWER = "no answer"  # the cause that is reported for a dead rank
@@ -52,12 +54,23 @@ def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
 
 
 def describe_values(
-    title: str, values: Mapping[int, str | None], name_ranks: Callable[[Sequence[int]], str]
+    title: str,
+    values: Mapping[int, str | None],
+    name_ranks: Callable[[Sequence[int] | FirstRanks], str],
+) -> str:
+    """As `describe_spread`, of each rank's value."""
+    spread = {value: FirstRanks.first_of(ranks) for value, ranks in ranks_by_value(values).items()}
+    return describe_spread(title, spread, name_ranks)
+
+
+def describe_spread(
+    title: str,
+    spread: Mapping[str | None, FirstRanks],
+    name_ranks: Callable[[Sequence[int] | FirstRanks], str],
 ) -> str:
     """A title and each value with its ranks: "title: 1 on rank 0, 2 on ranks 1, 2"."""
-    texts = {rank: "absent" if value is None else value for rank, value in values.items()}
-    groups = ranks_by_value(texts).items()
-    parts = (f"{text[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for text, ranks in groups)
+    texts = (("absent" if value is None else value, ranks) for value, ranks in spread.items())
+    parts = (f"{text[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for text, ranks in texts)
     return f"{title}: {', '.join(parts)}"
 
 
@@ -82,15 +95,25 @@ def as_failure(error: Exception) -> Failure:
     return Failure(RankError, text, is_foreign=True)
 
 
-def join_failures(what: str, failures: dict[int, Failure], size: int) -> AnyrankError:
-    """One error for all ranks, equal on all of them."""
-    raised = {rank: failure for rank, failure in failures.items() if failure.kind is not None}
-    first = next(iter(raised.values()), Failure(RankError, "all ranks stopped for one another"))
-    causes = {rank: failure.text for rank, failure in raised.items()}
-    texts = set(causes.values())
-    if len(raised) == size and len(texts) == 1:
+def join_failures(
+    what: str, failures: Mapping[Failure, FirstRanks], failed: int, size: int
+) -> AnyrankError:
+    """One error for all ranks.
+
+    Args:
+        what: they did.
+        failures: the first few, by rank, and whose they are.
+        failed: how many ranks have raised something.
+        size: how many ranks there are.
+    """
+    raised = {failure: ranks for failure, ranks in failures.items() if failure.kind is not None}
+    first = next(iter(raised), Failure(RankError, "all ranks stopped for one another"))
+    causes = {rank: failure.text for failure, some in raised.items() for rank in some.ranks}
+    if len(raised) == 1 and failed == size:
         message = f"{what} failed on all ranks: {first.text}" if first.is_foreign else first.text
     else:
-        message = "\n".join(f"[rank {rank}] {text}" for rank, text in causes.items())
-        message = f"{what} failed on {len(raised)} of {size} ranks, so on all:\n{message}"
-    return (first.kind or RankError)(message, causes=causes)
+        lines = [f"[{name_ranks(ranks)}] {failure.text}" for failure, ranks in raised.items()]
+        unnamed = failed - sum(ranks.count for ranks in raised.values())
+        lines += [f"and on {count(unnamed, 'other rank')}"] if unnamed else []
+        message = "\n".join([f"{what} failed on {failed} of {size} ranks, so on all:", *lines])
+    return (first.kind or RankError)(message, causes=dict(sorted(causes.items())))

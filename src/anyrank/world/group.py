@@ -6,18 +6,15 @@ import enum
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, TypeAlias
 
 import torch.distributed as dist
 
 from anyrank.errors import AnyrankError, RankError
-from anyrank.wording import join_first
 
 log = logging.getLogger("anyrank.world")
-
-SHOWN = 8  # ranks that a message names
 
 
 class Alone(enum.Enum):
@@ -130,8 +127,3 @@ def default_store() -> Any:
 def hash_ranks(ranks: Sequence[int]) -> str:
     """A digest of the ranks for keys of the store, the same on each of them."""
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Ranks as text: "rank 1", "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {join_first([*ranks], SHOWN)}"

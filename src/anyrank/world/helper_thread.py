@@ -12,26 +12,33 @@ T = TypeVar("T")
 
 JOIN_SEC = 5.0  # at exit, for a thread that is stuck in a call without a deadline
 
+Waiter = Callable[[Callable[[], object], float], T]
+"""Waits for a call of a helper thread: `wait(poll, poll_sec)` returns or raises what it does."""
+
 
 class HelperThread:
     """Makes calls one after the other, in a daemon thread that is joined at exit.
 
     A daemon thread that runs C++ code while the interpreter ends aborts the process; a thread that
     is no daemon keeps the process from ending.
+
+    Args:
+        at_exit: called before the thread is joined at exit, so that its call ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_exit: Callable[[], object] = lambda: None) -> None:
+        self.at_exit = at_exit
         self.calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="anyrank-helper", daemon=True)
         atexit.register(self._join)
         self.thread.start()
 
-    def call(self, work: Callable[[], T], poll: Callable[[], object], poll_sec: float) -> T:
-        """Run `work` in the thread, and return or raise what it does.
+    def start(self, work: Callable[[], T]) -> Waiter[T]:
+        """Run `work` in the thread, behind what it has been given before.
 
-        Args:
-            work: runs in the thread.
-            poll: called every `poll_sec` meanwhile. An error of `poll` ends the wait, not the work.
+        Returns:
+            A function that waits: it calls `poll` every `poll_sec`, whose error ends the wait, and
+            not the work.
         """
         done, results, errors = threading.Event(), list[T](), list[Exception]()
 
@@ -42,12 +49,24 @@ class HelperThread:
                 errors.append(error)
             done.set()
 
+        def wait(poll: Callable[[], object], poll_sec: float) -> T:
+            while not done.wait(poll_sec):
+                poll()
+            if errors:
+                raise errors[0]
+            return results[0]
+
         self.calls.put(run)
-        while not done.wait(poll_sec):
-            poll()
-        if errors:
-            raise errors[0]
-        return results[0]
+        return wait
+
+    def call(self, work: Callable[[], T], poll: Callable[[], object], poll_sec: float) -> T:
+        """Run `work` in the thread, and return or raise what it does.
+
+        Args:
+            work: runs in the thread.
+            poll: called every `poll_sec` meanwhile. An error of `poll` ends the wait, not the work.
+        """
+        return self.start(work)(poll, poll_sec)
 
     def leave(self, work: Callable[[], object]) -> None:
         """Make one last call, and do not wait for it."""
@@ -71,6 +90,7 @@ class HelperThread:
         atexit.unregister(self._join)
 
     def _join(self) -> None:
+        self.at_exit()
         self.close()
         if self.thread.ident is not None:  # started: another thread may be about to at exit
             self.thread.join(JOIN_SEC)

@@ -1,34 +1,48 @@
 """The processes of a call: the same code without a process group, on one rank and on many.
 
 All messages go over connections that `torch.distributed` does not know: they neither mix with the
-user's groups nor need an accelerator. A function whose docstring says "All ranks" exchanges values
-here: each rank calls it, in the same order.
+user's groups nor need an accelerator. A function whose docstring says "All ranks" agrees with the
+other ranks here: each rank calls it, in the same order.
+
+What ranks say to one another goes through a tree: each sends and receives a few messages of a few
+bytes, however many ranks there are. So values are merged on their way (`reduce`); a list of all
+ranks' values is for the first rank alone (`collect`), or a comment says why all need it (`gather`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import pickle
 import socket
+import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from anyrank.errors import RankError
+from anyrank.world.agreement import (
+    NAME_CHARACTERS,
+    Action,
+    Agreement,
+    DifferentActions,
+    Merge,
+)
 from anyrank.world.connections import Connections
 from anyrank.world.failures import (
     NO_ANSWER,
     Failure,
     Interrupted,
-    as_failure,
-    describe_values,
+    describe_spread,
     join_failures,
+    ranks_by_value,
 )
+from anyrank.world.first_ranks import FirstRanks, name_ranks
 from anyrank.world.group import (
     Group,
     check_has_group,
     find_members,
     lacks_group,
-    name_ranks,
     warn_of_no_group,
 )
 from anyrank.world.rendezvous import get_connections
@@ -38,13 +52,18 @@ __all__ = ["Interrupted", "Ranks", "one_process", "open_ranks"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-HEAD_BYTES = 1024  # of the first message of a gather: most values fit into it
-PADDED_BYTES = 64 << 10  # up to this size gathered values are padded to the longest
-NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
+PART = struct.Struct("<IQ")  # before each rank's value in a list of them: its position, its length
 
 
 class Ranks:
     """The ranks that take part in a call. All of them call the methods that say "All ranks".
+
+    What a method's `what` says is compared on all ranks. Values must pickle. All of these methods
+    raise, on all ranks alike:
+
+        AnyrankError: work failed on a rank: of the class that the first failing rank raised, with
+            each cause; RankError for an exception that is not anyrank's own.
+        RankError: a rank has died or did not come, named if known; or does something else.
 
     Args:
         ranks: their global ranks, in the group's order.
@@ -100,146 +119,152 @@ class Ranks:
         """How many of the ranks share this machine."""
         return self.nodes.count(self.node)
 
-    def name_ranks(self, ranks: Sequence[int]) -> str:
+    def name_ranks(self, ranks: Sequence[int] | FirstRanks) -> str:
         """Ranks as text; with their machines if there are several."""
         connections = self.connections
         return connections.state.name_ranks(ranks) if connections else name_ranks(ranks)
 
-    # -- agreement --------------------------------------------------------------------------------
+    # -- work that may fail -----------------------------------------------------------------------
 
-    def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; when one fails, all raise. All ranks.
+    def run(self, what: str, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; when one fails, all raise. All ranks.
 
         `work` must not wait for other ranks, unless it still answers them after its own failure.
 
-        Raises:
-            AnyrankError: of the class that the first failing rank raised, with every cause;
-                RankError for an exception that is not anyrank's own, and for a rank that died.
+        Returns:
+            What this rank's work returned, the very object; nothing of it is sent.
         """
-        return self.run_and_gather(what, lambda: (None, work()))[1]
-
-    def run(self, what: str, work: Callable[[], T]) -> T:
-        """As `together`; each rank keeps its result, the very object, and sends nothing."""
-        return self.run_and_gather(what, lambda: (work(), None))[0]
+        return self._run("run", what, lambda: (work(), b""), b"".join, goes_down=False)[0]
 
     def run_on_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
         """Run `work` on one rank, by default the first; returns its result everywhere. All ranks.
 
-        Raises:
-            AnyrankError: as `together`.
-        """
-        index = 0 if rank is None else self.ranks.index(rank)
-        is_chosen = index == self.index
-
-        def run_if_chosen() -> tuple[T | None, T | None]:
-            value = work() if is_chosen else None
-            return value, value
-
-        result, values = self.run_and_gather(what, run_if_chosen)
-        return cast("T", result if is_chosen else values[index])
-
-    def run_and_gather(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
-        """As `together`; each rank keeps one result, and sends another. All ranks.
-
-        Args:
-            what: as for `together`.
-            work: returns a pair: what this rank keeps, and what it sends, which must pickle.
-
-        Returns:
-            What this rank keeps, the very object, and what each rank has sent.
-
-        Raises:
-            AnyrankError: as `together`.
+        On that rank it is the very object.
         """
         if self.connections is None:
-            result, value = work()
-            return result, [value]
-        connections = self.ready()
-        result, cause = None, None
-        self._depth += 1
-        try:
-            result, value = work()
-            answer = pickle.dumps((value, None))
-        except Exception as error:
-            if connections.has_failed:  # the other ranks raise its error as well
-                raise connections.state.as_error() from error
-            cause = error
-            answer = pickle.dumps((None, as_failure(error)))
-        finally:
-            self._depth -= 1
-        answers = self._gather(connections, answer, what)()
-        self.raise_failures(what, [failure for _, failure in answers], cause)
-        return cast("S", result), [value for value, _ in answers]
+            return work()
+        is_chosen = self.rank == (self.ranks[0] if rank is None else rank)
+
+        def run_if_chosen() -> tuple[T | None, bytes]:
+            value = work() if is_chosen else None
+            return value, pickle.dumps(value) if is_chosen else b""
+
+        value, data = self._run("one", what, run_if_chosen, b"".join)
+        return cast("T", value if is_chosen else pickle.loads(data))  # noqa: S301 - from our ranks
+
+    def run_and_reduce(
+        self, what: str, work: Callable[[], tuple[S, T]], merge: Callable[[T, T], T]
+    ) -> tuple[S, T]:
+        """As `run`; each rank keeps one result, and says another. All ranks.
+
+        Args:
+            what: for messages.
+            work: returns a pair: what this rank keeps, and what it says.
+            merge: of what two ranks say. It runs on other ranks as well, in another thread: it is
+                quick, changes nothing, and neither order nor grouping may matter to it.
+
+        Returns:
+            What this rank keeps, the very object, and what all say, merged.
+        """
+        if self.connections is None:
+            return work()
+        kept, data = self._run("reduce", what, _pickled(work), _merging(merge))
+        return kept, pickle.loads(data)  # noqa: S301 - from our own ranks
+
+    def run_and_collect(
+        self, what: str, work: Callable[[], tuple[S, T]]
+    ) -> tuple[S, list[T] | None]:
+        """As `run_and_reduce`, with a list of what each rank says for the first one, in the group's
+        order; None on the others. All ranks.
+        """
+        if self.connections is None:
+            kept, value = work()
+            return kept, [value]
+        kept, data = self._run("collect", what, self._part(work), b"".join, goes_down=False)
+        return kept, self._parts(data) if self.index == 0 else None
+
+    def run_and_gather(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
+        """As `run_and_reduce`, with a list of what each rank says, in the group's order. All ranks.
+
+        Each rank gets as many values as there are ranks: at most 64 bytes of each, and a comment
+        at the call says why all need them.
+        """
+        if self.connections is None:
+            kept, value = work()
+            return kept, [value]
+        kept, data = self._run("gather", what, self._part(work), b"".join)
+        return kept, self._parts(data)
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def reduce(self, what: str, value: T, merge: Callable[[T, T], T]) -> T:
+        """What all ranks say, merged; see `run_and_reduce`. All ranks."""
+        return self.run_and_reduce(what, lambda: (None, value), merge)[1]
+
+    def any(self, what: str, flag: bool) -> bool:
+        """Whether the flag is set on any rank. All ranks."""
+        return self.reduce(what, flag, operator.or_)
+
+    def collect(self, what: str, value: T) -> list[T] | None:
+        """Every rank's value on the first one, in the group's order; None elsewhere. All ranks."""
+        return self.run_and_collect(what, lambda: (None, value))[1]
+
+    def gather(self, what: str, value: T) -> list[T]:
+        """Every rank's value, in the group's order; see `run_and_gather`. All ranks."""
+        return self.run_and_gather(what, lambda: (None, value))[1]
+
+    def start_reduce(
+        self, what: str, cause: Exception | None, value: T, merge: Callable[[T, T], T]
+    ) -> Callable[[], T]:
+        """As `run_and_reduce` of work that is done, in two halves: it goes on in a thread, and the
+        function that is returned waits for its end. All ranks.
+
+        Args:
+            what: for messages.
+            cause: what the work raised.
+            value: what this rank says, if it raised nothing.
+            merge: as for `run_and_reduce`.
+        """
+        if self.connections is None:
+            return _done(value, cause)
+        data = pickle.dumps(None if cause else value)
+        wait = self._start(self.ready(), "reduce", what, data, cause, _merging(merge))
+        return lambda: pickle.loads(wait())  # noqa: S301 - from our own ranks
+
+    def start_any(self, what: str, flag: bool) -> Callable[[], bool]:
+        """As `any`, in two halves. All ranks."""
+        return self.start_reduce(what, None, flag, operator.or_)
+
+    # -- to be replaced ---------------------------------------------------------------------------
+
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """`run_and_gather` of what is not kept."""
+        return self.run_and_gather(what, lambda: (None, work()))[1]
 
     def start_together(
-        self, what: str, cause: Exception | None, value: Any = None
+        self, what: str, cause: Exception | None, value: object = None
     ) -> Callable[[], list[Any]]:
-        """As `together` of work that is done, in two halves: sends what it raised, or its value,
-        and returns a function that waits for all, and raises if any rank has failed, or returns
-        the values. All ranks.
-        """
-        answer = (None if cause is None else as_failure(cause), value)
-        wait = lambda: [answer]  # noqa: E731
-        if self.connections is not None:
-            wait = self._gather(self.ready(), pickle.dumps(answer), what)
-
-        def take() -> list[Any]:
-            answers = wait()
-            self.raise_failures(what, [failure for failure, _ in answers], cause)
-            return [value for _, value in answers]
-
-        return take
+        """As `together` of work that is done, in two halves."""
+        if self.connections is None:
+            return _done([value], cause)
+        data = self._part(lambda: (None, value))()[1]
+        wait = self._start(self.ready(), "gather", what, data, cause, b"".join)
+        return lambda: self._parts(wait())
 
     def raise_failures(
         self, what: str, failures: Sequence[Failure | None], cause: Exception | None
     ) -> None:
-        """Raise if any of the ranks has failed.
-
-        Args:
-            what: as for `together`.
-            failures: of each rank.
-            cause: what this rank's work raised.
-
-        Raises:
-            AnyrankError: as `together`; of one process the cause itself.
-        """
+        """Raise if any of the ranks has failed: what each rank's work raised, in order."""
         if self.connections is None and cause is not None:
             raise cause
-        by_rank = zip(self.ranks, failures, strict=True)
-        known = {rank: failure for rank, failure in by_rank if failure is not None}
+        by_rank = dict(zip(self.ranks, failures, strict=True))
+        known = {rank: failure for rank, failure in by_rank.items() if failure is not None}
         if known:
-            raise join_failures(what, known, self.size) from cause
+            groups = {f: FirstRanks.first_of(ranks) for f, ranks in ranks_by_value(known).items()}
+            failed = sum(failure.kind is not None for failure in known.values())
+            raise join_failures(what, groups, failed, self.size) from cause
 
-    # -- values -----------------------------------------------------------------------------------
-
-    def gather(self, value: T, what: str = "exchanging values") -> list[T]:
-        """Every rank's value, in the group's order. All ranks.
-
-        Args:
-            value: anything that pickles. Over 64 KiB of one rank alone goes faster by `run_on_one`.
-            what: what the ranks do, the same on all of them.
-
-        Raises:
-            RankError: a rank has died or did not come, named if known; or does something else.
-        """
-        if self.connections is None:
-            return [value]
-        return self._gather(self.ready(), pickle.dumps(value), what)()
-
-    def any(self, flag: bool, what: str) -> bool:
-        """Whether the flag is set on any rank. All ranks.
-
-        Raises:
-            RankError: as `gather`.
-        """
-        return any(self.gather(flag, what))
-
-    def start_any(self, flag: bool, what: str) -> Callable[[], bool]:
-        """As `any`, in two halves: sends the flag, and returns a function that waits. All ranks."""
-        if self.connections is None:
-            return lambda: flag
-        wait = self._gather(self.ready(), pickle.dumps(flag), what)
-        return lambda: any(wait())
+    # ---------------------------------------------------------------------------------------------
 
     def ready(self) -> Connections:
         """The connections; new ones if the ranks have failed on them and all of them live."""
@@ -249,36 +274,79 @@ class Ranks:
             return self._connect()
         return connections
 
-    def _gather(self, connections: Connections, data: bytes, what: str) -> Callable[[], list[Any]]:
-        """Send a pickled value; returns a function that waits for every rank's."""
-        texts = (str(self.number), self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS])
-        start = b"".join(text.encode() + b"\0" for text in (*texts, str(len(data))))
-        is_short = len(start) + len(data) <= HEAD_BYTES
-        wait_for_heads = connections.allgather(start + data * is_short, HEAD_BYTES, what)
+    def _run(
+        self,
+        kind: str,
+        what: str,
+        work: Callable[[], tuple[S, bytes]],
+        merge: Merge,
+        *,
+        goes_down: bool = True,
+    ) -> tuple[S, bytes]:
+        """Run work that returns what this rank keeps and what it says, and agree. All ranks."""
+        if self.connections is None:
+            return work()
+        connections = self.ready()
+        kept, data, cause = None, b"", None
+        self._depth += 1
+        try:
+            kept, data = work()
+        except Exception as error:
+            if connections.has_failed:  # the other ranks raise its error as well
+                raise connections.state.as_error() from error
+            cause = error
+        finally:
+            self._depth -= 1
+        agreed = self._start(connections, kind, what, data, cause, merge, goes_down=goes_down)()
+        return cast("S", kept), agreed
 
-        def wait() -> list[Any]:
-            heads = [head.split(b"\0", len(texts) + 1) for head in wait_for_heads()]
-            names = {r: head[: len(texts)] for r, head in zip(self.ranks, heads, strict=True)}
-            if any(name != heads[0][: len(texts)] for name in names.values()):
-                text = _describe_crossing(names, self.name_ranks)
-                raise connections.fail(connections.state.end(text, self.ranks, "another call"))
-            values = [inline for *_, inline in heads]  # with zeros behind it: a pickle has an end
-            sizes = {index: int(size) for index, (*_, size, _) in enumerate(heads)}
-            sizes = {index: size for index, size in sizes.items() if size > len(values[index])}
-            limit_bytes = max(2 * sum(sizes.values()), PADDED_BYTES * self.size)
-            if len(sizes) > 1 and max(sizes.values()) * self.size <= limit_bytes:
-                payload = data if self.index in sizes else b""
-                for index, tail in enumerate(
-                    connections.allgather(payload, max(sizes.values()), what)()
-                ):
-                    if index in sizes:
-                        values[index] = tail
-            else:
-                for index, size in sizes.items():
-                    values[index] = connections.broadcast(data, size, index, what)
-            return [pickle.loads(value) for value in values]  # noqa: S301 - from our own ranks
+    def _start(
+        self,
+        connections: Connections,
+        kind: str,
+        what: str,
+        data: bytes,
+        cause: Exception | None,
+        merge: Merge,
+        *,
+        goes_down: bool = True,
+    ) -> Callable[[], bytes]:
+        """Start an agreement; returns the wait for what all ranks' data come to. All ranks."""
+        action = Action(self.number, self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS])
+        agreement = Agreement(connections, action, kind, data, cause, merge, goes_down=goes_down)
+        wait_for = connections.talk(agreement.run, what)
+
+        def wait() -> bytes:
+            outcome = wait_for()
+            if isinstance(outcome, DifferentActions):
+                text = _describe_crossing(outcome.actions, self.name_ranks)
+                ranks = [rank for some in outcome.actions.values() for rank in some.ranks]
+                error = connections.state.end(text, ranks, "another call")
+                raise connections.fail(error) from cause
+            if isinstance(outcome, Exception):
+                raise outcome from cause
+            return outcome
 
         return wait
+
+    def _part(self, work: Callable[[], tuple[S, T]]) -> Callable[[], tuple[S, bytes]]:
+        """Work whose value goes into a list, as `_parts` reads it."""
+
+        def run() -> tuple[S, bytes]:
+            kept, value = work()
+            data = pickle.dumps(value)
+            return kept, PART.pack(self.index, len(data)) + data
+
+        return run
+
+    def _parts(self, data: bytes) -> list[Any]:
+        """The values of all ranks, in the group's order, from their parts in any order."""
+        values, start = dict[int, Any](), 0
+        while start < len(data):
+            index, length = PART.unpack_from(data, start)
+            start += PART.size + length
+            values[index] = pickle.loads(data[start - length : start])  # noqa: S301 - our ranks'
+        return [values[index] for index in sorted(values)]
 
     def end(self, why: str, is_death: bool) -> RankError | None:
         """End what the ranks do, from one rank and without a wait: the others' waits raise an error
@@ -330,17 +398,58 @@ def open_ranks(
     yield Ranks(ranks, rank, call)
 
 
+# -- values as bytes ------------------------------------------------------------------------------
+
+
+def _pickled(work: Callable[[], tuple[S, object]]) -> Callable[[], tuple[S, bytes]]:
+    def run() -> tuple[S, bytes]:
+        kept, value = work()
+        return kept, pickle.dumps(value)
+
+    return run
+
+
+def _merging(merge: Callable[[T, T], T]) -> Merge:
+    """Merge values as bytes."""
+
+    def merge_all(parts: Sequence[bytes]) -> bytes:
+        if len(parts) == 1:
+            return parts[0]
+        values = (pickle.loads(part) for part in parts)  # noqa: S301 - from our own ranks
+        return pickle.dumps(functools.reduce(merge, values))
+
+    return merge_all
+
+
+def _done(value: T, cause: Exception | None) -> Callable[[], T]:
+    """The wait of a process alone for work that is done."""
+
+    def take() -> T:
+        if cause is not None:
+            raise cause
+        return value
+
+    return take
+
+
 def _describe_crossing(
-    names: Mapping[int, Sequence[bytes]], name_ranks: Callable[[Sequence[int]], str]
+    actions: Mapping[Action, FirstRanks], name_ranks: Callable[[Sequence[int] | FirstRanks], str]
 ) -> str:
     """An error's text for ranks that do different things: the number and name of a call, and what
     it does.
     """
-    texts = {rank: [part.decode() for part in name] for rank, name in names.items()}
-    actions = {rank: what for rank, (_, _, what) in texts.items()}
-    if len({*actions.values()}) == 1:
-        actions = {rank: call for rank, (_, call, _) in texts.items()}
-    if len({*actions.values()}) == 1:
-        actions = {rank: f"{call}, its call {number}" for rank, (number, call, _) in texts.items()}
-    text = describe_values("ranks do different things at the same place", actions, name_ranks)
+    tellings: list[Callable[[Action], str]] = [
+        lambda action: action.what,
+        lambda action: action.call,
+        lambda action: f"{action.call}, its call {action.number}",
+    ]
+    spread: dict[str | None, FirstRanks] = {}
+    for tell in tellings:
+        spread = {}
+        for action, ranks in actions.items():
+            text = tell(action)
+            spread[text] = spread[text] + ranks if text in spread else ranks
+        if len(spread) > 1:
+            break
+    text = describe_spread("ranks do different things at the same place", spread, name_ranks)
     return f"{text}: make the same calls on all ranks, in the same order"

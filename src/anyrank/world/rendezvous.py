@@ -1,31 +1,32 @@
 """Connects ranks at their first call, and keeps the connections for later calls, until the default
 group is destroyed or the ranks fail on them.
+
+The ranks count in: each writes its machine into the job's store, and adds 1 to a counter. The last
+one writes which machines there are, for which all others wait.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
-import time
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from anyrank import faults
 from anyrank.errors import RankError
-from anyrank.settings import TIMEOUT_SEC
+from anyrank.world.agreement import connect_neighbours
 from anyrank.world.connections import Connections
 from anyrank.world.device import boot_id
 from anyrank.world.group import default_store, hash_ranks
-from anyrank.world.helper_thread import HelperThread
+from anyrank.world.pairs import open_mesh, open_pairs
 from anyrank.world.store import Store, StoreLost
-from anyrank.world.waits import GroupState, Wait
+from anyrank.world.waits import GroupState, Wait, arrival_key
 
-CONNECT_SEC = 120.0  # for connections between ranks that have just met
-MACHINE_BYTES = 512  # of what a rank says of its machine
+MACHINES_SEC = 60.0  # to read as many keys of the store as there are ranks
 
 _Key = tuple[tuple[int, ...], int]  # ranks, and a channel between them
 
@@ -107,44 +108,33 @@ def _next_store(job_store: Any, prefix: str, rank: int) -> Store:
 
 
 def _meet_ranks(state: GroupState, call: str) -> Connections:
-    """Wait until all ranks have arrived, and connect to them. All ranks."""
-    state.arrive(0)
+    """Wait until all ranks have arrived, and connect to the neighbours. All ranks."""
+    group = open_pairs(state)
     wait = Wait(state, call, find_closed=list, number=0)
     wait.has_arrived = True
-    while not state.wait_for_all(0, wait.poll_sec):
+    state.arrive(0, json.dumps([socket.gethostname(), boot_id()]))
+    if state.store.count("here") == len(state.ranks):
+        state.store.set("machines", _find_machines(state))
+    while not state.store.wait(["machines"], wait.poll_sec):
         faults.point("ranks.meet")
         wait.poll()
-    connections = Connections(state, _open_gloo(state, call))
+    hosts, runs = json.loads(state.store.get("machines"))
+    state.hosts = tuple(hosts)
+    state.nodes = tuple(node for node, ranks in runs for _ in range(ranks))
+    connected = range(len(state.ranks)) if group is None else ()
+    connections = Connections(state, group or open_mesh(state, call), connected)
     # Also waits until all are connected: a rank that ends earlier would break slower ones.
-    machine = json.dumps([socket.gethostname(), boot_id()]).encode()
-    answers = connections.allgather(machine, MACHINE_BYTES, "connecting the ranks")()
-    machines = [tuple(json.loads(answer.rstrip(b"\0"))) for answer in answers]
-    unique_machines = [*dict.fromkeys(machines)]
-    state.nodes = tuple(map(unique_machines.index, machines))
-    state.hosts = tuple(host for host, _ in unique_machines)
+    connect_neighbours(connections)
     return connections
 
 
-def _open_gloo(state: GroupState, call: str) -> Any:
-    """Open gloo's connections between ranks that have all arrived. All ranks."""
-    limit = min(float(TIMEOUT_SEC.get()), CONNECT_SEC)
-    end = time.monotonic() + limit + 5
-
-    def connect() -> Any:
-        # Not new_group(), whose names and keys the user's groups share.
-        index, size = state.ranks.index(state.rank), len(state.ranks)
-        return dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
-            state.store.inner, index, size, timedelta(seconds=limit)
-        )
-
-    def check_deadline() -> None:
-        if time.monotonic() > end:
-            raise RuntimeError("no answer")
-
-    try:
-        with HelperThread() as helper:
-            return helper.call(connect, check_deadline, 1.0)
-    except RuntimeError as error:
-        text = str(error).partition("\n")[0][:200]
-        failure = f"{call}: rank {state.rank} could not connect to the others"
-        raise state.end(f"{failure} within {limit:.0f} s: {text}") from error
+def _find_machines(state: GroupState) -> str:
+    """The machines' names, and how many ranks in a row are on which: the one value that grows with
+    the machines, as each rank names ranks by them and knows who shares its own.
+    """
+    keys = [arrival_key(0, rank) for rank in state.ranks]
+    texts = state.store.call(lambda store: [store.get(key).decode() for key in keys], MACHINES_SEC)
+    machines = [(host, boot) for host, boot in map(json.loads, texts)]
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    runs = itertools.groupby(numbers[machine] for machine in machines)
+    return json.dumps([[host for host, _ in numbers], [(n, len([*run])) for n, run in runs]])

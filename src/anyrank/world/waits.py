@@ -1,8 +1,8 @@
 """Waiting for other ranks: never in silence, and never longer than the timeout.
 
 A rank that waits for longer than a second writes into the job's store that it has arrived, and
-reads there which ranks have not. A rank that finds that the ranks cannot go on writes there why:
-all ranks raise what the first of them wrote.
+reads there which ranks have not: one rank looks for all. A rank that finds that the ranks cannot go
+on writes there why: all ranks raise what the first of them wrote.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import ClassVar
 from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.failures import NO_ANSWER
-from anyrank.world.group import SHOWN, name_ranks
-from anyrank.world.store import Store, StoreLost
+from anyrank.world.first_ranks import SHOWN, FirstRanks, name_ranks
+from anyrank.world.store import ANSWER_SEC, Store, StoreLost
 
 log = logging.getLogger("anyrank.world")
 
 POLL_SEC = 1.0  # how often a rank that waits checks the others
 WARN_SEC = 10.0  # until the first warning; each further one after twice the time
+LOOKING = "looking"  # in the store, while a rank looks for those that are absent
 WAY_OUT = "make the same calls on all ranks, or pass process_group=anyrank.ALONE"
 
 
@@ -48,32 +49,60 @@ class GroupState:
         self.hosts: tuple[str, ...] = ("",)
         self.error: tuple[str, dict[int, str]] | None = None
 
-    def name_ranks(self, ranks: Sequence[int]) -> str:
+    def name_ranks(self, ranks: Sequence[int] | FirstRanks) -> str:
         """Ranks as text; with their machines if there are several."""
         if len(self.hosts) == 1:
             return name_ranks(ranks)
+        some = ranks if isinstance(ranks, FirstRanks) else FirstRanks.first_of(ranks)
         node_of = dict(zip(self.ranks, self.nodes, strict=True))
         by_node: dict[int, list[int]] = {}
-        for rank in ranks:
+        for rank in some.ranks:
             by_node.setdefault(node_of[rank], []).append(rank)
-        return ", ".join(f"{name_ranks(r)} on {self.hosts[n]}" for n, r in by_node.items())
+        text = ", ".join(f"{name_ranks(r)} on {self.hosts[n]}" for n, r in by_node.items())
+        more = some.count - len(some.ranks)
+        return f"{text} and {more:,} more" if more else text
 
-    def arrive(self, number: int) -> None:
-        """Write that this rank has arrived at the wait of this number."""
-        self.store.set(_arrival_key(number, self.rank), "")
+    def arrive(self, number: int, text: str = "") -> None:
+        """Write that this rank has arrived at the wait of this number, and what it says there."""
+        self.store.set(arrival_key(number, self.rank), text)
 
     def leave(self, number: int) -> None:
         """Remove what `arrive` wrote, so that the store does not grow."""
-        self.store.delete(_arrival_key(number, self.rank))
+        self.store.delete(arrival_key(number, self.rank))
 
-    def find_absent(self, number: int) -> list[int]:
-        """Ranks that have not arrived at a wait; at most one more than a message names."""
-        keys = [_arrival_key(number, rank) for rank in self.ranks]
+    def find_absent(self, number: int, look: str) -> list[int] | None:
+        """Ranks that have not arrived at a wait; at most one more than a message names.
+
+        The first rank that asks looks for all: there are as many keys as ranks.
+
+        Args:
+            number: of the wait.
+            look: a name for this look, the same on all ranks.
+
+        Returns:
+            The ranks; None while another rank is looking.
+        """
+        key = _look_key(number, look)
+        own_claim = f"{LOOKING} {self.rank}"
+        answer = self.store.set_first(key, own_claim)
+        if answer == own_claim:
+            absent = self._look_for_absent(number)
+            self.store.set(key, json.dumps(absent))
+            return absent
+        if answer.startswith(LOOKING):
+            return None
+        return [rank for rank in json.loads(answer) if not self._has_arrived(number, rank)]
+
+    def forget_look(self, number: int, look: str) -> None:
+        """Remove what `find_absent` wrote."""
+        self.store.delete(_look_key(number, look))
+
+    def _look_for_absent(self, number: int) -> list[int]:
+        keys = [arrival_key(number, rank) for rank in self.ranks]
         return [self.ranks[index] for index in self.store.find_absent(keys, SHOWN + 1)]
 
-    def wait_for_all(self, number: int, seconds: float) -> bool:
-        """Wait until all ranks have arrived; returns whether they did within `seconds`."""
-        return self.store.wait([_arrival_key(number, rank) for rank in self.ranks], seconds)
+    def _has_arrived(self, number: int, rank: int) -> bool:
+        return self.store.has([arrival_key(number, rank)])
 
     def end(self, text: str, causes: Sequence[int] = (), cause: str = NO_ANSWER) -> RankError:
         """End the group; returns the error for all ranks, which is the first that was written.
@@ -152,6 +181,7 @@ class Wait:
         self.start_sec = time.monotonic()
         self.warn_sec, self.probe_sec = WARN_SEC, POLL_SEC
         self.has_arrived = False
+        self.looks: list[str] = []  # that this rank has asked for
         self.timeout_sec = TIMEOUT_SEC.get()
         self.poll_sec = min(POLL_SEC, self.timeout_sec / 4)
 
@@ -175,40 +205,49 @@ class Wait:
             if dead := self.find_closed():
                 raise self.state.end_for_death(dead)
         if seconds > self.timeout_sec:
-            raise self._as_timeout()
-        if seconds > self.warn_sec:
-            self.warn_sec *= 2
-            self._log_warning(round(seconds))
+            absent = self._find_absent("last")
+            if absent is not None or seconds > self.timeout_sec + ANSWER_SEC:
+                raise self._as_timeout(absent or [])
+        elif seconds > self.warn_sec:
+            absent = self._find_absent(f"{self.warn_sec:g}")
+            if absent is not None:
+                self.warn_sec *= 2
+                self._log_warning(absent, round(seconds))
 
     def finish(self) -> None:
         """Clean up after the wait, whether it succeeded or not."""
         if threading.current_thread() is threading.main_thread():
             Wait.spent_sec += time.monotonic() - self.start_sec
             Wait.current = None
-        if self.has_arrived and self.number is not None:
+        if self.number is not None:
             with contextlib.suppress(StoreLost):
-                self.state.leave(self.number)
+                if self.has_arrived:
+                    self.state.leave(self.number)
+                for look in self.looks:
+                    self.state.forget_look(self.number, look)
 
-    def _find_absent(self) -> list[int]:
-        """The ranks that this one waits for; empty if unknown."""
+    def _find_absent(self, look: str) -> list[int] | None:
+        """The ranks that this one waits for, empty if unknown; None while another rank looks."""
         if self.number is None:
             return [*self.peers]
         with contextlib.suppress(StoreLost):
-            return self.state.find_absent(self.number)
+            if look not in self.looks:
+                self.looks.append(look)
+            return self.state.find_absent(self.number, look)
         return []
 
-    def _log_warning(self, seconds: int) -> None:
-        absent, state = self._find_absent(), self.state
+    def _log_warning(self, absent: Sequence[int], seconds: int) -> None:
+        state = self.state
         reason = (
             f" for {state.name_ranks(absent)}: {WAY_OUT}" if absent else ", and who is missing "
         )
         reason += "" if absent else "is not known" if state.store.lost else "has just come"
         log.warning("%s: rank %d has waited %d s%s", self.what, state.rank, seconds, reason)
 
-    def _as_timeout(self) -> RankError:
+    def _as_timeout(self, absent: Sequence[int]) -> RankError:
         """The error after ANYRANK_TIMEOUT_SEC."""
         state, deadline = self.state, f"within {self.timeout_sec:.0f} s"
-        if absent := self._find_absent():
+        if absent:
             text = f"{state.name_ranks(absent)} did not come to {self.what!r} {deadline}: {WAY_OUT}"
             return state.end(text, absent, "did not come")
         # If the network is cut, no rank knows which others have arrived.
@@ -216,8 +255,14 @@ class Wait:
         own_node = state.nodes[state.ranks.index(state.rank)]
         remote = [r for r, node in zip(state.ranks, state.nodes, strict=True) if node != own_node]
         text = f"no answer from {state.name_ranks(remote or others)} {deadline} in {self.what!r}: "
-        return state.end(f"{text}the network or a process is stuck or gone", remote or others)
+        text += "the network or a process is stuck or gone"
+        return state.end(text, (remote or others)[:SHOWN])
 
 
-def _arrival_key(number: int, rank: int) -> str:
+def arrival_key(number: int, rank: int) -> str:
+    """The key of the store that says that a rank has arrived at a wait."""
     return f"came/{number}/{rank}"
+
+
+def _look_key(number: int, look: str) -> str:
+    return f"absent/{number}/{look}"

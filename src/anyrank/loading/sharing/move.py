@@ -99,7 +99,7 @@ class Mover:
     def _move(self) -> None:
         """All rounds. Raises as `run`."""
         for number, flows in enumerate(self.rounds):
-            if number and self.ranks.any(self.problem is not None, WHAT):
+            if number and self.ranks.any(WHAT, self.problem is not None):
                 raise self.problem or Interrupted
             self._try(lambda flows=flows: self.places.begin(flows))
             self._round(self._messages(number, flows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -12,8 +11,6 @@ from anyrank.world.connections import Connections
 from anyrank.world.helper_thread import HelperThread
 from anyrank.world.ranks import Ranks
 from anyrank.world.waits import Wait
-
-MESSAGE_TAG = 0  # the connections keep others for themselves
 
 
 class Passing:
@@ -45,20 +42,18 @@ class Passing:
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start to send a contiguous CPU tensor; returns its wait."""
-        opened = self._connections
-        return self._start(lambda index: opened.group.send([tensor], index, MESSAGE_TAG), rank)
+        return self._start("send", tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         """Start to fill a contiguous CPU tensor; returns its wait."""
-        opened = self._connections
-        return self._start(lambda index: opened.group.recv([tensor], index, MESSAGE_TAG), rank)
+        return self._start("recv", tensor, rank)
 
-    def _start(self, start: Callable[[int], Any], rank: int) -> Callable[[], None]:
+    def _start(self, kind: str, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
         def wait_for_rank() -> contextlib.AbstractContextManager[Wait]:
             return self._connections.waiting(self._what, None, [rank])
 
-        with wait_for_rank():
-            work = start(self._connections.state.ranks.index(rank))
+        with wait_for_rank() as waiting:
+            work = self._connections.pass_tensor(kind, tensor, rank, waiting)
 
         def wait() -> None:
             with wait_for_rank() as waiting:

@@ -208,7 +208,7 @@ class PeerMemory(RunListener):
         path = snapshot.path
         own_names = {os.path.basename(listing.files[number].path) for number in numbers}
         own_names |= {os.path.basename(listing.sums[number]) for number in numbers}
-        names_by_rank = self.ranks.gather(own_names, "asking for the snapshot's files")
+        names_by_rank = self.ranks.gather("asking for the snapshot's files", own_names)
         transfers: list[FileTransfer] = []
         for machine, machine_ranks in enumerate(self._machine_ranks):
             indices = [self.ranks.ranks.index(rank) for rank in machine_ranks]
@@ -245,7 +245,7 @@ def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) ->
         cadence: when a snapshot is due.
     """
     root = os.environ.get(PEERS_FOLDER, "")
-    has_memory = ranks.gather(os.path.isdir(root), "looking for the machines' memory")
+    has_memory = ranks.gather("looking for the machines' memory", os.path.isdir(root))
     if all(has_memory):
         memory = PeerMemory(root, path, state, ranks, cadence)
         ranks.together("opening the machines' memory", memory.open)

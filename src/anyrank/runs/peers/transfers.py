@@ -63,7 +63,9 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
         (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in _split(m)
     ]
     exchange(ranks, sent, received, "sending the snapshot to other machines")
-    ranks.gather(None, "sending the snapshot to other machines")  # all ranks of the machine read it
+    ranks.run(
+        "sending the snapshot to other machines", lambda: None
+    )  # all ranks of the machine read it
 
 
 def make_folder(path: str) -> None:

@@ -259,7 +259,7 @@ class _Restorer:
         """The report of the resume. All ranks."""
         source = self.source
         seconds = time.perf_counter() - self.start
-        measured = self.ranks.gather((self.bytes_read, seconds))
+        measured = self.ranks.gather("measuring the resume", (self.bytes_read, seconds))
         components = {name: part.outcome for name, part in self.matched.items()}
         components[STREAMS] = self._stream_outcome()
         for name in self.arguments.skip:

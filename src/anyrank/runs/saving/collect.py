@@ -115,7 +115,7 @@ def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
         state.parts.check_optimizers(ranks.index)
     except CheckpointError as error:
         problem = str(error)
-    problems = [*filter(None, ranks.gather(problem, "looking at the optimizers"))]
+    problems = [*filter(None, ranks.gather("looking at the optimizers", problem))]
     if problems and ranks.index == 0:
         log.warning("after the first step: the next save will fail: %s", problems[0])
 
@@ -322,7 +322,9 @@ def _compare(
     if not differing:
         return coordinates
     part = differing[0]
-    records = ranks.gather(_shared_record(parts[part]))  # only now, as most are equal
+    records = ranks.gather(
+        "comparing the state", _shared_record(parts[part])
+    )  # only now, as most are equal
     for rank, record in zip(ranks.ranks[1:], records[1:], strict=True):
         if record != records[0]:
             raise CheckpointError(
@@ -340,7 +342,9 @@ def _build_records(
     for part in answers[0].records:
         # Most records are equal, and are not sent: their digests say so.
         if len({answer.records[part] for answer in answers}) > 1:
-            trees = [record["tree"] for record in ranks.gather(records[part])]
+            trees = [
+                record["tree"] for record in ranks.gather("comparing the state", records[part])
+            ]
             records[part] = {**records[part], "tree": "by rank", "by_rank": trees}
     for part, saved in parts.items():
         if saved.unsaved:

@@ -426,7 +426,7 @@ class Position:
             CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
                 steps.
         """
-        rows = ranks.gather(self.rank_accounts(), "comparing the samples")
+        rows = ranks.gather("comparing the samples", self.rank_accounts())
         steps = [row.step for row in rows]
         by_index = {row.index: row.seen for row in rows}
         if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):

@@ -337,7 +337,7 @@ class Step:
         last = self._run.passes[-1:]
         terms = [w * float(loss) for this in last for w, loss in this.losses if w]
         own_weights = [weight for this in last for weight in this.weights.values()]
-        rows = self._ranks.gather((terms, own_weights), "step.loss()")
+        rows = self._ranks.gather("step.loss()", (terms, own_weights))
         weights = [weight for _, row in rows for weight in row]
         if not weights:
             raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
@@ -394,7 +394,7 @@ class Step:
         if self._divisor is None:
             if position.exponent is None:
                 is_first = slot.k == 0 and not slot.is_copy
-                weight = max(self._ranks.gather(units if is_first else 0.0, "comparing weights"))
+                weight = max(self._ranks.gather("comparing weights", units if is_first else 0.0))
                 position.exponent = round(math.log2(weight)) if weight else None
             self._divisor = math.ldexp(self._run.plan.num_microbatches, position.exponent or 0)
         return self._divisor

@@ -185,7 +185,7 @@ class Pass:
         record, values = self._record()
         # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
         must_gather = sync.meets or bool(self._is_weighted) or self.is_new
-        records = self.ranks.gather(record, "comparing the step") if must_gather else [record]
+        records = self.ranks.gather("comparing the step", record) if must_gather else [record]
         summed, exchanged = [*sync.summed], [*sync.exchanged]
         is_checked = judge(plan.number, records, summed, exchanged, values, self.ranks)
         weights = [weight for record in records for weight in record.weights]

@@ -191,7 +191,9 @@ def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
     tensors = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
     parts = [(n, t.name, str(t.layout), t.coordinate, tuple(t.tensor.shape)) for n, t in tensors]
     spots: dict[Any, dict[Any, set[Shape]]] = {}  # tensor -> place -> parts of the ranks there
-    for number, name, layout, spot, part in itertools.chain(*ranks.gather(parts)):
+    for number, name, layout, spot, part in itertools.chain(
+        *ranks.gather("comparing layout=", parts)
+    ):
         spots.setdefault((number, name, layout), {}).setdefault(spot, set()).add(part)
 
     def join() -> None:

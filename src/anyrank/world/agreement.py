@@ -1,0 +1,241 @@
+"""One exchange of all ranks through the tree: a few bytes go up, merged on the way, and what they
+come to goes down again.
+
+A message up has a digest of what its rank does, and a value. Where a rank does something else or
+has failed, the root asks all once more: then accounts go up, which say who does what and who has
+failed how, and the error goes down, the same for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from anyrank.world.connections import Connections
+from anyrank.world.failures import Failure, as_failure, join_failures
+from anyrank.world.first_ranks import FirstRanks
+from anyrank.world.waits import POLL_SEC
+
+K = TypeVar("K")
+
+HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
+HEAD = struct.Struct("<16sBQ")  # digest, status, length of the value
+FINE, TROUBLE, END = range(3)  # all did this and succeeded; they did not; the error
+KINDS = 8  # of failures, or of what ranks do, that an error tells apart
+NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
+
+Merge = Callable[[Sequence[bytes]], bytes]
+"""Joins the values of some ranks, in the tree's order: this rank's own is the first."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a rank does: the number and the name of its call, and what it does there."""
+
+    number: int
+    call: str
+    what: str
+
+    def digest(self, kind: str) -> bytes:
+        text = "\0".join((str(self.number), self.call, self.what, kind))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+@dataclass
+class Account:
+    """Who does what, and who has failed how, of some ranks; at most `KINDS` of each."""
+
+    actions: dict[Action, FirstRanks]
+    failures: dict[Failure, FirstRanks]
+    failed: int  # ranks that have raised something
+
+    def __add__(self, other: Account) -> Account:
+        return Account(
+            _joined(self.actions, other.actions),
+            _joined(self.failures, other.failures),
+            self.failed + other.failed,
+        )
+
+
+def _joined(first: Mapping[K, FirstRanks], second: Mapping[K, FirstRanks]) -> dict[K, FirstRanks]:
+    joined = {**first}
+    for key, ranks in second.items():
+        joined[key] = joined[key] + ranks if key in joined else ranks
+    ordered = sorted(joined.items(), key=lambda item: item[1].ranks)
+    return dict(ordered[:KINDS])
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What goes from rank to rank."""
+
+    digest: bytes
+    status: int
+    value: bytes
+
+    def pack(self) -> tuple[bytes, bytes]:
+        """Its head, and what follows: nothing where the value is short."""
+        head = HEAD.pack(self.digest, self.status, len(self.value))
+        if len(head) + len(self.value) <= HEAD_BYTES:
+            return (head + self.value).ljust(HEAD_BYTES, b"\0"), b""
+        return head.ljust(HEAD_BYTES, b"\0"), self.value
+
+    @classmethod
+    def unpack(cls, head: bytes, receive: Callable[[int], bytes]) -> _Message:
+        """The message of a head.
+
+        Args:
+            head: as `pack` made it.
+            receive: returns as many bytes as it is asked for, which follow.
+        """
+        digest, status, length = HEAD.unpack_from(head)
+        is_short = HEAD.size + length <= HEAD_BYTES
+        value = head[HEAD.size : HEAD.size + length] if is_short else receive(length)
+        return cls(digest, status, value)
+
+
+class DifferentActions(Exception):
+    """Ranks do different things at the same place.
+
+    Args:
+        actions: and the ranks that do each.
+    """
+
+    def __init__(self, actions: Mapping[Action, FirstRanks]) -> None:
+        super().__init__(actions)
+        self.actions = actions
+
+
+class Agreement:
+    """One rank's part in an exchange.
+
+    Args:
+        connections: of the ranks.
+        action: what this rank does.
+        kind: the primitive, which all ranks must have alike as well.
+        value: what this rank says.
+        cause: what its work raised.
+        merge: joins values.
+        goes_down: whether what the values come to goes to all ranks.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        action: Action,
+        kind: str,
+        value: bytes,
+        cause: Exception | None,
+        merge: Merge,
+        *,
+        goes_down: bool,
+    ) -> None:
+        self.connections, self.neighbours = connections, connections.neighbours
+        self.action, self.digest = action, action.digest(kind)
+        self.value, self.merge, self.goes_down = value, merge, goes_down
+        self.failure = None if cause is None else as_failure(cause)
+        self.start_sec = time.monotonic()
+
+    def run(self) -> bytes | Exception:
+        """What the values come to, on all ranks or on the root alone, elsewhere b""; or the error
+        of all ranks: `DifferentActions`, or as `Ranks.run`.
+
+        Raises:
+            RuntimeError: of gloo, as a rank has died.
+            RankError: the ranks have ended.
+        """
+        status, value = self._exchange(self._merged)
+        if status == TROUBLE:
+            status, value = self._exchange(self._accounted)
+        return pickle.loads(value) if status == END else value  # noqa: S301 - from our own ranks
+
+    def _exchange(self, join: Callable[[Sequence[_Message]], _Message]) -> tuple[int, bytes]:
+        """Send up what this rank and those below come to; returns what comes down."""
+        connections, parent = self.connections, self.neighbours.parent
+        heads = [connections.receive(HEAD_BYTES, child) for child in self.neighbours.children]
+        children = zip(heads, self.neighbours.children, strict=True)
+        joined = join([self._received(head, child) for head, child in children])
+        if parent is None:
+            verdict = joined
+            self._check_not_ended()
+        else:
+            head = connections.receive(HEAD_BYTES, parent)
+            self._send(joined, parent)
+            verdict = self._received(head, parent)
+        down = verdict if self.goes_down or verdict.status else replace(verdict, value=b"")
+        sent = [self._start(down, child) for child in self.neighbours.children]
+        for waits in sent:
+            for wait in waits:
+                wait()
+        return verdict.status, verdict.value
+
+    def _check_not_ended(self) -> None:
+        """Before the root says that all have done it: a rank that waited for too long has left.
+
+        Raises:
+            RankError: the ranks have ended.
+        """
+        state = self.connections.state
+        if time.monotonic() - self.start_sec > POLL_SEC and state.has_ended():
+            raise state.as_error()
+
+    def _merged(self, below: Sequence[_Message]) -> _Message:
+        """The values of this rank and of those below."""
+        is_fine = self.failure is None and all(
+            message.status == FINE and message.digest == self.digest for message in below
+        )
+        if is_fine:
+            try:
+                value = self.merge([self.value, *(message.value for message in below)])
+                return _Message(self.digest, FINE, value)
+            except Exception as error:
+                self.failure = as_failure(error)
+        return _Message(self.digest, TROUBLE, b"")
+
+    def _accounted(self, below: Sequence[_Message]) -> _Message:
+        """The accounts of this rank and of those below; of all of them the root makes the error."""
+        state, failure = self.connections.state, self.failure
+        own_rank = FirstRanks.first_of([state.rank])
+        account = Account({self.action: own_rank}, {}, 0)
+        if failure is not None:
+            account.failures[failure] = own_rank
+            account.failed = 0 if failure.kind is None else 1
+        for message in below:
+            account += pickle.loads(message.value)  # noqa: S301 - from our own ranks
+        if self.neighbours.parent is not None:
+            return _Message(self.digest, TROUBLE, pickle.dumps(account))
+        error: Exception = DifferentActions(account.actions)
+        if len(account.actions) == 1:
+            size = len(state.ranks)
+            error = join_failures(self.action.what, account.failures, account.failed, size)
+        return _Message(self.digest, END, pickle.dumps(error))
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _start(self, message: _Message, index: int) -> list[Callable[[], None]]:
+        """Start to send a message; returns the waits."""
+        head, tail = message.pack()
+        parts = [head, tail] if tail else [head]
+        return [self.connections.send(part, index) for part in parts]
+
+    def _send(self, message: _Message, index: int) -> None:
+        for wait in self._start(message, index):
+            wait()
+
+    def _received(self, head: Callable[[], bytes], index: int) -> _Message:
+        """A message whose head is on its way."""
+        return _Message.unpack(head(), lambda length: self.connections.receive(length, index)())
+
+
+def connect_neighbours(connections: Connections) -> None:
+    """Send the first messages, for which neighbours in the tree connect. All ranks."""
+    what = "connecting the ranks"
+    agreement = Agreement(
+        connections, Action(0, "", what), "", b"", None, b"".join, goes_down=False
+    )
+    connections.talk(agreement.run, what)()

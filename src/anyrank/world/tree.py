@@ -1,0 +1,48 @@
+"""The tree in which ranks talk: a machine's ranks hang on its first one, and the machines' first
+ranks on one another, so that one message of each machine crosses the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEGREE = 16
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The ranks that one rank talks to, as positions in the group.
+
+    Attributes:
+        parent: whom it reports to; None for the root, which is the first rank.
+        children: who report to it.
+    """
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+def find_neighbours(nodes: Sequence[int], index: int) -> Neighbours:
+    """The neighbours of a rank in the tree.
+
+    Args:
+        nodes: for each rank, the number of its machine, counted as they first appear.
+        index: the rank's position.
+    """
+    by_node: dict[int, list[int]] = {}
+    for position, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(position)
+    local, firsts = by_node[nodes[index]], [positions[0] for positions in by_node.values()]
+    parent, children = _within(local, index)
+    if index == local[0]:
+        parent, remote = _within(firsts, index)
+        children = [*remote, *children]
+    return Neighbours(parent, tuple(children))
+
+
+def _within(members: Sequence[int], index: int) -> tuple[int | None, list[int]]:
+    """The parent and the children of one of the members, in a tree of them alone."""
+    number = members.index(index)
+    parent = members[(number - 1) // DEGREE] if number else None
+    return parent, [*members[number * DEGREE + 1 : (number + 1) * DEGREE + 1]]
