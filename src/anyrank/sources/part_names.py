@@ -16,6 +16,15 @@ OTHERS = frozenset(
 )
 
 
+# Words of names under which they keep averages of the weights.
+AVERAGE = re.compile(r"(?:^|[_.-])(?:ema|swa|avg|averaged?|shadow|teacher)(?:$|[_.-])", re.I)
+
+
+def is_average(name: str) -> bool:
+    """Whether a name says that a table, or a file, has an average of weights."""
+    return AVERAGE.search(name) is not None
+
+
 def is_other_part(key: str) -> bool:
     """Whether a key of a checkpoint is of a part that is not weights, by the part's name."""
     return re.sub(r"_\d+$", "", key.partition(".")[0]) in OTHERS

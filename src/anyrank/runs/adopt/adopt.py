@@ -6,12 +6,11 @@ describe them, and go the way of `resume`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,6 +26,7 @@ from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.runs.adopt import optimizer as foreign_optimizer
 from anyrank.runs.adopt.schedules import MORE, doubts_on_count, in_optimizer_steps, other_kind
+from anyrank.runs.adopt.whose_weights import average_of, doubt_on_weights
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.source import ResumeSource, misfit_text
 from anyrank.runs.state.optimizer import Names, match_optimizer
@@ -63,7 +63,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         source = read_foreign(path, len({*ranks.nodes}) > 1)
         try:
             source = source.for_parts(names, arguments.parts or {})
-            return source.for_parts(names, _average_of(state, source, arguments.skip))
+            return source.for_parts(names, average_of(state, source, arguments.skip))
         except LoadError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -89,28 +89,12 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         no_streams=f"{source.tool} keeps them by process",
         source=source,
         skip={*arguments.skip},
+        chosen={*(arguments.parts or {})},
     )
     for part, value in state.parts.parts.items():
         if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
             step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
     return step
-
-
-def _average_of(
-    state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
-) -> dict[str, str]:
-    """The one module that the checkpoint has no part for by name, where its average of the weights,
-    which no part is named after, has that module's names and shapes.
-    """
-    parts = state.parts.parts
-    modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
-    lacking = [name for name in modules if name not in source.weights and name not in skip]
-    if len(lacking) != 1 or "ema" not in source.weights or "ema" in parts:
-        return {}
-    saved = {k: tuple(t.shape) for k, t in source.weights["ema"].tensors.items()}
-    tensors = modules[lacking[0]].state_dict().items()
-    module = {k: tuple(t.shape) for k, t in tensors if isinstance(t, torch.Tensor)}
-    return {lacking[0]: "ema"} if saved == module else {}
 
 
 def _with_counts(source: ForeignCheckpoint, arguments: ResumeArguments) -> ForeignCheckpoint:
@@ -163,14 +147,18 @@ class ForeignStep(ResumeSource):
     Attributes:
         source: the checkpoint, by its headers.
         skip: names of parts that stay as they are.
+        chosen: names of parts of which the user says what is read into them.
         plans: of the modules that are loaded, by part.
         used: names of its parts that come over.
+        trained: modules whose parameters have state of an optimizer that comes over.
     """
 
     source: ForeignCheckpoint
     skip: set[str]
+    chosen: set[str]
     plans: dict[str, AgreedPlan] = field(default_factory=dict[str, AgreedPlan])
     used: set[str] = field(default_factory=set[str])
+    trained: set[str] = field(default_factory=set[str])
 
     def has_weights(self, part: str) -> bool:
         """Whether it has the weights of a module.
@@ -180,8 +168,9 @@ class ForeignStep(ResumeSource):
         """
         if part not in self.source.weights and part == "model":
             raise CheckpointError(
-                f"{self.path} holds no model's weights; it has "
-                f"{', '.join(sorted(self.source.weights)) or 'none at all'}"
+                f"{self.path}: nothing says which weights are the model's; it has those of "
+                f"{self.source.models()}: name the one that the optimizer has trained, as "
+                f"parts={{'model': {next(iter(self.source.weights), 'net')!r}}}"
             )
         return part in self.source.weights
 
@@ -242,6 +231,9 @@ class ForeignStep(ResumeSource):
             matched.outcome = _outcome(
                 [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
             )
+        for entry in record["state"]:
+            module, _, inner = entry.partition("/")
+            self.trained.add(module if inner else "model")
         commit = matched.commit
 
         def commit_counted() -> None:
@@ -293,6 +285,13 @@ class ForeignStep(ResumeSource):
         return matched
 
     def warnings(self) -> list[str]:
+        doubts = [
+            doubt_on_weights(part, self.source, self.path, self.used, part in self.chosen)
+            for part in sorted(self.plans.keys() & self.trained)
+        ]
+        return [*self._doubts_on_step(), *filter(None, doubts)]
+
+    def _doubts_on_step(self) -> list[str]:
         step, stepped = self.source.step, self.source.optimizer_steps
         has_state = any(part.state for part in self.source.optimizers.values())
         if has_state and (step is None or (step == 0 and stepped is None)):
@@ -316,7 +315,7 @@ class ForeignStep(ResumeSource):
     def notes(self) -> list[str]:
         source = self.source
         notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
-        if source.step is None and not self.warnings():
+        if source.step is None and not self._doubts_on_step():
             notes.append(self._without_step())
         notes += source.assumed
         pairs = [f"{part} from {key}" for part, key in source.keys.items() if part in self.used]

@@ -122,8 +122,18 @@ class ForeignCheckpoint:
             keys={part: key for part, key in keys.items() if part != key},
         )
 
+    def models(self) -> str:
+        """The names of its models, as the tool calls them."""
+        return ", ".join(sorted(self.keys.get(name, name) for name in self.weights)) or "none"
+
     def model(self, name: str) -> Listing:
-        """The weights of one model, as a source of `load`."""
+        """The weights of one model, as a source of `load`.
+
+        Raises:
+            LoadError: it has none of this name.
+        """
+        if name not in self.weights:
+            raise LoadError(f"no weights of {name} here; there are those of {self.models()}")
         files = self.listing.files, self.listing.checksums
         return replace(self.weights[name], files=files[0], checksums=files[1], sums={})
 

@@ -28,6 +28,7 @@ from anyrank.sources.tools.checkpoint import (
 )
 from anyrank.tensors.spec import StoredTensor
 
+TRAINED = "current_model_state"  # of Lightning's WeightAveraging, with the average in state_dict
 EMAS = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "ema_model")
 OPTIMIZERS = (
     "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
@@ -97,7 +98,14 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     not_read: dict[str, str] = {}
     keys: dict[str, str] = {}  # of parts that have another name here
     averages: dict[str, Any] = {}
-    for name, names in (("model", NESTED), ("ema", EMAS)):
+    names_of = {"model": NESTED, "ema": EMAS}
+    if _has_average(rest):
+        average = {f"module.{key}": value for key, value in rest["state_dict"].items()}
+        rest["state_dict"] = average | rest.pop(
+            "averaging_state"
+        )  # as torch's AveragedModel has it
+        names_of = {"model": (TRAINED,), "ema": ("state_dict",)}
+    for name, names in names_of.items():
         key = next((key for key in names if flat(rest.get(key))), None)
         if key is not None:
             inner = rest.pop(key)
@@ -126,12 +134,12 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     if "model" not in weights:
         tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
         tensors = {key: value for key, value in tensors.items() if key not in STEPS}
-        if not tensors:
+        if not tensors and not any(map(flat, rest.values())) and not weights:
             shown = ", ".join(map(str, [*table][:20])) or "nothing"
             raise LoadError(
                 f"{path}: no weights here; looked in {', '.join(NESTED)}; it has {shown}"
             )
-        weights["model"] = Listing("", (), tensors)
+        weights |= {"model": Listing("", (), tensors)} if tensors else {}
         rest = {key: value for key, value in rest.items() if key not in tensors}
     loops: Any = rest.pop("loops", None)
     for key, value in rest.items():
@@ -164,6 +172,12 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         optimizer_steps=optimizer_steps,
         assumed=assumed,
     )
+
+
+def _has_average(table: dict[str, Any]) -> bool:
+    """Whether Lightning's WeightAveraging has put the average in the place of the weights."""
+    names = (TRAINED, "state_dict", "averaging_state")
+    return all(isinstance(table.get(name), dict) for name in names)
 
 
 def _weights(table: Any) -> Listing:

@@ -1,0 +1,73 @@
+"""Which of a checkpoint's weights an optimizer has trained, and which are an average of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from anyrank.models.match import AVERAGED
+from anyrank.runs.state.train_state import TrainState
+from anyrank.sources.part_names import is_average
+from anyrank.sources.tools.checkpoint import ForeignCheckpoint
+
+
+def average_of(
+    state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
+) -> dict[str, str]:
+    """The one module that the checkpoint has no part for by name, where its average of the weights,
+    which no part is named after, has that module's names and shapes.
+    """
+    parts = state.parts.parts
+    modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
+    lacking = [name for name in modules if name not in source.weights and name not in skip]
+    if len(lacking) != 1 or "ema" not in source.weights or "ema" in parts:
+        return {}
+    saved = _shapes(source.weights["ema"].tensors)
+    return {lacking[0]: "ema"} if saved == _shapes(modules[lacking[0]].state_dict()) else {}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors, by name, without what torch's AveragedModel adds."""
+    plain = {key.removeprefix("module."): value for key, value in tensors.items()}
+    plain.pop(AVERAGED, None)
+    return {key: tuple(value.shape) for key, value in plain.items() if hasattr(value, "shape")}
+
+
+def doubt_on_weights(
+    part: str, source: ForeignCheckpoint, path: str, used: Collection[str], is_chosen: bool
+) -> str | None:
+    """What the report warns of where a model's weights may be others than its optimizer has
+    trained: an average of them, or one of several tables that could be the model's.
+
+    Args:
+        part: the model's, which is read, as is the optimizer's state.
+        source: the checkpoint.
+        path: of it.
+        used: names of what is read.
+        is_chosen: whether the user says from which table.
+    """
+    key, tensors = source.keys.get(part, part), source.weights[part].tensors
+    file = "" if "ema" in source.weights else path.rstrip("/").rpartition("/")[2]
+    names = [name for name in (key, file) if is_average(name)]
+    if AVERAGED in tensors or names:
+        sign = f"is in {names[0]}" if names else f"has {AVERAGED}"
+        return (
+            f"{part}: what was read from {key} is an average by its name or its entries (it "
+            f"{sign}), and the optimizer's state is that of the weights it was made of: read those "
+            f"if the tool has saved them (parts={{{part!r}: ...}}, or another file)"
+        )
+    alike = [
+        source.keys.get(name, name)
+        for name, listing in source.weights.items()
+        if not (name in used or is_average(name)) and _shapes(listing.tensors) == _shapes(tensors)
+    ]
+    others = sorted(name for name in alike if not is_average(name))
+    if not others or is_chosen:
+        return None
+    return (
+        f"{part}: was read from {key}, and {', '.join(others)} has the same names and shapes: "
+        f"nothing says which the optimizer has trained; parts={{{part!r}: {others[0]!r}}} takes "
+        "the other"
+    )
