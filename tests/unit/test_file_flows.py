@@ -48,7 +48,7 @@ def flows_of(
         listing=Listing("safetensors", (FileInfo("w", 1, ""),), {}),
         coordinates={rank: Coordinates((place,), (0,)) for rank, place in at.items()},
         nodes=dict.fromkeys(ranks, 0),
-        readers=readers,
+        reading_ranks=readers,
         stage_bytes=stage_bytes,
     )
 

@@ -183,7 +183,7 @@ class LiveSide(Side):
             lane=self.mover.lane,
         )
 
-    def left(self) -> str:
+    def damage_note(self) -> str:
         """What an error says of `dst`."""
         return "dst keeps its values" if self.atomic else OVERWRITTEN
 

@@ -82,7 +82,7 @@ class Side:
         """Bytes so far."""
         return Moved()
 
-    def left(self) -> str:
+    def damage_note(self) -> str:
         """What an error in `move` or `check` says of the model."""
         return ""
 
@@ -149,7 +149,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
             increment_version([tensor for tensor in filled if not tensor.is_inference()])
             share.initialise()
 
-        with _with_consequence(side.left()):
+        with _with_consequence(side.damage_note()):
             ranks.run(side.moving, move)
             side.check()
         rebuilt: dict[str, str] = {}

@@ -119,7 +119,7 @@ def agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
     return next(iter([*seeing, *first_ranks.values(), *ranks.ranks]))
 
 
-def for_copies(headers: Headers) -> Headers:
+def with_file_fingerprints(headers: Headers) -> Headers:
     """The same, by which ranks that see copies of the files know them."""
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})

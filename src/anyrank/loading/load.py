@@ -128,11 +128,11 @@ def load(
             return report
         plan = plan_load(model, source, ranks, options, sources, headers)
         if plan.match.stored_twice:
-            compare_ties(plan.match, plan.reading.readers, ranks)
+            compare_ties(plan.match, plan.reading.reading_ranks, ranks)
         verified, nonfinite = list[str](), dict[str, int]()
         if verify:
             # Files are compared before anything is filled, what they have given afterwards.
-            verified = verify_source(plan.match, plan.reading.readers, ranks)
+            verified = verify_source(plan.match, plan.reading.reading_ranks, ranks)
             result = fill_from_files(model, plan, ranks, meter, progress)
             nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
         else:

@@ -10,7 +10,13 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.loading.headers import Headers, SourceInfo, agreed_reader, for_copies, require_source
+from anyrank.loading.headers import (
+    Headers,
+    SourceInfo,
+    agreed_reader,
+    require_source,
+    with_file_fingerprints,
+)
 from anyrank.loading.reading import Reading, caches_of, why_own
 from anyrank.models.alike import Inventory, check_alike, inventory_of
 from anyrank.models.dialects.dialect import ModelMatch
@@ -98,7 +104,7 @@ def plan_load(
     if headers is None or are_copies:
 
         def read() -> Headers:
-            return for_copies(read_headers()) if are_copies else read_headers()
+            return with_file_fingerprints(read_headers()) if are_copies else read_headers()
 
         headers = ranks.run_on_one("reading the headers", read, first)
     listing, parts = known or headers.listing, headers.parts

@@ -156,14 +156,14 @@ class OwnBytes(Side):
 
     def finish(self) -> None:
         """Read extra state. All ranks."""
-        own_code, reader = self.match.own_code, self.plan.reading.readers[0]
+        own_code, reader = self.match.own_code, self.plan.reading.reading_ranks[0]
         own_code.read_extras(self.match.listing, self.ranks, reader)
 
     def moved(self) -> Moved:
         """Bytes so far."""
         return Moved(self.reader.bytes_read)
 
-    def left(self) -> str:
+    def damage_note(self) -> str:
         """What an error says of the model."""
         return OVERWRITTEN if self.plan.in_place else ""
 

@@ -20,13 +20,13 @@ class Reading:
         strategy: "own": each rank reads its own bytes. "stripe": ranks that want the same bytes, or
             columns of the same rows, read disjoint parts and exchange them. "scatter": the ranks
             that see the source read, and send each rank its own part.
-        readers: global ranks that read.
+        reading_ranks: global ranks that read.
         flows: what passes between ranks; None where each reads its own bytes.
     """
 
     strategy: str
     reason: str
-    readers: tuple[int, ...]
+    reading_ranks: tuple[int, ...]
     flows: FileFlows | None = None
 
 

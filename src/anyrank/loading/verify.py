@@ -27,12 +27,12 @@ SHOWN = 5  # pairs in a message
 NO_CHECKSUMS = "the source has no checksums, so a flipped bit in it cannot be noticed"
 
 
-def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> list[str]:
+def verify_source(match: ModelMatch, reading_ranks: tuple[int, ...], ranks: Ranks) -> list[str]:
     """Compare a source with its checksums; what was compared, in words. All ranks.
 
     Args:
         match: what is loaded of it.
-        readers: the ranks that read, and share the work.
+        reading_ranks: the ranks that read, and share the work.
         ranks: of the call.
 
     Raises:
@@ -40,9 +40,9 @@ def verify_source(match: ModelMatch, readers: tuple[int, ...], ranks: Ranks) -> 
     """
 
     def check() -> list[str]:
-        if ranks.rank not in readers:
+        if ranks.rank not in reading_ranks:
             return []
-        return _check_files(match.listing, readers.index(ranks.rank), len(readers))
+        return _check_files(match.listing, reading_ranks.index(ranks.rank), len(reading_ranks))
 
     checked = next((words for words in ranks.together("checking the files", check) if words), [])
     return ["replicas", *(checked or [NO_CHECKSUMS])]
@@ -92,12 +92,12 @@ def _check_files(listing: Listing, number: int, count: int) -> list[str]:
     return compared(listing)
 
 
-def compare_ties(match: ModelMatch, readers: Sequence[int], ranks: Ranks) -> None:
+def compare_ties(match: ModelMatch, reading_ranks: Sequence[int], ranks: Ranks) -> None:
     """Compare what the source holds under several names of one tensor of the model. All ranks.
 
     Args:
         match: what is loaded of the source.
-        readers: the ranks that read, and share the work.
+        reading_ranks: the ranks that read, and share the work.
         ranks: of the call.
 
     Raises:
@@ -106,9 +106,9 @@ def compare_ties(match: ModelMatch, readers: Sequence[int], ranks: Ranks) -> Non
     listing = match.listing
 
     def compare() -> None:
-        if ranks.rank not in readers:
+        if ranks.rank not in reading_ranks:
             return
-        number, count = readers.index(ranks.rank), len(readers)
+        number, count = reading_ranks.index(ranks.rank), len(reading_ranks)
         with Reader(listing, buffer_bytes=BLOCK_BYTES) as reader:
 
             def values(name: str, box: Box) -> torch.Tensor:

@@ -32,7 +32,7 @@ from anyrank.wording import first_few
 log = logging.getLogger("anyrank.load")
 
 SHOWN = 10
-AVERAGED = "n_averaged"  # of torch's AveragedModel: how often, and no weight of the model in it
+AVERAGED = "n_averaged"  # the step counter of torch's AveragedModel; no weight
 
 
 def match_model(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from anyrank.models.dialects.frozen.freeze import without_answers
+from anyrank.models.dialects.frozen.freeze import unfrozen_attributes
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.wrappers import plain_class
 
@@ -25,7 +25,7 @@ def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) ->
         copies[id(module)] = copy
         copy.__dict__ = {**module.__dict__}
         if frozen_info(module):
-            copy.__dict__ = without_answers(module.__dict__)
+            copy.__dict__ = unfrozen_attributes(module.__dict__)
         copy.__dict__["_modules"] = {
             name: None if child is None else plain_copy(child, copies)
             for name, child in module.__dict__["_modules"].items()

@@ -39,7 +39,7 @@ def shared_reading(
         LoadError: as `decide`.
     """
     repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
-    name, reason, readers = decide(strategy, ranks.ranks, caches, sees, repeated)
+    name, reason, reading_ranks = decide(strategy, ranks.ranks, caches, sees, repeated)
     if name == "own":
         return Reading(name, reason, ranks.ranks)
     flows = FileFlows(
@@ -47,10 +47,10 @@ def shared_reading(
         listing=match.listing,
         coordinates=coordinates,
         nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),
-        readers=readers,
+        reading_ranks=reading_ranks,
         stage_bytes=buffer_bytes // 2,  # the rest is the window's
     )
-    return Reading(name, reason, readers or ranks.ranks, flows)
+    return Reading(name, reason, reading_ranks or ranks.ranks, flows)
 
 
 def decide(

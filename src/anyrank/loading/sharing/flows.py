@@ -79,7 +79,7 @@ class FileFlows:
         listing: what the source holds.
         coordinates: of every rank, by global rank.
         nodes: global rank -> its machine.
-        readers: the ranks that see the files, in turn; None: those that want a block take turns.
+        reading_ranks: the ranks that see the files, in turn; None: who wants a block, in turn.
         stage_bytes: that a rank reads in one round at most, or one block.
     """
 
@@ -87,7 +87,7 @@ class FileFlows:
     listing: Listing
     coordinates: Mapping[int, Coordinates]
     nodes: Mapping[int, int]
-    readers: Sequence[int] | None
+    reading_ranks: Sequence[int] | None
     stage_bytes: int
 
     def rounds(self, rank: int) -> Iterator[list[Flow]]:
@@ -126,10 +126,10 @@ class FileFlows:
         """What is read of a tensor, and by which rank."""
         most = max(MIN_BLOCK_BYTES, self.stage_bytes // 2)
         for shared in shared_reads(wanted.stored, groups, gap_bytes(wanted.stored, self.listing)):
-            readers = shared.takers if self.readers is None else tuple(self.readers)
+            ranks = shared.takers if self.reading_ranks is None else tuple(self.reading_ranks)
             for read in shared.cut(most):
-                yield read, readers[turns[readers] % len(readers)]
-                turns[readers] += 1
+                yield read, ranks[turns[ranks] % len(ranks)]
+                turns[ranks] += 1
 
     def _transfers(
         self,

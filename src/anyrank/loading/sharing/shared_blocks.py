@@ -101,7 +101,7 @@ class SharedBlocks(OwnBytes):
 
     def open_files(self) -> None:
         """Open them on the ranks that read; others may not see them."""
-        if self.ranks.rank in self.plan.reading.readers:
+        if self.ranks.rank in self.plan.reading.reading_ranks:
             super().open_files()
 
     def fill_shares(self) -> None:

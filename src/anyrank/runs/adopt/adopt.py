@@ -133,7 +133,7 @@ def _plan_module(
         sources = ranks.together("looking at the source", tell)
         plan = plan_load(module, path, ranks, options, sources, headers, known=listing)
         if plan.match.stored_twice:
-            compare_ties(plan.match, plan.reading.readers, ranks)
+            compare_ties(plan.match, plan.reading.reading_ranks, ranks)
     except LoadError as error:
         text = misfit_text(path, inner.unusable, [f"{part}: {error}"])
         raise CheckpointError(text, causes=error.causes) from error

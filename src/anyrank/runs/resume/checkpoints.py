@@ -304,7 +304,7 @@ class Checkpoints:
                 save_is_due=options.cadence.is_due(number, self._last_save),
                 ahead=self._counter.ahead,
                 news=self._listeners.tell(number),
-                has_strangers=self._counter.has_strangers,
+                has_foreign_gradients=self._counter.has_foreign_gradients,
             )
 
         with self._counter.guard_boundary():
@@ -316,8 +316,8 @@ class Checkpoints:
             warn_of_refusal(self._state, ranks)
         if any(report.save_failed for report in reports):
             self.wait()
-        has_strangers = any(report.has_strangers for report in reports)
-        if ranks.size > 1 and (has_strangers or options.compares_replicas(number)):
+        has_foreign_gradients = any(report.has_foreign_gradients for report in reports)
+        if ranks.size > 1 and (has_foreign_gradients or options.compares_replicas(number)):
             check_replicas(self._state, ranks)
         return partial(self._end_step, reports)
 

@@ -44,7 +44,7 @@ class BoundaryReport(NamedTuple):
         ahead: why it could not fetch the first batches of the next step, and what the others have
             to know of these.
         news: what the run's listeners tell, in their order.
-        has_strangers: as of `StepHooks`.
+        has_foreign_gradients: as of `StepHooks`.
     """
 
     save_failed: bool
@@ -52,7 +52,7 @@ class BoundaryReport(NamedTuple):
     save_is_due: bool
     ahead: tuple[Failure | None, Any]
     news: Sequence[Any]
-    has_strangers: bool
+    has_foreign_gradients: bool
 
 
 class Loop(Iterator[Step]):
@@ -81,13 +81,13 @@ class StepHooks:
         optimizers: of the state, that take hooks.
         handles: of the hooks.
         stepped: set by any of them; reset where a step counts, and before each body.
-        has_strangers: whether an optimizer has made its first step with gradients of parameters
+        has_foreign_gradients: whether an optimizer made its first step with gradients of parameters
             that `microbatches()` did not get: then they are this rank's alone, unless the script
             has exchanged them itself.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.stepped = self.has_strangers = False
+        self.stepped = self.has_foreign_gradients = False
         self._data = state.data
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         parts = state.parts.parts.values()
@@ -115,7 +115,7 @@ class StepHooks:
             known = {id(param) for sync in begun for param in sync.parameters}
             params = (param for group in optimizer.param_groups for param in group["params"])
             strangers = (p for p in params if p.grad is not None and id(p) not in known)
-            self.has_strangers |= any(True for _ in strangers)
+            self.has_foreign_gradients |= any(True for _ in strangers)
 
 
 class StepCounter:
@@ -224,7 +224,7 @@ class StepCounter:
 
     def forget_steps(self) -> None:
         """Steps of the optimizers until now are none of the step that comes."""
-        self._hooks.stepped = self._hooks.has_strangers = False
+        self._hooks.stepped = self._hooks.has_foreign_gradients = False
 
     @contextlib.contextmanager
     def guard_boundary(self) -> Generator[None]:
@@ -245,9 +245,9 @@ class StepCounter:
         return data.position.ahead if isinstance(data, ElasticLoader) else None
 
     @property
-    def has_strangers(self) -> bool:
+    def has_foreign_gradients(self) -> bool:
         """As of `StepHooks`, in the step that ends."""
-        return self._hooks.has_strangers
+        return self._hooks.has_foreign_gradients
 
     @property
     def ahead(self) -> tuple[Failure | None, Any]:

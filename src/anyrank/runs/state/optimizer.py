@@ -182,13 +182,13 @@ def match_optimizer(
         matched.problems.append(other_class(part, name, record["class"]))
     if matched.problems:
         return matched
-    room = _Room(source, matched, optimizer, rank)
+    allocator = _StateAllocator(source, matched, optimizer, rank)
     states = {
-        key: from_json(tree, room.taker(names[id(by_name[key])], f"{part}.state.{key}"))
+        key: from_json(tree, allocator.taker(names[id(by_name[key])], f"{part}.state.{key}"))
         for key, tree in record["state"].items()
         if key in by_name
     }
-    take = room.taker(None, part)
+    take = allocator.taker(None, part)
     options = [dict(from_json(group["options"], take)) for group in record["groups"]]
     groups = range(len(options)) if matched.groups is None else matched.groups
     pairs = [
@@ -197,7 +197,7 @@ def match_optimizer(
         if number is not None
     ]
     extra = dict(from_json(record["extra"], take))
-    matched.outcome = source.outcome_for(record["layout"], layout_digest(room.tensors))
+    matched.outcome = source.outcome_for(record["layout"], layout_digest(allocator.tensors))
     saved = dict.fromkeys(name for group in record["groups"] for name in group["params"])
     dropped = [name for name in saved if name not in by_name]
     title = "fresh, as the checkpoint has none"
@@ -263,11 +263,11 @@ def _put_state(
         fill()
 
 
-# How memory is laid out: plain, as the part that a given parameter is, or on a DTensor's mesh.
-_Lie = ModelTensor | tuple[Any, Sequence[Any]] | None
+# Where memory lies: plain, as the part that a parameter is, or on a DTensor's mesh.
+_Placement = ModelTensor | tuple[Any, Sequence[Any]] | None
 
 
-class _Room:
+class _StateAllocator:
     """Memory for an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
 
     Attributes:
@@ -315,22 +315,22 @@ class _Room:
                     "go on with it"
                 )
             device, current = self._device(where, parameter), now.get(where)
-            lie: _Lie = None
+            placement: _Placement = None
             if is_dtensor(current) and current.shape == stored.shape and not is_own:
-                lie = current, current.placements  # as the optimizer itself has laid it out
+                placement = current, current.placements  # as the optimizer itself has laid it out
             elif parameter is not None and parameter.layout is None:
-                lie = self._as_saved(where, layout, device) if kind == "~laid" else None
+                placement = self._as_saved(where, layout, device) if kind == "~laid" else None
             elif parameter is not None and not is_own:
-                lie = _by_parameter(parameter, kind, stored.shape, where, layout)
+                placement = _by_parameter(parameter, kind, stored.shape, where, layout)
         except _Unplaced as error:
             self.matched.problems.append(str(error))
             return torch.empty(0, device="cpu")
-        sharded = _hold(key, lie, stored.shape, self._dtype(stored, where, parameter), device)
+        sharded = _hold(key, placement, stored.shape, self._dtype(stored, where, parameter), device)
         self.tensors += [] if is_own else [sharded]
         self.matched.fills.append(TensorFill(sharded, stored, sharded.local(), self.source.listing))
         return sharded.tensor
 
-    def _as_saved(self, where: str, layout: str, device: torch.device) -> _Lie:
+    def _as_saved(self, where: str, layout: str, device: torch.device) -> _Placement:
         """Lay out a DTensor of a plain parameter as it was saved, over all ranks.
 
         Raises:
@@ -374,14 +374,14 @@ class _Unplaced(Exception):
 
 def _by_parameter(
     parameter: ModelTensor, kind: str, shape: tuple[int, ...], where: str, layout: str
-) -> _Lie:
+) -> _Placement:
     """How a tensor lies whose parameter is sharded.
 
     Raises:
         _Unplaced: it does not say which part belongs to which rank.
     """
     tensor = parameter.tensor
-    as_parameter: _Lie = (tensor, tensor.placements) if is_dtensor(tensor) else parameter
+    as_parameter: _Placement = (tensor, tensor.placements) if is_dtensor(tensor) else parameter
     if kind == "~like" and (shape == parameter.shape or layout == str(parameter.layout)):
         return as_parameter
     if kind == "~laid" and shape == parameter.shape:
@@ -406,16 +406,20 @@ def _by_parameter(
 
 
 def _hold(
-    key: str, lie: _Lie, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    key: str,
+    placement: _Placement,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ShardedTensor:
-    """Memory for a tensor, laid out as `lie` says."""
-    if lie is None:
+    """Memory for a tensor, laid out as `placement` says."""
+    if placement is None:
         return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
-    if isinstance(lie, ModelTensor):
-        part = local_shape(shape, lie.layout, lie.coordinate)
+    if isinstance(placement, ModelTensor):
+        part = local_shape(shape, placement.layout, placement.coordinate)
         local = torch.empty(part, dtype=dtype, device=device)
-        return ShardedTensor(key, local, shape, lie.layout, lie.coordinate)
-    like, placements = lie
+        return ShardedTensor(key, local, shape, placement.layout, placement.coordinate)
+    like, placements = placement
     mesh: Any = like.device_mesh
     layout = Layout(
         tuple(mesh.shape), tuple(placement_of(placement, "") for placement in placements)

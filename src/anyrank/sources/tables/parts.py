@@ -1,4 +1,4 @@
-"""The parts of a source as those see them who have no model: its weights, and what else there is.
+"""The weights and the other tables of a source, without a model to compare them with.
 
 `convert` writes the weights, and `diff` compares both.
 """
@@ -14,7 +14,7 @@ from anyrank.sources.tables.choice import is_optimizer, whole_keys, whole_unread
 from anyrank.tensors.spec import StoredTensor
 
 # Formats that say themselves which table the weights are.
-SAYING = (FORMAT, "lightning")
+SELF_DESCRIBING = (FORMAT, "lightning")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def parts_of(listing: Listing) -> Parts:
     beside a known table that has more of them (a queue, a generator's state) are no table.
     """
     unread = whole_unread(listing)
-    if listing.format in SAYING:
+    if listing.format in SELF_DESCRIBING:
         prefix = f"{listing.table}." if listing.table else ""
         weights = {prefix + key: stored for key, stored in listing.tensors.items()}
         return Parts(weights, dict(listing.beside), unread, prefix)

@@ -189,7 +189,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def without_answers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def unfrozen_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """A module's attributes, for a copy that is not frozen."""
     return {name: value for name, value in attributes.items() if not isinstance(value, _Method)}
 
