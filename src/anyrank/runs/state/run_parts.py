@@ -16,6 +16,7 @@ from anyrank.errors import CheckpointError
 from anyrank.models.tensors import ModelTensor, in_state_dict
 from anyrank.runs.state.accelerate_wrappers import unwrapped
 from anyrank.runs.state.base import Base, base_problems
+from anyrank.runs.state.like_parameters import LikeParameters
 from anyrank.runs.state.modules import match_module, save_module, targets_of
 from anyrank.runs.state.optimizer import match_optimizer, save_optimizer
 from anyrank.runs.state.optimizer_groups import check_schedulers
@@ -217,11 +218,13 @@ class RunParts:
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, source, names, rank)
         # Schedules come last: they go by the groups that the optimizers have matched.
-        groups = self._groups_of(matched)
+        groups, parameters = self._groups_of(matched), LikeParameters(names.values())
         for part in [part for part in records if part not in matched]:
             value = self.parts[part]
             chosen = groups.get(id(getattr(value, "optimizer", None)))
-            matched[part] = match_stateful(part, value, records[part], source, rank, chosen)
+            matched[part] = match_stateful(
+                part, value, records[part], source, rank, groups=chosen, parameters=parameters
+            )
         matched = {part: matched[part] for part in records}  # the report's order is the save's
         if any(part.is_regrouped for part in matched.values()):
             check_schedulers(self.parts, matched)

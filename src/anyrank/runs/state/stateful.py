@@ -21,12 +21,14 @@ from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import TensorFill
 from anyrank.models.dtensors import as_sharded
+from anyrank.runs.state.like_parameters import LikeParameters
 from anyrank.runs.state.optimizer_groups import in_groups
 from anyrank.runs.state.part_types import (
     PartMatch,
     PartSource,
     PartState,
     hold_to_save,
+    in_line,
     layout_digest,
     other_class,
     own_name,
@@ -95,7 +97,9 @@ def match_stateful(
     record: Any,
     source: PartSource,
     rank: int,
+    *,
     groups: Sequence[int | None] | None = None,
+    parameters: LikeParameters | None = None,
 ) -> PartMatch:
     """What fills a stateful object. Nothing is changed.
 
@@ -107,6 +111,8 @@ def match_stateful(
         rank: this process's own.
         groups: of a scheduler whose optimizer has other groups than the checkpoint's: the saved
             group of each, or None for a new one.
+        parameters: of the state; tensors lie like these that were DTensors, and that the object
+            does not have yet.
 
     Raises:
         CorruptCheckpoint: the record is not what a save writes of such an object.
@@ -141,6 +147,8 @@ def match_stateful(
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
+    sharded: set[str] = set()  # what was DTensors
+    gathered: list[str] = []  # of these: what is whole on each rank now, as nothing says its layout
 
     def take(entry: Mapping[str, str]) -> torch.Tensor:
         ((kind, written),) = entry.items()
@@ -148,16 +156,25 @@ def match_stateful(
         where = written.removesuffix(own_name("", 0))
         stored = source.listing.tensors[key]
         like = now().get(where)
+        parameter = None
+        if kind == "~whole" and record["layout"]:  # another tool's has none: its tensors are whole
+            sharded.add(where)
+        if like is None and where in sharded and parameters:
+            parameter = parameters.find(where, stored.shape)
+            if parameter is None:
+                gathered.append(where)
         is_sharded = hasattr(like, "placements") and "by_rank" not in record
         # What the object has now says where its tensor lies: its code may never move it.
         if like is not None and (kind == "~whole" or is_sharded):
             tensor = torch.empty_like(like)
+        elif parameter is not None:
+            tensor = torch.empty_like(parameter, dtype=stored.dtype)
         else:
             device = None if like is None else like.device
             tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-        sharded = as_sharded(where, tensor)
-        tensors.append(sharded)
-        matched.fills.append(TensorFill(sharded, stored, sharded.local(), source.listing))
+        target = as_sharded(where, tensor)
+        tensors.append(target)
+        matched.fills.append(TensorFill(target, stored, target.local(), source.listing))
         return tensor
 
     tree: Any = from_json(record["tree"], take)
@@ -168,7 +185,10 @@ def match_stateful(
             raise
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
-    if tensors and any(sharded.layout for sharded in tensors):
+    if gathered:
+        title = "it has no tensors yet that say how these lie, so they are whole on each rank"
+        matched.outcome = Outcome("derived", in_line(title, gathered))
+    elif sharded or any(tensor.layout for tensor in tensors):
         matched.outcome = source.outcome_for(record["layout"], layout_digest(tensors))
 
     def commit() -> None:
