@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
-from anyrank.live import device_group, lane, live
-from anyrank.live.digests import sums_of_all
+from anyrank.live import device_group, lane
 from anyrank.loading.sharing.passing import Passing
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.connections import Connections
@@ -70,7 +69,6 @@ def lane_on(from_bytes: int = 0, buffer_bytes: int = BUFFER) -> Generator[Log]:
     kind = lane.LaneKind(names[0], open_raw, from_bytes, buffer_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane, "choose_lane", lambda devices: kind)
-        patch.setattr(live, "choose_digest", lambda accelerators: sums_of_all)
         yield log
 
 
