@@ -34,7 +34,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; of an unknown command, says which one may be meant."""
+        """Resolve a command as click does; for an unknown one, suggest the likely name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -45,19 +45,20 @@ class Commands(click.Group):
             raise click.UsageError(text, ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an AnyrankError becomes a message without a traceback, and so does
-        standard output on a full disk.
+        """Run the command; an AnyrankError becomes a message without a traceback.
+
+        So does standard output on a full disk.
         """
         try:
             return super().invoke(ctx)
         except AnyrankError as error:
             raise click.ClickException(str(error)) from error
-        except ImportError as error:  # of an optional package, which its message names
+        except ImportError as error:  # an optional package, which the message names
             raise click.UsageError(str(error)) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # buffered bytes would fail again at exit
             raise click.ClickException(f"the results cannot be written: {error}") from error
 
 

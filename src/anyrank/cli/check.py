@@ -1,4 +1,4 @@
-"""`anyrank check`: a training script up to its first step, and what is wrong with its set-up."""
+"""`anyrank check`: run a training script up to its first step and check its set-up."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def command(
 ) -> None:
     """Look for mistakes in the set-up of SCRIPT on several ranks.
 
-    It runs with its ARGUMENTS up to its first optimizer step. The model and its optimizers are
-    checked in place of the step, and all ranks end: nothing is trained or saved. Exit status 1 with
-    findings.
+    The script runs with its ARGUMENTS up to its first optimizer step. In place of the step the
+    model and its optimizers are checked, and all ranks end: nothing is trained or saved. Exit
+    status 1 if there are findings.
     """
     from anyrank.cli.console import err, show
     from anyrank.watching.findings import Finding, Findings
@@ -48,10 +48,10 @@ def command(
 
 
 def _run(ranks: int, script: str, program: tuple[str, ...]) -> dict[str, Any]:
-    """What the ranks of a program found.
+    """Return the findings of the ranks that run a program.
 
     Raises:
-        AnyrankError: it came to no step.
+        AnyrankError: the program came to no step.
     """
     with tempfile.TemporaryDirectory(prefix="anyrank-check-") as folder:
         path, log = os.path.join(folder, "result.json"), os.path.join(folder, "log")

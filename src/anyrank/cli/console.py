@@ -7,13 +7,13 @@ from typing import Protocol
 import click
 from rich.console import Console, RenderableType
 
-# Wider than any line: a narrow terminal wraps lines instead of truncating them, and the output does
-# not depend on the terminal. rich itself honours NO_COLOR and FORCE_COLOR.
+# Wider than any line: a narrow terminal wraps lines instead of truncating them, and the output
+# does not depend on the terminal. rich itself honours NO_COLOR and FORCE_COLOR.
 LINE_COLUMNS = 10_000
 
 
 class Report(Protocol):
-    """What a command has to say: `str` of it begins with a title."""
+    """The result of a command: its `str` begins with a title."""
 
     def to_json(self) -> str:
         """All of it, as JSON."""

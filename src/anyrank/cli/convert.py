@@ -1,4 +1,4 @@
-"""`anyrank convert`: weights of any source into a format that other tools read."""
+"""`anyrank convert`: write weights from any source in a format that other tools read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SIZE = re.compile(r"\s*([0-9]{1,15})\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | None) -> int | None:
-    """ "5GB", "512MiB" or a number of bytes.
+    """Parse "5GB", "512MiB" or a number of bytes.
 
     Raises:
-        click.BadParameter: it is none of these.
+        click.BadParameter: the text is none of these.
     """
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""torchrun as a child process of a command: ends with the command, returns the script's exit code.
+"""Run torchrun as a child that ends with its command and returns the script's exit code.
 
 Started as `python -m anyrank.cli.launcher PARENT ARGUMENTS`, where PARENT is the command's process
 and ARGUMENTS are torchrun's own.
@@ -19,7 +19,7 @@ SIGNALLED = 128  # exit codes of processes ended by a signal are 128 + its numbe
 
 
 def main(parent: int, arguments: list[str]) -> int:
-    """Run torchrun to its end; the exit code of the script's first rank that failed, or 0."""
+    """Run torchrun to its end; return the exit code of the script's first failed rank, or 0."""
     if not end_with(parent):
         return SIGNALLED + signal.SIGTERM
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -30,7 +30,7 @@ def main(parent: int, arguments: list[str]) -> int:
         try:
             torchrun(arguments)
         finally:
-            if os.getppid() != parent:  # killed, so that it does not do that itself
+            if os.getppid() != parent:  # killed, so it cannot end its children itself
                 shutil.rmtree(os.environ.get(PEERS_FOLDER, ""), ignore_errors=True)
     except ChildFailedError as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`anyrank plan`: what a rank would hold, for any number of ranks."""
+"""`anyrank plan`: the memory that a rank would need, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def command(
 
 
 def _sizes(ranks: int | None, mesh: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Of the mesh, from options that must agree."""
+    """The sizes of the mesh, from options that must agree."""
     if mesh is None:
         if ranks is None:
             raise click.UsageError("Give --ranks, or --mesh, or both.")

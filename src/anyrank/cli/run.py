@@ -1,4 +1,4 @@
-"""`anyrank run`: a training script under torchrun, restarted on other rank counts if it fails."""
+"""`anyrank run`: run a script under torchrun, and restart it on other rank counts if it fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Attempt:
 
     Attributes:
         ranks: number of processes.
-        exit_code: of the script, from the first rank that failed.
+        exit_code: exit code of the script, from the first rank that failed.
         seconds: duration.
     """
 
@@ -122,10 +122,10 @@ def _run_once(
     machines: Mapping[str, str | None],
     variables: Mapping[str, str],
 ) -> tuple[Attempt, bool]:
-    """Start the script once, with these environment variables beside the command's own.
+    """Start the script once, with these environment variables added to the command's own.
 
     Args:
-        ranks, program, machines, variables: of the attempt; the program is a script, or -m and a
+        ranks, program, machines, variables: the attempt's own; the program is a script, or -m and a
             module, with its arguments.
 
     Returns:
@@ -154,7 +154,10 @@ def _run_once(
 
 
 def _tell_of_waiting(process: subprocess.Popen[bytes], meeting: str | None) -> None:
-    """Say what a machine waits for that has started no rank; torchrun waits without a word."""
+    """Report the address that a machine waits for when it has started no rank.
+
+    torchrun waits silently.
+    """
     from anyrank.cli.console import err
 
     try:
@@ -170,7 +173,7 @@ def _tell_of_waiting(process: subprocess.Popen[bytes], meeting: str | None) -> N
 
 
 def _options(watch: str, is_exit: bool, report: str | None) -> dict[str, Any]:
-    """The arguments of `anyrank.watch`; wrong ones are wrong usage."""
+    """The arguments of `anyrank.watch`; wrong ones raise a usage error."""
     try:
         after_sec, path = read_options(watch, is_exit, report)
     except ValueError as error:
@@ -185,7 +188,7 @@ def environ(ranks: int) -> dict[str, str]:
 
 
 def _count_devices() -> int:
-    """Accelerators of this machine, or 1."""
+    """Count the accelerators of this machine; 1 if it has none."""
     import torch
 
     return max(1, torch.accelerator.device_count())

@@ -1,7 +1,7 @@
 """Memory that outlives the ranks of `anyrank run`: a folder in this machine's tmpfs.
 
-Its owner holds a lock on it, which ends with the process however that ends. So what a killed owner
-left behind is known by its free lock, and removed by the next `anyrank run` at the latest.
+Its owner holds a lock on it, which ends with the process however that ends. A free lock therefore
+marks a folder whose owner was killed; the next `anyrank run` removes it at the latest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ PREFIX = "anyrank-run-"
 
 @contextlib.contextmanager
 def outliving(tmpfs: str = TMPFS) -> Generator[dict[str, str]]:
-    """The variables by which ranks find a folder in memory that is removed at the end; none where
-    this machine has no such memory.
+    """Yield the variables by which ranks find a folder in memory that is removed at the end.
+
+    Yields none where this machine has no such memory.
     """
     if not os.access(tmpfs, os.W_OK | os.X_OK):
         yield {}
@@ -40,7 +41,7 @@ def outliving(tmpfs: str = TMPFS) -> Generator[dict[str, str]]:
 
 
 def _sweep(tmpfs: str) -> None:
-    """Remove what owners that were killed have left."""
+    """Remove the folders of owners that were killed."""
     for entry in os.scandir(tmpfs):
         if (
             entry.name.startswith(PREFIX)
@@ -53,7 +54,7 @@ def _sweep(tmpfs: str) -> None:
 
 
 def _lock(path: str) -> int | None:
-    """A descriptor that holds the lock of a folder; None where it is gone or another's."""
+    """A descriptor that holds the lock of a folder; None if the folder is gone or in use."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

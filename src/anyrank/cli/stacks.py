@@ -1,4 +1,4 @@
-"""`anyrank stacks`: which rank of a job that runs holds up the others, and where."""
+"""`anyrank stacks`: find the rank of a running job that holds up the others, and where."""
 
 from __future__ import annotations
 

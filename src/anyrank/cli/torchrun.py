@@ -27,7 +27,7 @@ MACHINE_FLAGS = {
     "rdzv-conf": "KEY=VALUE,...",
 }
 LIMIT_SEC = 900
-TAIL_LINES = 50  # of which about twenty are torchrun's own
+TAIL_LINES = 50  # about twenty of them are torchrun's own
 
 
 def line(ranks: int, *program: str) -> list[str]:
@@ -61,7 +61,7 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
 
 
 def meeting_place(machines: Mapping[str, str | None]) -> str | None:
-    """Where the machines of a job meet, in words; None for one machine, or what torchrun refuses.
+    """Describe where the machines of a job meet; None for one machine, or if torchrun refuses it.
 
     Args:
         machines: as for `across`. torchrun has PET_MASTER_ADDR and the like for a flag not given.
@@ -102,8 +102,9 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
 def program_of(
     command: str, is_module: bool, script: str, arguments: Sequence[str]
 ) -> tuple[str, ...]:
-    """What a launcher takes: a script, or `-m` and a module, and its arguments, of which a first
-    `--` is the command's own.
+    """Return the program that a launcher takes: a script, or `-m` and a module, with its arguments.
+
+    A leading `--` among the arguments is the command's own.
 
     Raises:
         BadParameter: there is no such script.
@@ -120,13 +121,13 @@ def program_of(
 def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], late: str) -> int:
     """Run ranks to their end, with their output in a file; returns the exit code.
 
-    Ctrl-C does not reach them. None is left when this returns or raises.
+    Ctrl-C does not reach them. No process is left when this returns or raises.
 
     Args:
         command: as returned by `line`, or of a process that forks ranks.
         log: the file.
         environ: all environment variables.
-        late: how the error begins if they take too long, as in "no optimizer step".
+        late: beginning of the error if they take too long, such as "no optimizer step".
 
     Raises:
         AnyrankError: they took longer than LIMIT_SEC; with the last lines of the output.
@@ -144,7 +145,7 @@ def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], lat
 
 
 def tail(log: str) -> str:
-    """The last lines that a program has printed into a file, in words."""
+    """The last lines that a program has printed into a file, as part of a sentence."""
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = "".join(file.readlines()[-TAIL_LINES:])
     return f"its last lines:\n{lines}" if lines.strip() else "it printed nothing"

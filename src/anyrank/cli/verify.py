@@ -1,4 +1,4 @@
-"""`anyrank verify`: whether a file or a folder is whole."""
+"""`anyrank verify`: check that a file or a folder is whole."""
 
 from __future__ import annotations
 

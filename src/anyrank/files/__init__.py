@@ -1,4 +1,4 @@
 """Bytes at rest: local files, object stores, the reader, checksums.
 
-Whatever reads or writes enters it. It may import `tensors`, and knows no processes.
+Everything that reads or writes enters this wing. It may import `tensors`, and knows no processes.
 """

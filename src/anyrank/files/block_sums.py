@@ -1,8 +1,8 @@
-"""`NAME.xxh3`: checksums of a data file's blocks, by which any part of it is verified when read.
+"""`NAME.xxh3`: checksums of a data file's blocks, which verify any part of the file when read.
 
-A data file is cut into blocks of 64 KiB, from its first byte on; the last one may be shorter. The
-file of the checksums holds the xxh3-64 of each block, 8 bytes each, and then its own: the xxh3-64
-of all before.
+A data file is cut into blocks of 64 KiB, starting at its first byte; the last one may be shorter.
+The file of the checksums holds the xxh3-64 of each block, 8 bytes each, followed by the xxh3-64 of
+everything before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anyrank.files.storage import OpenFile, read_exactly, read_whole, split, sto
 SUFFIX = ".xxh3"
 BLOCK_BYTES = 64 << 10
 DIGEST_BYTES = 8
-READ_BYTES = 2 << 20  # at a time, whole blocks: still in the cache when it is hashed
+READ_BYTES = 2 << 20  # whole blocks per read: still in the cache when they are hashed
 
 
 def sums_name(data: str) -> str:
@@ -45,7 +45,7 @@ class BlockDigester:
         begin = min(-self.rest_bytes % BLOCK_BYTES, len(view))
         self._add(view[:begin])
         stop = len(view) - (len(view) - begin) % BLOCK_BYTES
-        # Few steps for each block, which together would take half as long as the hashing.
+        # Few steps per block: many would together take half as long as the hashing.
         self.digests += [
             self.digest(view[low : low + BLOCK_BYTES]) for low in range(begin, stop, BLOCK_BYTES)
         ]
@@ -62,7 +62,7 @@ class BlockDigester:
         self.rest, self.rest_bytes = self.new(), 0
 
     def finish(self) -> bytes:
-        """The digests of all blocks, once all bytes are taken."""
+        """Return the digests of all blocks, once all bytes have been fed."""
         if self.rest_bytes:
             self._close()
         return b"".join(self.digests)
@@ -74,8 +74,8 @@ class BlockSums:
 
     Attributes:
         size: bytes of the file.
-        digests: of its blocks, in order.
-        names: what lies in a range of the file, to begin a message with.
+        digests: digests of its blocks, in order.
+        names: names of the tensors in a range of the file, as the beginning of a message.
     """
 
     size: int
@@ -111,17 +111,18 @@ class BlockSums:
                 begin = (first + low) // DIGEST_BYTES * BLOCK_BYTES
                 low, high = self.around(begin, begin + 1)
                 raise CorruptCheckpoint(
-                    f"{path}: {self.names(low, high)}bytes {low} to {high} are not those that were "
-                    f"written: their xxh3-64 is {actual.hex()}, it was {expected.hex()}: the file "
-                    "is damaged"
+                    f"{path}: {self.names(low, high)}bytes {low} to {high} are not those that "
+                    f"were written: their xxh3-64 is {actual.hex()}, it was {expected.hex()}: the "
+                    "file is damaged"
                 )
 
 
 def read_verified(
     file: OpenFile, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
 ) -> None:
-    """Fill the views from `start`, `most` bytes at a time, each compared with its checksums while
-    it is in the cache. They begin and end with blocks, as does every part of `most` bytes.
+    """Fill the views from `start`, `most` bytes at a time, checking each read while it is cached.
+
+    The views begin and end with blocks, and so does every part of `most` bytes.
 
     Raises:
         CorruptCheckpoint: a block differs.
@@ -134,10 +135,10 @@ def read_verified(
 
 
 def read_sums(listing: Listing, number: int) -> BlockSums:
-    """The checksums of a file of a listing, by its number.
+    """Read the checksums of a file of a listing, by its number.
 
     Raises:
-        CorruptCheckpoint: they are not there, or not what was written.
+        CorruptCheckpoint: the checksums are missing or damaged.
         LoadError: they cannot be read.
     """
     import xxhash  # only files that are written or verified need it
@@ -157,7 +158,7 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
 def check_file(
     path: str, sums: BlockSums, number: int, count: int, progress: Callable[[int], None]
 ) -> None:
-    """Compare one of `count` equal parts of a file with its checksums, and tell of its bytes.
+    """Compare one of `count` equal parts of a file with its checksums, and report its bytes.
 
     Raises:
         CorruptCheckpoint: a block differs.

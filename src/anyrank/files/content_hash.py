@@ -12,10 +12,10 @@ BLOCK_BYTES = 1 << 20
 
 
 def content_hash(tensor: torch.Tensor) -> str:
-    """xxh3-128 of the elements in row-major order, through a buffer of 1 MiB from a device.
+    """Return xxh3-128 of the elements in row-major order; a device's pass through a 1 MiB buffer.
 
     Args:
-        tensor: of any dtype, on any device.
+        tensor: any dtype, any device.
 
     Returns:
         32 hexadecimal digits.
@@ -27,11 +27,11 @@ def content_hash(tensor: torch.Tensor) -> str:
 
 
 def hash_of(parts: Iterable[torch.Tensor]) -> str:
-    """As `content_hash`, of tensors one after the other, each of which fits into memory twice."""
+    """Hash tensors one after the other, like `content_hash`; each must fit into memory twice."""
     import xxhash  # only verification needs it
 
     digest = xxhash.xxh3_128()
     for part in parts:
-        host = part.cpu().contiguous()  # by a name, as memory_of keeps nothing alive
+        host = part.cpu().contiguous()  # needs a name, because memory_of keeps nothing alive
         digest.update(memory_of(host))
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Fingerprints of files, by which ranks with copies of them in other places know them."""
+"""Fingerprints of files, by which ranks recognise copies of them in other places."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ BLOCK_BYTES = 4096  # of a tensor
 
 
 def fingerprint(info: FileInfo) -> str:
-    """A digest of a file's first and last 64 KiB and of its `blocks`, which tells a copy from
-    another file.
+    """A digest of a file's first and last 64 KiB and its `blocks`, to tell a copy from other files.
 
     Raises:
         LoadError: the file cannot be read.
@@ -37,9 +36,10 @@ def fingerprint(info: FileInfo) -> str:
 
 
 def with_fingerprints(listing: Listing) -> Listing:
-    """The listing, by which ranks with other copies of its local files know them.
+    """The listing with fingerprints, so that ranks recognise copies of its local files elsewhere.
 
-    It takes two reads a file and one a tensor, so it is for ranks that see files in other places.
+    It takes two reads per file and one per tensor, so it is for ranks that see files in other
+    places.
     """
     files, blocks = [*listing.files], _blocks_of(listing)
     local = (number for number, info in enumerate(files) if info.location)
@@ -53,10 +53,10 @@ def with_fingerprints(listing: Listing) -> Listing:
 
 
 def _blocks_of(listing: Listing) -> dict[int, set[int]]:
-    """File -> where a block begins in the middle of each tensor; of one in pieces, in one of them.
+    """File -> where a block in the middle of each tensor (or of one of its pieces) begins.
 
-    The middle differs where a tensor does, more likely than its start: embeddings begin with rows
-    that are never trained.
+    Two versions of a tensor are likelier to differ in the middle than at the start: embeddings
+    begin that are never trained.
     """
     blocks: dict[int, set[int]] = {}
     for number, stored in enumerate([*listing.tensors.values(), *listing.beside.values()]):

@@ -1,7 +1,8 @@
 """Nested values as JSON plus tensors, and back: no pickle, no type lost, nothing guessed.
 
-What JSON has goes as it is. Tuples, sets, dicts with other keys, dtypes, bytes, NaN and infinities
-become a dict of one entry whose key starts with "~". Anything else is refused when it is saved.
+JSON's own types stay as they are. Tuples, sets, dicts with other keys, dtypes, bytes, NaN and
+infinities become a dict of one entry whose key starts with "~". Anything else is refused when it is
+saved.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.tensors.spec import StoredTensor, dtype_name
 
-Put = Callable[[str, Any], Any]  # of a tensor, or of where the bytes of one are stored
+Put = Callable[[str, Any], Any]  # stores a tensor, or the place of its bytes
 Take = Callable[[Any], Any]
 MARK = "~"
-DEEPEST = 100  # dicts and sequences within each other; far below Python's limit for calls
+DEEPEST = 100  # nested dicts and sequences; far below Python's recursion limit
 SHOWN = 60  # characters of a key that is too long
 DICTS: dict[type, str] = {
     dict: "~table",
@@ -46,10 +47,10 @@ FACTORIES: dict[str | None, Any] = {
 
 @contextlib.contextmanager
 def reading_record(where: str) -> Generator[None]:
-    """Read JSON that a save wrote: an error on it means that it holds something else.
+    """Read JSON that a save wrote: an error inside means that it holds something else.
 
     Raises:
-        CorruptCheckpoint: names where it was.
+        CorruptCheckpoint: names the place.
     """
     try:
         yield
@@ -68,16 +69,16 @@ def reading_record(where: str) -> Generator[None]:
 
 
 def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
-    """A value as JSON.
+    """Return a value as JSON.
 
     Args:
         value: dicts, sequences and plain values, nested.
         where: its key, for errors and tensors' names.
         put: called with each tensor's key; returns the JSON that stands for it.
-        depth: how many dicts and sequences it is in.
+        depth: the number of dicts and sequences around it.
 
     Raises:
-        CheckpointError: a value of another type, or nested too deep, as one that holds itself;
+        CheckpointError: a value has another type, or is nested too deep, as one that holds itself;
             names its key.
     """
     if depth > DEEPEST:
@@ -141,22 +142,22 @@ def _sequence(value: Any, where: str, put: Put, depth: int) -> Any:
 
 
 def _numpy(value: Any, where: str, put: Put) -> Any:
-    """Arrays as tensors; numpy's whole numbers as Python's."""
+    """Convert arrays to tensors, and numpy's integers to Python's."""
     numpy = sys.modules["numpy"]
-    if isinstance(value, numpy.inexact):  # a sum of float32 is another one than a sum of floats
+    if isinstance(value, numpy.inexact):  # a float32 sum differs from a sum of Python floats
         return {"~number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, numpy.generic):
         return to_json(value.item(), where, put)
     try:
         return {"~array": put(where, torch.from_numpy(value.copy()))}
     except (TypeError, AttributeError) as error:
-        if value.shape == ():  # of text or an object, as numpy.load gives them
+        if value.shape == ():  # text or an object, as numpy.load returns them
             return to_json(value.item(), where, put)
         raise CheckpointError(f"{where}: {error}: convert it to a plain array") from error
 
 
 def from_json(value: Any, take: Take) -> Any:
-    """The value that `to_json` was given; `take` turns what stands for a tensor into one.
+    """Return the value that `to_json` got; `take` turns the JSON for a tensor into one.
 
     Raises:
         CorruptCheckpoint: JSON that `to_json` does not make, or that stands for no tensor.

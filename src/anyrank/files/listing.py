@@ -1,4 +1,4 @@
-"""What a source holds: its files and its tensors, known from headers alone."""
+"""The contents of a source: its files and its tensors, known from headers alone."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ Fetch = Callable[[StoredTensor, int, int], torch.Tensor]  # bytes [start, stop) 
 
 
 class Computed(Protocol):
-    """A tensor that is computed from others of its listing while it is read, as if its values were
-    the bytes of a file.
+    """A tensor that is computed from others of its listing while it is read.
+
+    Readers treat its values as if they were the bytes of a file.
     """
 
     @property
     def method(self) -> str:
-        """How, in a word for reports."""
+        """The way it is computed, in a word for reports."""
         ...
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """What is read for it; each lies row-major in one file."""
+        """The tensors that are read for it; each lies row-major in one file."""
         ...
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of its elements."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored of it."""
+        """Bytes that are stored for it."""
         ...
 
     def with_file_offset(self, base: int) -> Computed:
-        """The same in a listing whose files start `base` later."""
+        """The same tensor in a listing whose files start `base` later."""
         ...
 
     def open(self, path: str, fetch: Fetch) -> Any:
-        """The file that its values are, an `OpenFile`."""
+        """Open its values as if they were a file; returns an `OpenFile`."""
         ...
 
 
@@ -59,12 +60,12 @@ class FileInfo:
         size: bytes.
         version: modification time in ns, or an object store's tag.
         in_memory: the bytes are a tensor's, not a file's.
-        location: host and inode of a local file. Two hosts, two copies.
+        location: host and inode of a local file. The same file on two hosts counts as two copies.
         fingerprint: digest of a local file's ends, and of a block of each of its tensors, by which
-            copies in other places are known.
+            copies in other places are recognised.
         blocks: where these blocks begin.
-        tensor: for a tensor in memory, on the rank that has it, the tensor.
-        computed: for one that is computed from others of its listing, how.
+        tensor: the tensor, for one in memory, on the rank that has it.
+        computed: for a tensor computed from others of its listing, how.
     """
 
     path: str
@@ -79,11 +80,11 @@ class FileInfo:
 
     @property
     def is_cached(self) -> bool:
-        """Whether a page cache holds what is read of it, so that short reads are cheap."""
+        """Return whether the page cache holds what is read of it, so that short reads are cheap."""
         return "://" not in self.path and self.computed is None and not self.in_memory
 
     def with_file_offset(self, base: int) -> FileInfo:
-        """The same in a listing whose files start `base` later."""
+        """The same file in a listing whose files start `base` later."""
         if self.computed is None or not base:
             return self
         return replace(self, computed=self.computed.with_file_offset(base))
@@ -113,22 +114,22 @@ class Listing:
 
     Attributes:
         format: name of the format, for reports.
-        files: what `Chunk.file` counts.
+        files: the files that `Chunk.file` indexes.
         tensors: by key.
         metadata: free text that the format carries.
         skipped: files and keys that were skipped, each with the reason.
-        checksums: of byte ranges, where the format has them.
+        checksums: checksums of byte ranges, if the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         sums: index of a file -> path of the checksums of its blocks, where it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
-            quantised, nested) -> what it is; among `skipped` too.
+            quantised, nested) -> what it is; listed in `skipped` too.
         tables: prefixes of whole keys that name a table of the checkpoint which may hold weights,
-            and not a module, where the format tells them apart.
-        table: the table that the tensors are of, without whose name their keys are.
-        beside: tensors of other tables, by their whole keys; not in what `tensors` are asked for.
-        unread_beside: as `unreadable`, of other tables by whole keys.
+            not a module, if the format tells them apart.
+        table: the table that the tensors belong to, whose name their keys leave out.
+        beside: tensors of other tables, by their whole keys; `tensors` does not list them.
+        unread_beside: like `unreadable`, for other tables, by whole keys.
         quantisation: `quantization_config` of the config.json beside the weights.
-        adapters: index of a file -> the adapter_config.json beside it, where there is one.
+        adapters: index of a file -> the adapter_config.json beside it, if there is one.
     """
 
     format: str
@@ -149,24 +150,24 @@ class Listing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; of tensors that are one, once."""
+        """Bytes of all tensors; tied tensors count once."""
         tied = ties_of(self.tensors)
         return sum(stored.nbytes for name, stored in self.tensors.items() if name not in tied)
 
     def stored_bytes(self, stored: StoredTensor, numel: int) -> int:
-        """About how many bytes of the files hold `numel` elements of one of its tensors."""
+        """Estimate how many bytes of the files hold `numel` elements of one of its tensors."""
         computed = self.files[stored.chunks[0].file].computed if stored.chunks else None
         if computed is None:
             return numel * stored.dtype.itemsize
         return numel * computed.nbytes // computed.numel
 
     def kind_of(self, stored: StoredTensor) -> str:
-        """How the values of one of its tensors are stored: a dtype, or a way of quantising."""
+        """The form in which the values of a tensor are stored: a dtype, or a way of quantising."""
         computed = self.files[stored.chunks[0].file].computed if stored.chunks else None
         return dtype_name(stored.dtype) if computed is None else computed.method
 
     def names_at(self, file: int, start: int, stop: int) -> str:
-        """The tensors that have bytes in a range of a file, to begin a message with."""
+        """Name the tensors that have bytes in a range of a file, to begin a message."""
         names: dict[str, None] = {}
         for name, stored in self.tensors.items():
             for chunk in stored.chunks:
@@ -178,11 +179,11 @@ class Listing:
         return f"{join_first(list(names), SHOWN)}: " if names else ""
 
     def without_memory(self) -> Listing:
-        """The same headers, to be sent: without the tensors of a source in memory."""
+        """The same headers without the tensors of a source in memory, ready to be sent."""
         return replace(self, files=tuple(replace(info, tensor=None) for info in self.files))
 
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
-        """The same files, other names or views."""
+        """The same files with other names or views."""
         return replace(self, tensors=tensors)
 
 
@@ -191,10 +192,10 @@ class TensorFill:
     """A tensor that is to be filled, and the bytes that fill it.
 
     Attributes:
-        target: the tensor, and what this rank holds of it.
+        target: the tensor, and this rank's part of it.
         stored: where its bytes are.
         local: this rank's memory, of the target's local shape.
-        listing: whose files `stored` counts.
+        listing: the listing whose files `stored` counts.
         index: position in the list that the ranks' `Coordinates` count, where they exchange.
     """
 
@@ -206,7 +207,7 @@ class TensorFill:
 
 
 def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Tensors that are the bytes of an earlier one, by its name."""
+    """Tensors that share the bytes of an earlier one -> the name of that one."""
     tied: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, stored in tensors.items():

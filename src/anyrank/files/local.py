@@ -23,16 +23,16 @@ import torch
 from anyrank import faults
 from anyrank.files.listing import FileInfo
 
-WRITEBACK_BYTES = 32 << 20  # which the kernel is asked to write at a time
+WRITEBACK_BYTES = 32 << 20  # the kernel is asked to write this much at a time
 MADV_POPULATE_READ = 22  # of Linux 5.14
 
 
 class LocalFile:
-    """A file that is read with preadv. A mapping lasts for one copy, so nothing aliases it."""
+    """A file read with preadv. A mapping lasts for one copy, so nothing aliases it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # To open a named pipe would wait for a writer, and a device has no end.
+        # Opening a named pipe would wait for a writer, and a device has no end.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", path)
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -42,46 +42,49 @@ class LocalFile:
         return os.preadv(self.descriptor, buffers, offset)
 
     def stat(self) -> FileInfo:
-        """The open file as it is now, whatever the path names by now."""
+        """The open file as it is now, even if the path names another file by now."""
         return _info_of(self.path, os.fstat(self.descriptor))
 
     def mapped(self, start: int, stop: int) -> torch.Tensor | None:
-        """The bytes of a range, to be copied at once and let go; None where they are better read.
+        """Map the bytes of a range, to be copied and released at once; None if they must be read.
 
-        That is so where a page that cannot be read would end the process: while somebody has the
-        file open for writing, and not on Linux; before Linux 5.14; on file systems that map
-        nothing; and where the file ends early or the device reports an error, of which a read
-        tells more.
+        None is returned wherever a page that cannot be read would end the process: while somebody
+        has the file open for writing, on systems other than Linux, and before Linux 5.14. Also on
+        file systems that cannot map files, and where the file ends early or the device reports an
+        error, which a read explains better.
         """
         low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             descriptor = self._open_with_lease()
             try:
-                # Private to the process, as torch wants memory that it may write to.
+                # Private to the process, because torch wants memory that it may write to.
                 memory = mmap.mmap(descriptor, stop - low, access=mmap.ACCESS_COPY, offset=low)
             finally:
-                os.close(descriptor)  # the mapping keeps it
+                os.close(descriptor)  # the mapping keeps the file open
             memory.madvise(MADV_POPULATE_READ)
         except (OSError, ValueError):
             return None
         return torch.frombuffer(memory, dtype=torch.uint8)[start - low :]
 
     def _open_with_lease(self) -> int:
-        """The file, opened once more with a lease: until that and its mappings are closed, who
-        would write to it or cut it off waits in the kernel, for 45 seconds at most.
+        """Open the file once more with a lease, which blocks whoever would write to or truncate it.
 
-        The kernel gives a lease to the file's owner and to root, on file systems that have them.
-        Elsewhere there is none: to read the columns along with their holes would take up to 2.3
-        times as long, and only somebody else can cut such a file.
+        They wait in the kernel until the lease and its mappings are closed, for at most 45 seconds.
+
+
+        The kernel gives a lease to the file's owner and to root, on file systems that support them.
+        There is no substitute elsewhere: reading the columns along with their holes would take up
+        to 2.3 times as long, and only somebody else can cut such a file.
 
         Raises:
-            OSError: somebody has it open for writing; or this is not Linux.
+            OSError: somebody has the file open for writing; or this is not Linux.
         """
         if sys.platform != "linux":
             raise OSError(errno.ENOTSUP, "leases are Linux's")
         descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # The kernel tells who waits by a signal, which would end the process if it were SIGIO.
+            # The kernel announces a waiting writer by a signal; SIGIO, the default, would end the
+            # process.
             fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as error:
@@ -95,7 +98,7 @@ class LocalFile:
 
 
 class NewLocalFile:
-    """A file that is written from its start to its end. Buffers are the caller's own."""
+    """A file that is written from start to end. Buffers are the caller's own."""
 
     def __init__(self, path: str) -> None:
         faults.point("file.open")
@@ -119,19 +122,21 @@ class NewLocalFile:
             self.started = self.size
 
     def finish(self) -> None:
-        """Make it durable and close it."""
+        """Make the file durable and close it."""
         faults.point("file.fsync")
         os.fsync(self.descriptor)
         os.close(self.descriptor)
 
     def abandon(self) -> None:
-        """Close it as it is."""
+        """Close the file as it is."""
         os.close(self.descriptor)
 
 
 def _start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Let the kernel write a range from now on, so that fsync finds little left: a save of 256 MiB
-    takes 0.16 s in place of 0.22 s. Linux waits for nothing here, and drops what is written.
+    """Let the kernel start writing a range now, so that fsync finds little left to do.
+
+    A save of 256 MiB takes 0.16 s instead of 0.22 s. Linux waits for nothing here, and drops pages
+    that it has written.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
@@ -143,7 +148,7 @@ class LocalStorage:
     renames = True
 
     def find(self, path: str) -> FileInfo | None:
-        """A regular file, if there is one."""
+        """A regular file, or None if there is none."""
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -157,14 +162,14 @@ class LocalStorage:
         return os.path.isdir(path)
 
     def location(self, path: str) -> str:
-        """Where a file or folder is: machine, device and number."""
+        """The identity of a file or folder: machine, device and number."""
         return _location_of(os.stat(path))
 
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
 
     def entries(self, path: str) -> dict[str, bool]:
-        """Each name in a folder, and whether it is a folder."""
+        """The names in a folder, and whether each is a folder."""
         with os.scandir(path) as entries:
             return {entry.name: entry.is_dir() for entry in entries}
 
@@ -172,7 +177,7 @@ class LocalStorage:
         return LocalFile(path)
 
     def make_folder(self, path: str) -> None:
-        """Make it and what is missing above it; each survives a power cut."""
+        """Make the folder and its missing parents; each survives a power cut."""
         faults.point("file.folder")
         missing = [path.rstrip("/") or "/"]
         while (above := os.path.dirname(missing[-1]) or ".") and not os.path.lexists(above):

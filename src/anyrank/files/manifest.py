@@ -1,4 +1,4 @@
-"""`anyrank.json`: what a step of a run consists of, its own checksum included."""
+"""`anyrank.json`: the contents of a step of a run, including its own checksum."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, rea
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
-VERSION = 1  # of the format, apart from the package's
+VERSION = 1  # of the format, independent of the package's
 MAX_BYTES = 1 << 30
 SELF = ',\n "self": '  # begins the last line but one
-STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... are no steps
+STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... are not steps
 
 
-# How an optimizer's step is computed, not what: a run goes on with what it is made with now.
+# How an optimizer's step is computed, not what: a resumed run uses the script's current choice.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -30,16 +30,15 @@ class Manifest:
 
     Attributes:
         run: id of the run, the same over all its resumes.
-        step, epoch, samples: how far the run is, in optimizer steps, epochs and samples.
-        saved_on: ranks, and how the tensors lay on them.
-        lineage: for each time the run was resumed: from which step, on how many ranks, and which
-            parts were skipped.
+        step, epoch, samples: progress of the run, in optimizer steps, epochs and samples.
+        saved_on: ranks, and how the tensors were laid out on them.
+        lineage: one entry per resume: the step, the number of ranks, and the skipped parts.
         written: time of the commit, in ISO 8601.
-        versions: of anyrank and torch.
+        versions: versions of anyrank and torch.
         files: name -> record, for every other file of the folder.
-        parts: name -> what is saved of a part of the state, apart from its tensors.
-        settings: part -> what the script gave it, before anything was filled.
-        differed: tensors that were not alike on all ranks; the first rank's were saved.
+        parts: name -> the saved state of a part, apart from its tensors.
+        settings: part -> the script's own settings for it, before anything was restored.
+        differed: tensors that were not equal on all ranks; the first rank's were saved.
         streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
             digest of each stream's state; `states`, digest -> state.
     """
@@ -73,12 +72,12 @@ class Manifest:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of a step's folder.
+    """Read the manifest of a step's folder.
 
     Raises:
-        CorruptCheckpoint: it is not there, not JSON, lacks fields, is not what was written, or is
-            that of another step than the folder's name says.
-        CheckpointError: another format version, or it cannot be read.
+        CorruptCheckpoint: the manifest is missing, is not JSON, lacks fields, was changed, or
+            belongs to another step than the folder's name says. CheckpointError: it has another
+            format version, or cannot be read.
     """
     manifest = parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
     name = folder.rstrip("/").rpartition("/")[2]
@@ -91,12 +90,12 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step."""
+    """The name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def parse(data: bytes, path: str) -> Manifest:
-    """As `read_manifest`, from bytes."""
+    """Parse a manifest from bytes, like `read_manifest`."""
     text = data.rpartition(SELF.encode())[0]
     if data != text + _end(text):
         raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
@@ -113,8 +112,9 @@ def parse(data: bytes, path: str) -> Manifest:
 
 
 def _manifest(entries: dict[str, Any]) -> Manifest:
-    """The manifest that a save wrote as these entries of a JSON object; an error where a value is
-    of another kind, or would lead out of the folder.
+    """Build the manifest from the entries of the JSON object that a save wrote.
+
+    Raises for a value of another kind, or a file name that would lead out of the folder.
     """
     values: dict[str, Any] = {
         field.name: entries[field.name] for field in fields(Manifest) if field.name in entries
@@ -125,7 +125,7 @@ def _manifest(entries: dict[str, Any]) -> Manifest:
     values["differed"] = [str(name) for name in entries["differed"]]
     saved_on = entries["saved_on"]
     values["saved_on"] = {"ranks": int(saved_on["ranks"]), "layout": str(saved_on["layout"])}
-    if not re.fullmatch("[0-9a-f]{1,64}", entries["run"]):  # it becomes a part of folders' names
+    if not re.fullmatch("[0-9a-f]{1,64}", entries["run"]):  # it becomes part of folder names
         raise ValueError(f"run: {entries['run'][:40]!r} is not an id of a run")
     files = {name: FileRecord(**record) for name, record in entries["files"].items()}
     for name in (*files, *(record.blocks for record in files.values())):
@@ -138,10 +138,10 @@ def _manifest(entries: dict[str, Any]) -> Manifest:
 def read_small(
     storage: Storage, folder: str, name: str, known: Mapping[str, FileRecord] | None = None
 ) -> bytes:
-    """A small file of a step, whole, and compared with its record where there is one.
+    """Read a small file of a step, whole, and compare it with its record if there is one.
 
     Raises:
-        CorruptCheckpoint: it is not there, or its bytes are not those that were written.
+        CorruptCheckpoint: the file is missing, or its bytes are not those that were written.
         CheckpointError: it cannot be read; chained to the storage's error.
     """
     path = join_path(folder, name)
@@ -151,7 +151,7 @@ def read_small(
         raise CorruptCheckpoint(f"{path}: is missing, or no file: the step is damaged") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    except LoadError as error:  # it names the path and the byte
+    except LoadError as error:  # it already names the path and the byte
         raise CheckpointError(str(error)) from error
     expected = None if known is None else known[name]
     if expected is not None:
@@ -165,7 +165,7 @@ def read_small(
 
 
 def _end(text: bytes) -> bytes:
-    """What follows the text of a manifest: its digest, and the closing brace."""
+    """The end of a manifest, after its text: the digest and the closing brace."""
     import xxhash  # only runs need it
 
     return f'{SELF}"{xxhash.xxh3_128_hexdigest(text)}"\n}}\n'.encode()

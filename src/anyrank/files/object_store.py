@@ -14,13 +14,13 @@ from typing import Any
 from anyrank import faults
 from anyrank.files.listing import FileInfo
 
-PART_BYTES = 32 << 20  # of an object, sent in one request; S3 takes 10,000 of them
-SLICE_BYTES = 1 << 20  # most by which a part is larger
+PART_BYTES = 32 << 20  # sent in one request; S3 takes at most 10,000 parts of an object
+SLICE_BYTES = 1 << 20  # a part may be larger by at most this
 
 
 @contextlib.contextmanager
 def asking(path: str) -> Generator[None]:
-    """Turn what a remote storage's own library raises into an OSError, as local storage does."""
+    """Turn exceptions of a remote storage's library into an OSError, as local storage raises."""
     try:
         yield
     except OSError:
@@ -30,7 +30,7 @@ def asking(path: str) -> Generator[None]:
 
 
 class RemoteFile:
-    """An object that is read by ranges."""
+    """An object read by ranges."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self.filesystem = filesystem
@@ -58,13 +58,13 @@ class RemoteFile:
         return len(data)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
 
 class NewRemoteFile:
-    """An object that is written from its start to its end; it appears when it is finished.
+    """An object that is written from start to end; it appears when it is finished.
 
-    What waits to be sent is PART_BYTES, and a copy of it while it is sent.
+    At most PART_BYTES wait to be sent, plus a copy while they are sent.
     """
 
     def __init__(self, filesystem: Any, path: str) -> None:
@@ -87,29 +87,29 @@ class NewRemoteFile:
             self.file.close()
 
     def abandon(self) -> None:
-        # Closing would publish a part of the file as if it were the whole, as would the garbage
-        # collector, which closes what is open.
+        # Closing would publish a part of the file as if it were whole. So would the garbage
+        # collector, which closes open files.
         with contextlib.suppress(Exception):
             self.file.discard()
-        with contextlib.suppress(AttributeError):  # a file in memory has one that is read only
+        with contextlib.suppress(AttributeError):  # a file in memory has a read-only attribute
             self.file.closed = True
 
 
 class RemoteStorage:
-    """A file system of fsspec's. Its listings are never kept: another process may have written."""
+    """A file system of fsspec. Its listings are never kept: another process may have written."""
 
     renames = False
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs  # heavy, and only remote sources need it
+        from fsspec.core import url_to_fs  # heavy, and needed for remote sources only
 
         try:
             self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
-        except ImportError as error:  # which names the package that knows the protocol
+        except ImportError as error:  # it names the package that knows the protocol
             raise ImportError(f"{url}: {error}") from error
 
     def find(self, path: str) -> FileInfo | None:
-        """An object, if there is one: None only when the storage says that there is none."""
+        """An object, or None, but only if the storage says that there is none."""
         try:
             with asking(path):
                 details = self.filesystem.info(path)
@@ -125,18 +125,18 @@ class RemoteStorage:
             return bool(self.filesystem.isdir(path))
 
     def location(self, path: str) -> str:
-        """Nothing: a URL names one object wherever it is read."""
+        """Nothing: a URL names the same object wherever it is read."""
         return ""
 
     def names(self, path: str) -> list[str]:
-        """What is in a folder; nothing where there is none, as folders need not exist."""
+        """The names in a folder; none if it does not exist, because folders need not exist."""
         try:
             return sorted(self.entries(path))
         except FileNotFoundError:
             return []
 
     def entries(self, path: str) -> dict[str, bool]:
-        """Each name in a folder, and whether it is a folder, by one listing."""
+        """The names in a folder, and whether each is a folder, from one listing."""
         with asking(path):
             details: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
         return {
@@ -148,7 +148,7 @@ class RemoteStorage:
         return RemoteFile(self.filesystem, path)
 
     def make_folder(self, path: str) -> None:
-        """Folders need not exist."""
+        """Do nothing: folders need not exist."""
 
     def create(self, path: str) -> NewRemoteFile:
         return NewRemoteFile(self.filesystem, path)
@@ -162,7 +162,7 @@ class RemoteStorage:
             self.filesystem.rm(old, recursive=True)
 
     def sync_folder(self, path: str) -> None:
-        """Objects are durable once they are there."""
+        """Do nothing: objects are durable once they appear."""
 
     def remove(self, path: str) -> None:
         faults.point("file.remove")
@@ -170,7 +170,7 @@ class RemoteStorage:
             self.filesystem.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
-        """Remove the objects under a prefix, which there may be none of."""
+        """Remove the objects under a prefix, if there are any."""
         faults.point("file.remove")
         with asking(path), contextlib.suppress(FileNotFoundError):
             self.filesystem.rm(path, recursive=True)

@@ -1,8 +1,10 @@
-"""Large pages under fresh memory, whose first touch is otherwise a third of a load's time: one of
-256 MiB over 4 ranks takes 0.83 of the time with them, and 0.85 of the CPU time (15 runs in turns).
+"""Large pages under fresh memory, whose first touch otherwise takes a third of a load's time.
 
-They are asked for only where the machine has enough of them free: a kernel that has to make room
-for one first is slower than with small pages.
+A load of 256 MiB over 4 ranks takes 0.83 of the time with them, and 0.85 of the CPU time (15
+alternating runs).
+
+They are requested only if the machine has enough of them free: a kernel that has to make room
+first is slower than small pages.
 """
 
 from __future__ import annotations
@@ -16,21 +18,21 @@ from typing import Any
 
 import torch
 
-MIN_BYTES = 1 << 20  # of a tensor; a smaller one shares its pages with others
-HEADROOM = 2  # as others take pages at the same time
+MIN_BYTES = 1 << 20  # a smaller tensor shares its pages with others
+HEADROOM = 2  # other processes take pages at the same time
 SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 FREE_FILE = Path("/proc/buddyinfo")
 MADV_HUGEPAGE = 14  # on Linux
 
 
 def use_large_pages(tensors: Iterable[torch.Tensor], ranks_on_node: int) -> bool:
-    """Ask for large pages under CPU tensors that are about to be written; whether it did.
+    """Ask for large pages under CPU tensors that are about to be written; return whether it did.
 
-    Changes no value, and takes no more memory: a large page lies wholly within what it is asked
-    for. Does nothing where the system is not Linux. No collectives.
+    Changes no value and takes no more memory: each large page lies wholly within the tensor's
+    memory. Does nothing on systems other than Linux. No collectives.
 
     Args:
-        tensors: on any device; those of 1 MiB and more on the CPU are meant.
+        tensors: on any device; only those of 1 MiB and more on the CPU count.
         ranks_on_node: how many processes do the same at this time.
     """
     storages = [t.untyped_storage() for t in tensors if t.is_cpu and t.layout == torch.strided]
@@ -49,7 +51,7 @@ def use_large_pages(tensors: Iterable[torch.Tensor], ranks_on_node: int) -> bool
 
 
 def free_bytes() -> int:
-    """Memory that is free in blocks of a large page and more; 0 where that is unknown."""
+    """Memory that is free in blocks of at least a large page; 0 if that is unknown."""
     try:
         least = int(SIZE_FILE.read_text(encoding="ascii"))
         zones = FREE_FILE.read_text(encoding="ascii").splitlines()

@@ -14,7 +14,7 @@ class Progress:
     """Counts bytes and reports them.
 
     Args:
-        total: bytes in all.
+        total: the number of bytes to read.
         report: called with (bytes done, bytes in all).
     """
 
@@ -34,7 +34,7 @@ class Progress:
 def progress_for(
     wanted: bool | Callable[[int, int], None] | None, first_rank: bool, total: int
 ) -> Generator[Progress, None, None]:
-    """The progress that the caller of a load asked for; silent on other ranks."""
+    """The progress that the caller of a load requested; silent on other ranks."""
     if not first_rank or wanted is False or (wanted is None and not sys.stderr.isatty()):
         yield Progress(total, None)
     elif callable(wanted):
@@ -46,9 +46,9 @@ def progress_for(
 
 @contextmanager
 def progress_of_tool(doing: str, total: int) -> Generator[Progress, None, None]:
-    """The progress of what one process does to files, "verifying" for instance.
+    """The progress of a tool that works on files in one process, such as "verifying".
 
-    On a terminal, and only where it takes long enough to wonder.
+    Shown on a terminal only, and only if the work takes long enough to make one wonder.
     """
     if total < LONG_BYTES or not sys.stderr.isatty():
         yield Progress(total, None)

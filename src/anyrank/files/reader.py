@@ -1,5 +1,8 @@
-"""Stored bytes into tensors: sorted by offset, coalesced, read straight to their destination where
-dtype and layout allow, else through a small fixed buffer in which the cast happens."""
+"""Reads stored bytes into tensors.
+
+Reads are sorted by offset, coalesced, and go straight to their destination if dtype and layout
+allow it; otherwise through a small fixed buffer in which the cast happens.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,21 @@ from anyrank.files.threads import spread
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import StoredTensor
 
-MAX_DIRECT_BYTES = 32 << 20  # of one batch, so that a failure elsewhere is noticed in time
-MAX_REQUESTS = 16  # to a remote storage at a time, which answers slowly
+MAX_DIRECT_BYTES = 32 << 20  # per batch, so that a failure elsewhere is noticed in time
+MAX_REQUESTS = 16  # at a time, to a remote storage, which answers slowly
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
-DEVICE_SLOTS = 3  # of a thread: one is filled while the copies out of the others are under way
+DEVICE_SLOTS = 3  # per thread: one is filled while the copies out of the others are under way
 
 
 class Reader:
     """Reads jobs from the files of a listing.
 
     Args:
-        listing: what the sources hold.
-        buffer_bytes: most bytes of staging memory, over all threads.
+        listing: the files and tensors of the sources.
+        buffer_bytes: limit of the staging memory of all threads.
         threads: how many threads read.
         progress: called with the bytes of each batch.
-        verify: whether to compare what is read with the checksums of its blocks.
+        verify: whether to compare the bytes read with the checksums of their blocks.
     """
 
     def __init__(
@@ -72,11 +75,11 @@ class Reader:
         self.opened.clear()
 
     def open(self, files: Iterable[int]) -> None:
-        """Open the files, each of which must be what it was when its header was read.
+        """Open the files, and check that each is unchanged since its header was read.
 
         Raises:
-            LoadError: one is gone, may not be read, or has another size or time.
-            CorruptCheckpoint: the checksums of one are damaged.
+            LoadError: a file is gone, may not be read, or has another size or time.
+            CorruptCheckpoint: the checksums of a file are damaged.
         """
         faults.point("load.open")
         for number in files:
@@ -108,18 +111,19 @@ class Reader:
             )
 
     def check_unchanged(self) -> None:
-        """Compare the files that are open with what they were when they were opened.
+        """Check that the open files are unchanged since they were opened.
 
-        Called after the last byte was read: who writes to one until then gives a mixture.
+        Called after the last byte was read: a write to a file before then gives a mixture of
+        versions.
 
         Raises:
-            LoadError: one has another size or time.
+            LoadError: a file has another size or time.
         """
 
         def check(number: int) -> None:
             info = self.listing.files[number]
             if info.computed is not None:
-                return  # from others, which are open too
+                return  # computed from other files, which are open too
             file: Any = self.opened[number]
             try:
                 now = file.stat()
@@ -138,7 +142,7 @@ class Reader:
             spread(remote, [check] * min(len(remote), MAX_REQUESTS))
 
     def run(self, jobs: Sequence[Job], first_file: int = 0) -> None:
-        """Fill every job's destination from files that are open, in order from `first_file` on.
+        """Fill every job's destination from open files, in file order, beginning with `first_file`.
 
         Raises:
             LoadError: a file ends early, changed, or the device reports an error.
@@ -167,7 +171,7 @@ class Reader:
         share = self.buffer_bytes // (threads * slots)
         if streams and share:  # torch rounds page-locked memory up to a power of two
             share = 1 << (share.bit_length() - 1)
-        # The longer a verified read, the fewer blocks are read again at its ends.
+        # The longer a verified read, the fewer blocks are read twice at its ends.
         is_long = bool(streams) or self.verify
         slot = max(ALIGN, share if is_long else min(share, CPU_SLOT_BYTES))
         batches = (
@@ -192,14 +196,14 @@ class Reader:
                     workers[0].take(batch)
             else:
                 spread(batches, [worker.take for worker in workers])
-        for stream in streams.values():  # every copy is in one of them, those from memory too
+        for stream in streams.values():  # every copy runs in one of them, even copies from memory
             stream.synchronize()
 
     def read(self, stored: StoredTensor, box: Box | None = None) -> torch.Tensor:
-        """A box of one tensor, or all of it, in CPU memory, from files that are opened for it.
+        """Read a box of one tensor, or all of it, into CPU memory, opening the files that it needs.
 
         Raises:
-            LoadError: as `open` and `run`.
+            LoadError: as for `open` and `run`.
         """
         box = Box.whole(stored.shape) if box is None else box
         memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
@@ -208,7 +212,7 @@ class Reader:
         return memory
 
     def fetch(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Bytes of a tensor that lies row-major in one file, for what is computed from them."""
+        """Bytes of a tensor that lies row-major in one file, for tensors computed from it."""
         chunk = stored.chunks[0]
         info = self.listing.files[chunk.file]
         if info.tensor is not None:
@@ -220,14 +224,14 @@ class Reader:
         return data
 
     def _source_devices(self, jobs: Sequence[Job]) -> set[torch.device]:
-        """Where tensors in memory are, unless in the host's."""
+        """The devices, other than the host, of tensors in memory."""
         sources = [self.listing.files[job.read.chunk.file].tensor for job in jobs]
         return {source.device for source in sources if source is not None and not source.is_cpu}
 
     def _copy_from_memory(self, job: Job) -> None:
         read = job.read
         source = self.listing.files[read.chunk.file].tensor
-        assert source is not None  # readers are ranks that have the source
+        assert source is not None  # only ranks that have the source read it
         start = source.storage_offset() + read.chunk.offset // source.element_size()
         start += read.chunk.element_offset(read.box)
         view = source.as_strided(read.box.sizes, read.chunk.strides, start)
@@ -235,7 +239,7 @@ class Reader:
         self.count(read.nbytes)
 
     def count(self, nbytes: int, computed: Computed | None = None) -> None:
-        """Add to the bytes read, from any thread; what is computed counted them as it read."""
+        """Count bytes as read, from any thread; computed tensors have counted their own reads."""
         with self.lock:
             if computed is None:
                 self.bytes_read += nbytes
@@ -243,9 +247,9 @@ class Reader:
 
 
 def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
-    """Whether a file is the one that was listed, or a copy of it in another place.
+    """Return whether a file is the one that was listed, or a copy of it in another place.
 
-    Copies may have any time, and other files the same one, as in images of containers.
+    Copies may have any time, and other files may have the same time, as in container images.
     """
     if listed.fingerprint and now.location != listed.location:
         copy = replace(now, blocks=listed.blocks)
@@ -255,7 +259,7 @@ def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
 
 @dataclass(slots=True)
 class _Slot:
-    """Staging memory, and what must be over before it is filled again: the copies out of it."""
+    """Staging memory, and the copies out of it that must be over before it is filled again."""
 
     scratch: torch.Tensor
     memory: memoryview
@@ -265,8 +269,8 @@ class _Slot:
 class _Worker:
     """One thread's staging memory and its loop.
 
-    Copies go into the streams that were current for the caller, after what it has asked of the
-    destinations. A thread's own current device is 0, and so would be the device of its events.
+    Copies go into the streams that were current for the caller, after its own work on the
+    destinations. A thread's own current device would be 0, and so the device of its events.
     """
 
     def __init__(
@@ -276,10 +280,10 @@ class _Worker:
         self.slot, self.slots = slot, slots
         self.streams = streams
         self.ring = deque[_Slot]()  # the one that was filled first is the next
-        self.beyond = memoryview(b"")  # what a verified read has beyond its segments, at both ends
+        self.beyond = memoryview(b"")  # bytes beyond the segments at both ends of a verified read
 
     def take(self, item: tuple[int, list[Segment]]) -> None:
-        """Read one batch of a file, and put its staged blocks where they belong."""
+        """Read one batch of a file, and put its staged blocks into their destinations."""
         number, batch = item
         faults.point("load.read")
         job = batch[0].mapped
@@ -291,7 +295,7 @@ class _Worker:
                 self._read(number, part)
 
     def _read(self, number: int, batch: list[Segment]) -> None:
-        """Read a batch in one call, through a slot where it does not go straight."""
+        """Read a batch in one call, through a slot if it cannot go straight to the destination."""
         sums = self.reader.sums.get(number)
         low, high = batch[0].start, batch[-1].stop
         if sums is not None:
@@ -318,14 +322,14 @@ class _Worker:
         if sums is None:
             read_exactly(file, views, low)
         else:
-            # A request over the network takes too long for more than one.
+            # Over the network, a second request would take too long.
             most = high - low if "://" in file.path else READ_BYTES
             read_verified(file, views, low, sums, most)
         self._unstage(staged, slot)
         self.reader.count(high - low, self.reader.listing.files[number].computed)
 
     def _copy_mapped(self, number: int, segment: Segment, nbytes: int) -> bool:
-        """Copy a segment out of a mapping of the file, which ends with it; whether there is one."""
+        """Copy a segment from a mapping of the file, then unmap; return whether it was mapped."""
         file = self.reader.opened[number]
         data = file.mapped(segment.start, segment.stop) if isinstance(file, LocalFile) else None
         if data is None:
@@ -335,7 +339,7 @@ class _Worker:
         return True
 
     def _unstage(self, staged: Sequence[tuple[Segment, int]], slot: _Slot) -> None:
-        """Put staged bytes where they belong; the slot is busy until all are there."""
+        """Put staged bytes into their destinations; the slot is busy until all are there."""
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
         for device in {
@@ -353,7 +357,7 @@ class _Worker:
         if len(batch) == 1 and batch[0].direct is not None:
             return _NOTHING
         if not self.ring:
-            for stream in self.streams.values():  # this thread is the worker's own then
+            for stream in self.streams.values():  # this thread then belongs to the worker
                 torch.accelerator.set_stream(stream)
         if len(self.ring) < self.slots:  # page-locking takes as long as the first bytes' copies
             pinned = bool(self.streams)
@@ -384,8 +388,8 @@ def copy_into(
 ) -> None:
     """Copy with a cast, which runs on the destination's side, in the device's current stream.
 
-    A destination on the CPU has the values when the call returns, as the host may read it at once;
-    with `non_blocking=True` (and no cast) it has them when that stream is done.
+    A destination on the CPU has its values when the call returns, because the host may read it at
+    once; with `non_blocking=True` (and no cast) it has them when that stream is done.
     """
     if non_blocking is None:
         non_blocking = not destination.is_cpu
@@ -397,7 +401,7 @@ def copy_into(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device. Going back to the current one makes no context there."""
+    """Wait for a device. Returning to the current device creates no context there."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
 

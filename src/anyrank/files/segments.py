@@ -1,4 +1,4 @@
-"""What a reader does with one file: jobs as byte ranges, and these in batches for one call each."""
+"""A reader's work on one file: jobs as byte ranges, batched for one call each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense, plan_reads
 from anyrank.tensors.spec import StoredTensor
 
-MAX_BUFFERS = 512  # of one preadv; the kernel's limit is 1024
-ALIGN = 16  # of staged blocks, so that any dtype can view them
+MAX_BUFFERS = 512  # per preadv; the kernel's limit is 1024
+ALIGN = 16  # for staged blocks, so that any dtype can view them
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Job:
 
 
 def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
-    """What fills `memory`, of the box's sizes, with a box of a stored tensor."""
+    """The jobs that fill `memory`, which has the box's sizes, with a box of a stored tensor."""
     if not box.numel:
         return []
     reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
@@ -39,9 +39,9 @@ class Segment:
     """A byte range of one file: `direct` memory to fill, or bytes to stage and copy.
 
     Attributes:
-        dtype, strides: of the elements in the staged bytes.
-        destination: where these go, of any layout and dtype.
-        mapped: where the elements are copied out of a mapping of the file, what is filled.
+        dtype, strides: dtype and strides of the elements in the staged bytes.
+        destination: where the elements go, in any layout and dtype.
+        mapped: the memory to fill, if the elements are copied out of a mapping of the file.
     """
 
     start: int
@@ -56,15 +56,15 @@ class Segment:
 def segments_of(
     jobs: Sequence[Job], slot: int, most: int, *, by_block: bool = False, may_map: bool = False
 ) -> list[Segment]:
-    """Byte ranges of one file's jobs, sorted by offset.
+    """The byte ranges of one file's jobs, sorted by offset.
 
     Args:
-        jobs: of the file.
+        jobs: the jobs of the file.
         slot: most bytes of a staged range.
-        most: most bytes of one that goes straight to its destination, or is mapped.
-        by_block: whether dense ranges are cut where the blocks of checksums end.
-        may_map: whether what lies in the file with holes between, as columns of a matrix do, may
-            be copied out of a mapping, and the holes left out.
+        most: most bytes of a range that goes straight to its destination, or is mapped.
+        by_block: whether to cut dense ranges where the blocks of checksums end.
+        may_map: whether elements with holes between them, such as columns of a matrix, may be
+            copied out of a mapping that leaves the holes out.
     """
     segments: list[Segment] = []
     for job in jobs:
@@ -76,7 +76,7 @@ def segments_of(
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block.read):
                 memory = memory_of(destination)
-                if len(memory) <= most and not by_block:  # as most tensors of a model
+                if len(memory) <= most and not by_block:  # like most tensors of a model
                     segments.append(Segment(block.start, block.stop, memory))
                     continue
                 for low, high in _ranges(block, most, 1, by_block):
@@ -89,7 +89,7 @@ def segments_of(
                     segments.append(Segment(low, high, None, dtype, (1,), part))
             else:
                 for small in cut_dense(block, slot) if block.dense else (block,):
-                    # A short one is read along with its holes, in one call with its neighbours.
+                    # A short range is read along with its holes, in one call with its neighbours.
                     is_long = small.stop - small.start > min(GAP_BYTES, slot)
                     inner = Job(small.read, _part_of(job, small))
                     mapped = inner if maps and is_long and not block.dense else None
@@ -100,7 +100,7 @@ def segments_of(
 
 
 def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tuple[int, int]]:
-    """A dense block in ranges of at most `most` bytes, each of whole elements of `size` bytes."""
+    """Cut a dense block into ranges of at most `most` bytes, of whole elements of `size` bytes."""
     low = block.start
     while low < block.stop:
         high = min(block.stop, low + max(size, most // size * size))
@@ -112,7 +112,7 @@ def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tupl
 
 
 def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[list[Segment]]:
-    """Segments for one call each: near in the file, and staged in one slot; or a mapped one."""
+    """Segments for one call each: near in the file and staged in one slot, or a mapped one."""
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:

@@ -1,4 +1,4 @@
-"""Paths and URLs: the storage that one belongs to, and what is done with bytes in either kind."""
+"""Paths and URLs: which storage holds them, and operations on bytes that work for both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def storage_for(path: str) -> Storage:
     """The storage that a path or URL belongs to.
 
     Raises:
-        ValueError: a file:// URL, for which there is the path; a ~, which is the shell's.
+        ValueError: a file:// URL, whose path must be given; a ~, which only a shell expands.
     """
     if path == "~" or path.startswith("~/"):
         raise WrongValue(
@@ -59,8 +59,8 @@ class FileRecord:
 
     Attributes:
         size: bytes.
-        xxh3_64: of a small file, in hex.
-        blocks: of a data file: the name of the file with the checksums of its blocks.
+        xxh3_64: hash of a small file, in hex.
+        blocks: for a data file, the name of the file with the checksums of its blocks.
     """
 
     size: int
@@ -79,7 +79,7 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileRecord:
     """Write a small file, durably.
 
     Raises:
-        CheckpointError: the device refuses; the file may be there in part.
+        CheckpointError: the device refuses; a part of the file may remain.
     """
     with storing(path):
         file = storage.create(path)
@@ -112,17 +112,17 @@ def _naming(path: str, done: str, way_out: str) -> Generator[None]:
 
 
 def absolute(path: str) -> str:
-    """A local path as it is wherever the process goes; a URL unchanged."""
+    """Make a local path absolute, so that it holds after a change of directory; keep a URL."""
     return path if "://" in path else os.path.abspath(path)
 
 
 def join_path(folder: str, name: str) -> str:
-    """A name inside a folder, for paths and URLs alike."""
+    """Join a folder and a name, for paths and URLs."""
     return f"{folder.rstrip('/')}/{name}"
 
 
 def inside(folder: str, name: str) -> str:
-    """A path that an index names, which must stay inside the index's folder.
+    """Join a folder and a name from its index; the name must stay inside the folder.
 
     Raises:
         LoadError: the name is absolute or climbs out.
@@ -148,7 +148,7 @@ def read_whole(storage: Storage, path: str, most: int | None = None) -> bytes:
     """All bytes of a file.
 
     Raises:
-        LoadError: it has more than `most` bytes, or ends early.
+        LoadError: the file has more than `most` bytes, or ends early.
     """
     with contextlib.closing(storage.open(path)) as file:
         size = file.info.size
@@ -188,7 +188,7 @@ def read_exactly(file: OpenFile, buffers: list[memoryview], offset: int) -> None
 def split(
     parts: Iterable[bytes | memoryview], lengths: Iterable[int]
 ) -> Iterator[list[memoryview]]:
-    """Groups of consecutive parts, of as many bytes as each length says; long parts are cut."""
+    """Group consecutive parts, each group of as many bytes as its length says; cut long parts."""
     left, sizes = deque(memoryview(part) for part in parts if len(part)), iter(lengths)
     while left:
         group, room = list[memoryview](), next(sizes)

@@ -12,10 +12,10 @@ END: Any = object()
 
 
 def spread(items: Iterable[T], workers: Sequence[Callable[[T], object]]) -> None:
-    """Give each item to one of the workers, each of which has a thread of its own.
+    """Give each item to one of the workers, each of which runs in its own thread.
 
     Raises:
-        BaseException: what a worker, or the items, raise; no further item is begun.
+        BaseException: raised by a worker or by the items; no further item is begun.
     """
     left, lock, stop = iter(items), threading.Lock(), threading.Event()
 

@@ -15,12 +15,12 @@ from anyrank.training.random_state.streams import Source, ambient, is_in_use
 class Ambient:
     """The random generators and the autocast settings of a call.
 
-    Python's and numpy's global generators are left out unless the user names them: to read and
-    write them takes longer than a tile's other overhead.
+    Python's and numpy's global generators are included only if the user names them: reading and
+    writing them costs more than everything else that a tile adds.
 
     Args:
-        devices: those of the call's tensors; the CPU and the current accelerator are added.
-        generators: the function's own.
+        devices: devices of the call's tensors; the CPU and the current accelerator are added.
+        generators: the generators that the function uses.
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Source]) -> None:
@@ -55,10 +55,10 @@ class Ambient:
 
 
 def in_transform() -> bool:
-    """Whether torch.func (vmap, grad, jvp), forward-mode differentiation or a trace is active.
+    """Return whether torch.func (vmap, grad, jvp), forward-mode AD or a trace is active.
 
-    They do not support saved tensor hooks, so a region is a plain call. Torch has no public name
-    for the first two.
+    These do not support saved tensor hooks, so a region is a plain call under them. Torch has no
+    public name for the first two.
     """
     torch_c: Any = getattr(torch, "_C", None)
     is_transforming = getattr(torch_c, "_are_functorch_transforms_active", None)

@@ -1,8 +1,8 @@
-"""Caches of transformers models: a region that is recomputed gets none.
+"""Keep the caches of transformers models away from recomputed regions.
 
-A layer writes its keys and values, or its state, into the cache that it gets. Where it is
-recomputed it would do so twice, behind a mask that was made for one time, and the cache would keep
-what recompute frees.
+A layer writes its keys and values, or its state, into the cache that it gets. A recomputed layer
+would write them twice, behind a mask that was built for one time, and the cache would keep alive
+the tensors that recompute frees.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def without_caches(
     label: str,
     reads_cache: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with None in place of a cache, and `use_cache` False.
+    """Return the arguments of a call with None in place of a cache, and `use_cache` False.
 
     Args:
         fn: the function, without any `functools.partial`.
         label: the call, for messages.
-        reads_cache: its layer reads the cache and writes nothing: it keeps it.
+        reads_cache: the layer only reads its cache, so it keeps it.
 
     Raises:
-        RecomputeError: the cache holds what the layer would have to see.
+        RecomputeError: the cache already holds tokens that the layer has to see.
     """
     module = find_module(fn) or (args[0] if args and isinstance(args[0], nn.Module) else None)
     makes_cache = _is_model(type(module)) and getattr(getattr(module, "config", 0), "use_cache", 0)
@@ -51,9 +51,8 @@ def without_caches(
             if _holds_tokens(cache, module):
                 raise RecomputeError(
                     f"{label} gets a cache that holds tokens already ({_name(fn, key)}, a "
-                    f"{type(cache).__name__}), and a layer that is recomputed gets no cache: "
-                    "put these tokens before the others of the batch, or leave the layers out of "
-                    "recompute"
+                    f"{type(cache).__name__}), and a recomputed layer gets no cache: put these "
+                    "tokens before the others of the batch, or leave the layers out of recompute"
                 )
             changed[key] = None
     key = _place_of_use_cache(fn, args, kwargs, bool(makes_cache))
@@ -70,8 +69,9 @@ def without_caches(
 
 
 def _is_cache(kind: type) -> bool:
-    """Whether a class is one of transformers' caches, or of a model's code that it has loaded. Most
-    derive from its `Cache`, those of some models from nothing; no name imports transformers.
+    """Return whether a class is a cache of transformers or of model code that it has loaded.
+
+    Most derive from its `Cache`, some from nothing. Nothing is imported to find out.
     """
     return any(
         base.__name__.endswith("Cache") and base.__module__.startswith("transformers")
@@ -80,14 +80,14 @@ def _is_cache(kind: type) -> bool:
 
 
 def _is_model(kind: type) -> bool:
-    """Whether a class is a whole model of transformers, which makes its own cache by default."""
+    """Return whether a class is a whole transformers model, which makes a cache by default."""
     return any(base.__name__ == "PreTrainedModel" for base in kind.__mro__)
 
 
 def _place_of_use_cache(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], makes_cache: bool
 ) -> int | str | None:
-    """Where `use_cache` is true, or left out of the call of a model whose default is true."""
+    """Return where `use_cache` is true, or left out although the model's default is true."""
     if kwargs.get("use_cache"):
         return "use_cache"
     if not makes_cache and all(arg is not True for arg in args):
@@ -105,7 +105,7 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
 
 
 def _name(fn: Callable[..., Any], key: int | str) -> str:
-    """How messages call an argument."""
+    """The name of an argument in messages."""
     if isinstance(key, str):
         return key
     names = _parameters(fn)
@@ -113,8 +113,10 @@ def _name(fn: Callable[..., Any], key: int | str) -> str:
 
 
 def _holds_tokens(cache: Any, module: nn.Module | None) -> bool:
-    """Whether the layer has something in the cache before it is called: a prefix that was trained
-    or computed before. What other layers have written in this forward does not count.
+    """Return whether the cache holds something for the layer before the layer is called.
+
+    A prefix that was trained or computed before counts. Writes of other layers in the same forward
+    do not.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     parts = module.modules() if module is not None else ()
@@ -125,7 +127,7 @@ def _holds_tokens(cache: Any, module: nn.Module | None) -> bool:
     if number >= len(layers):
         return False
     layer = layers[number]
-    # In a layer of two mixers side by side, the one has its state before the other has its keys.
+    # A layer of two mixers side by side writes the state of one before the keys of the other.
     if (length := getattr(layer, "get_seq_length", None)) is not None:
         return bool(length() > 0)
     return any(getattr(layer, "has_previous_state", {}).values())
@@ -133,9 +135,9 @@ def _holds_tokens(cache: Any, module: nn.Module | None) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _warn_once(what: str) -> None:
-    """Once in a process, as transformers warns of the same."""
+    """Warn once per process, as transformers does about its own caches."""
     log.warning(
         "layers that are recomputed in backward get %s: they would fill the cache twice, and it "
-        "would keep what recompute frees; without gradients, as in generate(), they have it",
+        "would keep what recompute frees; calls without gradients, as in generate(), keep it",
         what,
     )

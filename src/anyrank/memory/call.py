@@ -8,20 +8,20 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # torch's containers have no public module
+from torch.utils import _pytree as pytree  # torch has no public module for nested containers
 
 
 class Call:
     """A function, and its arguments as a flat list.
 
     A tensor that occurs twice among the arguments is kept once, and is the same object when the
-    function runs again: some functions compare identities.
+    function runs again, because some functions compare identities.
 
     Attributes:
         fn: the function, without any `functools.partial`, whose arguments are among the others.
         leaves: the arguments in order, at any depth of lists, tuples, dicts and registered types;
             the contents of any other container reach the function unchanged.
-        tensors: those among the leaves, each once.
+        tensors: the tensors among the leaves, each once.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Call:
     ) -> None:
         self.fn, self.args, self.kwargs = unwrap(fn, args, kwargs)
         self.leaves, self.spec = flatten((self.args, self.kwargs))
-        # Most calls have no containers: their structure costs more than a tile's other overhead.
+        # Most calls have no containers, and flattening costs more than the rest of a tile.
         values = (*self.args, *self.kwargs.values())
         self.is_flat = len(values) == len(self.leaves) and all(map(is_, values, self.leaves))
         self.positional, self.names = len(self.args), list(self.kwargs)
@@ -44,7 +44,7 @@ class Call:
                 self.numbers[position] = known[id(leaf)]
 
     def __call__(self) -> Any:
-        """Call the function with the caller's own containers: it may fill them."""
+        """Call the function with the caller's own containers, because it may fill them."""
         return self.fn(*self.args, **self.kwargs)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -60,28 +60,29 @@ class Call:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The leaves, with other tensors in place of the call's."""
+        """Return the leaves with other tensors in place of the call's own."""
         return [
             tensors[self.numbers[n]] if n in self.numbers else leaf
             for n, leaf in enumerate(self.leaves)
         ]
 
     def drop_tensors(self) -> None:
-        """Keep only what backward needs to run the function on tensors that are stored elsewhere:
-        an offload may move them away. The call cannot be made itself after that.
+        """Keep only what backward needs to run the function on tensors stored elsewhere.
+
+        An offload may then move the tensors away. The call itself can no longer be made.
         """
         self.args, self.kwargs, self.tensors = (), {}, []
         self.leaves = [None if n in self.numbers else leaf for n, leaf in enumerate(self.leaves)]
 
     def name(self, position: int) -> str:
-        """How a user would write the argument at a position."""
+        """The expression with which a user would write the argument at a position."""
         numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         path, _ = pytree.tree_flatten_with_path(numbers)[0][position]
         root = "args" if str(path[0]) == "[0]" else "kwargs"
         return root + "".join(str(key) for key in path[1:])
 
     def tensor_name(self, number: int) -> str:
-        """How a user would write the argument that is a tensor."""
+        """The expression with which a user would write the argument that is a given tensor."""
         return self.name(next(p for p, n in self.numbers.items() if n == number))
 
 
@@ -105,13 +106,13 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 
 
 def find_module(fn: Callable[..., Any]) -> torch.nn.Module | None:
-    """The module that a function is, or of which it is a method."""
+    """The module that a function is, or whose method it is."""
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """A function's or a module's name in messages."""
+    """The name of a function or a module in messages."""
     fn = unwrap(fn, (), {})[0]
     if (owner := find_module(fn)) is not None:
         return type(owner).__name__

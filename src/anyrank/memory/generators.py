@@ -1,4 +1,4 @@
-"""The generators that a function draws from: those that a user names, and those it is given."""
+"""The random generators that a function draws from: named by the user, or among its arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
     """Generators as sources of random numbers.
 
     Raises:
-        TypeError: one is not a generator that can be set back.
+        TypeError: one of them is not a generator whose state can be set.
     """
     check_type("generators", generators, Iterable, "a list of generators")
     sources: list[Source] = []
@@ -46,8 +46,9 @@ def _global_source(value: Any) -> Source | None:
 
 
 def source_of(value: Any) -> Source | None:
-    """The source that a generator of torch, numpy or `random` is; None for any other value, and
-    for one without a state.
+    """The random source behind a generator of torch, numpy or `random`.
+
+    None for any other value, and for a generator without a state.
     """
     if isinstance(value, torch.Generator):
         return TorchStream("given", value)
@@ -60,7 +61,7 @@ def source_of(value: Any) -> Source | None:
 
 
 class _NumpyGenerator:
-    """A generator that a user made by `numpy.random.default_rng`."""
+    """A generator from `numpy.random.default_rng`."""
 
     def __init__(self, generator: Any) -> None:
         self.bits = generator.bit_generator

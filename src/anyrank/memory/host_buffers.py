@@ -1,6 +1,6 @@
-"""Host memory of an offload: a bounded pool of buffers, and the copies to them and back.
+"""Host memory of an offload: a bounded pool of buffers, and the copies to and from them.
 
-Copies are synchronous on the CPU. On a device they run on one stream for each direction.
+Copies are synchronous on the CPU. A device uses one stream for each direction.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class HostPool:
     """Buffers of exact sizes; idle ones of one size are freed to make room for another.
 
     Args:
-        limit_bytes: of all buffers, used or idle.
+        limit_bytes: limit for all buffers, in use or idle.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.idle: dict[int, list[Buffer]] = {}
-        # Finalizers append here at any time, even during `take`: no lock, no bookkeeping.
+        # Finalizers append at any time, even during `take`: a lock here could deadlock.
         self.returned: deque[Buffer] = deque()
         self.held_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
 
     def take(self, nbytes: int, device: torch.device) -> Buffer | None:
-        """A buffer of this size for copies from and to the device; None if the pool is full."""
+        """Return a buffer of this size for copies with the device; None if the pool is full."""
         self.collect()
         idle = self.idle.get(nbytes)
         if idle:
@@ -66,7 +66,7 @@ class HostPool:
         return buffer
 
     def collect(self) -> None:
-        """Make the buffers idle that finalizers have returned."""
+        """Mark the buffers that finalizers have returned as idle."""
         while self.returned:
             buffer = self.returned.popleft()
             self.used_bytes -= buffer.nbytes
@@ -97,10 +97,10 @@ def allocate(nbytes: int, device: torch.device) -> Buffer:
     """Host memory of exactly this size, page-locked for a device.
 
     Raises:
-        MemoryError: the system has too little memory, or too little that may be locked.
+        MemoryError: the system has too little memory, or too little that can be page-locked.
     """
     if device.type == "cpu":
-        with torch.inference_mode(False):  # a buffer of inference mode could not be used outside
+        with torch.inference_mode(False):  # an inference tensor cannot be used outside that mode
             return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     try:
         return Buffer(page_locked(nbytes, device))
@@ -113,9 +113,9 @@ Stream = torch.Stream | None
 
 
 class CopyEngine:
-    """Copies of one device: on one stream for each direction, beside the stream that computes.
+    """Copies of one device, on one stream for each direction, beside the computing stream.
 
-    A copy returns an event. On the CPU it has ended when the call returns, and there is none.
+    A copy returns an event. On the CPU a copy is complete when the call returns, without an event.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,9 +132,9 @@ class CopyEngine:
             target.copy_(source)
             return None
         event = self.copy(self.out, target, source, after)
-        # Memory allocated on another stream than the one that waits for the copy may be used again
-        # there only after that wait. For memory of the waiting stream, as each block's is, this
-        # call does nothing, and holds nothing until the device has come to it.
+        # The allocator may hand memory of another stream than the one that waits for the copy to
+        # somebody else before the copy has read it. For memory of the waiting stream, the usual
+        # case, this call does nothing.
         source.record_stream(torch.accelerator.current_stream(self.device))
         return event
 
@@ -144,9 +144,9 @@ class CopyEngine:
         if self.is_cpu:
             target.copy_(source)
             return None
-        # No `record_stream(self.back)`: torch would hold the memory until the device has come to
-        # the copy, and the host runs far ahead of it. Whoever uses the target waits for the copy,
-        # and so does whoever drops it unused.
+        # No `record_stream(self.back)`: torch would hold the memory until the device reaches the
+        # copy, and the host runs far ahead of it. Users of the target wait for the copy, and so
+        # does whoever drops it unused.
         return self.copy(self.back, target, source, after)
 
     def copy(
@@ -156,7 +156,7 @@ class CopyEngine:
         source: torch.Tensor,
         after: Iterable[torch.Event],
     ) -> Event:
-        # Read before the switch: this stream has written the source, and has used the target's
+        # Read before the switch: this stream has written the source and used the target's
         # memory.
         current = torch.accelerator.current_stream(self.device)
         with torch.accelerator.device_index(self.device.index):
@@ -172,7 +172,7 @@ class CopyEngine:
         return None if self.is_cpu else torch.accelerator.current_stream(self.device)
 
     def wait(self, event: Event, stream: Stream = None) -> None:
-        """Let a stream wait for the copy: by default the one that computes."""
+        """Let a stream wait for the copy: by default the computing stream."""
         if event is not None:
             with torch.accelerator.device_index(self.device.index):
                 (stream or torch.accelerator.current_stream(self.device)).wait_event(event)

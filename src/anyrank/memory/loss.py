@@ -43,7 +43,7 @@ def tiled_loss(
     label_smoothing: float = 0.0,
     grad_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The loss of hidden states, with the logits of one tile at a time in memory.
+    """Compute the loss of hidden states with the logits of one tile at a time in memory.
 
     With a module (the head) as `fn`, the loss is the cross entropy of `fn(hidden)` in float32. Any
     other loss is a function of a tile: `fn(hidden [t, H], labels [t], *rest)` returns the losses
@@ -51,11 +51,11 @@ def tiled_loss(
     sum over all tiles divided once, so it does not depend on the tiles. Shift labels, not hidden
     states, which would be copied.
 
-    Each rank by itself, inside the FSDP2 unit that owns the head's weight. A head that is its own
-    unit gathers its weight for each tile; the number of tiles must then be equal on all ranks, and
-    is compared. Hidden states that are a DTensor (sequence parallel) are gathered first, and logits
-    of a head that is sharded over the vocabulary are gathered tile by tile: all ranks of the mesh
-    must call, with the same labels.
+    Ranks call it on their own, inside the FSDP2 unit that owns the head's weight. A head that is
+    its own unit gathers its weight for each tile; the number of tiles must then be equal on all
+    ranks, and is compared. Hidden states that are a DTensor (sequence parallel) are gathered first,
+    and logits of a head that is sharded over the vocabulary are gathered tile by tile: all ranks of
+    the mesh must call, with the same labels.
 
     Args:
         fn: a module from [t, H] to logits [t, V], or a function from a tile to losses.
@@ -64,7 +64,7 @@ def tiled_loss(
         rest: further arguments of a function: a tensor whose shape begins with that of `labels` is
             tiled like it, anything else (and any parameter) is passed whole. Bind what must stay
             whole: `functools.partial(fn, prior=prior)`.
-        chunk_size: tokens of a tile.
+        chunk_size: tokens per tile.
         reduction: "none" gives losses in the shape of `labels`, 0 where ignored.
         impl: "recompute" computes the logits of a tile again in backward: for any `fn` and any
             order of differentiation. "fused" computes gradients in the forward pass, faster and in
@@ -87,8 +87,8 @@ def tiled_loss(
     Raises:
         ValueError, TypeError: shapes or options that do not match; logits for a part of the
             vocabulary.
-        RankError: as of `tile`.
-        RecomputeError: from backward, as of `recompute`; a second pass through a fused loss.
+        RankError: as for `tile`.
+        RecomputeError: from backward, as for `recompute`; a second pass through a fused loss.
 
     Example::
 
@@ -140,7 +140,7 @@ def tiled_loss(
 def divisor(
     labels: torch.Tensor, ignore_index: int, count: float | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """The divisor of the mean; 1 instead of 0, as the sum is 0 then."""
+    """The divisor of the mean; 1 instead of 0, because the sum is 0 then."""
     if count is None:
         return (labels != ignore_index).sum().clamp(min=1)
     if isinstance(count, torch.Tensor):
@@ -181,7 +181,7 @@ def checked(
     *rest: Any,
 ) -> torch.Tensor:
     """Run `fn` on a tile and check its result."""
-    if mesh is not None:  # a head that gathers its input must see that this is whole
+    if mesh is not None:  # a head that gathers its input must see that this one is whole
         from torch.distributed.tensor import DTensor, Replicate
 
         hidden = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -203,12 +203,12 @@ def _begins_with(value: Any, labels: torch.Tensor) -> int | None:
 
 
 def gathered(value: Any) -> Any:
-    """A DTensor as a plain tensor, whole on each rank; any other value unchanged."""
+    """Return a DTensor as a plain tensor, whole on each rank; any other value unchanged."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
 def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of hidden states that a sharded head expects as a DTensor."""
+    """The mesh on which a sharded head expects its hidden states as a DTensor."""
     if not is_dtensor(hidden):
         return None
     sharded = any(
@@ -220,17 +220,17 @@ def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
 
 
 def _why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
-    """Why the fused form would differ from calling the head; None if it would not."""
+    """Return why the fused form would differ from calling the head; None if it would not."""
     if type(fn) is not nn.Linear:
         return f"the head is a {function_name(fn)}, not nn.Linear itself"
     hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     if any(fn.__dict__.get(name) for name in (*hooks, "_backward_pre_hooks")):
-        return "the head has hooks, or its own forward"
+        return "the head has hooks, or a forward of its own"
     if getattr(nn.modules.module, "_has_any_global_hook", lambda: False)():
-        return "all modules have a hook"
+        return "a global module hook is registered"
     if is_dtensor(fn.weight):
         return "the head's weight is sharded"
-    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # the last has no values
+    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # a fake has no values
         return f"the head's weight is a {type(fn.weight).__name__}"
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
         return "the head computes in a different dtype than its weight and input have"
@@ -254,7 +254,7 @@ def check(
     count: Any,
     label_smoothing: float,
 ) -> None:
-    """Raises TypeError, ValueError: wrong arguments, or some that do not match each other."""
+    """Raise TypeError or ValueError for wrong arguments, or arguments that do not match."""
     check_function("fn", fn, "a head, or a function of a tile")
     check_type("hidden", hidden, torch.Tensor, "a tensor [..., H]")
     check_type("labels", labels, torch.Tensor, "a tensor [...]")
@@ -286,7 +286,7 @@ def check(
 
 
 def _check_as_cross_entropy(labels: torch.Tensor, label_smoothing: float) -> None:
-    """Raises TypeError, ValueError: torch's `cross_entropy` has no use for such indices either."""
+    """Raise TypeError or ValueError for labels that torch's `cross_entropy` would not accept."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(
             f"labels are {labels.dtype}: class indices are integers; give labels.long(), or a "
@@ -352,7 +352,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b. Into a wider total a few rows at a time: each product is a temporary."""
+    """total += a @ b. A wider total gets a few rows at a time: each product is a temporary."""
     if total.dtype == b.dtype:
         total.addmm_(a, b)
         return

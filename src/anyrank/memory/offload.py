@@ -12,13 +12,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """What an `Offload` has done since it was created, in bytes and counts.
+    """Work of an `Offload` since it was created, in bytes and counts.
 
     Attributes:
-        held_bytes: host memory held now, used or idle.
-        used_bytes: of it, what is used now.
+        held_bytes: host memory held now, in use or idle.
+        used_bytes: the part of it that is in use now.
         peak_bytes: the largest `used_bytes` so far.
-        copied_bytes: copied to the host.
+        copied_bytes: bytes copied to the host.
         kept: tensors that stayed on the device because the pool was full.
 
     Example::
@@ -37,23 +37,23 @@ class OffloadStats:
 class Offload:
     """Moves the arguments of recomputed blocks to host memory until backward needs them.
 
-    Use one object for all blocks of a model: `recompute_(model, "layers.*", offload=offload)`. Each
-    rank by itself. A block's tensors are copied while later blocks compute, on a separate stream
-    and into pinned buffers that are used again step after step; in backward, the arguments of the
-    preceding block are copied back ahead of time. The graph owns all state of a step. Without
-    gradients nothing is moved.
+    Use one object for all blocks of a model: `recompute_(model, "layers.*", offload=offload)`.
+    Ranks use it on their own. A block's tensors are copied while later blocks compute, on a
+    separate stream and into pinned buffers that are used again step after step; in backward, the
+    arguments of the preceding block are copied back ahead of time. The graph owns all state of a
+    step. Without gradients nothing is moved.
 
-    What stays on the device: tensors under `min_bytes`, parameters and buffers, expanded, sparse
+    These stay on the device: tensors under `min_bytes`, parameters and buffers, expanded, sparse
     and meta tensors, views of less than half of their storage, tensor subclasses other than DTensor
     (whose local part moves). Several tensors of one storage are one copy.
 
     Args:
-        pool_bytes: limit of this rank's host memory, in bytes; what finds no room stays on the
-            device.
+        pool_bytes: limit of this rank's host memory, in bytes; tensors that find no room stay on
+            the device.
         keep_last: number of blocks at the end of the forward pass that stay on the device, because
             backward begins with them.
         min_bytes: smaller tensors stay.
-        force: move CPU tensors too: real copies, for tests of the whole mechanism without a device.
+        force: move CPU tensors too, with real copies, to test the whole mechanism without a device.
 
     Raises:
         ValueError: a size that makes no sense; any use after `close`.
@@ -84,7 +84,7 @@ class Offload:
         self._engine = OffloadEngine(pool_bytes, keep_last, min_bytes, force)
 
     def __deepcopy__(self, memo: object) -> Offload:
-        """A copy of a model that is patched with it shares its memory."""
+        """Share the memory with the copy of a model that this offload patches."""
         return self
 
     def stats(self) -> OffloadStats:

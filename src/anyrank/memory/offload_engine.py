@@ -1,4 +1,4 @@
-"""How an `Offload` moves the arguments of blocks: block by block, tensor by tensor, by storage."""
+"""Moves the arguments of blocks to the host and back: by block, by tensor, by storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OffloadEngine:
     """The state of an `Offload`: its host memory, and the blocks under way.
 
     Args:
-        pool_bytes, keep_last, min_bytes, force: as of `Offload`.
+        pool_bytes, keep_last, min_bytes, force: as for `Offload`.
     """
 
     def __init__(self, pool_bytes: int, keep_last: int, min_bytes: int, force: bool) -> None:
@@ -31,7 +31,7 @@ class OffloadEngine:
         self.force = force
         self.closed = False
         self.copy_engines: dict[torch.device, CopyEngine] = {}
-        # By id of a storage that is alive.
+        # By id of a live storage.
         self.storages: dict[int, weakref.ref[OffloadedStorage]] = {}
         self.waiting: deque[weakref.ref[_BlockTensors]] = deque()  # packed, not yet sent
         self.sent: list[weakref.ref[_BlockTensors]] = []
@@ -92,7 +92,7 @@ class OffloadEngine:
                     block.release()
 
     def moves(self, tensor: torch.Tensor, resident: Collection[int]) -> bool:
-        """Whether a tensor is moved."""
+        """Return whether this offload moves a tensor."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
         if is_dtensor(tensor):
@@ -120,7 +120,7 @@ class OffloadEngine:
         if storage.device not in self.copy_engines:
             self.copy_engines[storage.device] = CopyEngine(storage.device)
         entry = OffloadedStorage(storage, version_of(tensor), self)
-        if known is None:  # an id is used again once the storage is gone
+        if known is None:  # the id of a dead storage is used again
             weakref.finalize(storage, self.storages.pop, id(storage), None).atexit = False
         self.storages[id(storage)] = weakref.ref(entry)
         return entry
@@ -140,11 +140,11 @@ class OffloadedStorage:
 
     Attributes:
         source: the storage, until it is released; never released if the pool was full.
-        buffer: its bytes on the host.
+        stream: the stream on which the storage was allocated, and on which its memory is reused.
         loaded: a storage on the device with the bytes copied back, while anything uses it.
         stream: the one that it was allocated on, and on which its memory is used again.
-        ahead: keeps alive what was copied back ahead of its use, with the event of the copy and
-            the stream: at most one.
+        ahead: keeps alive the bytes that were copied back ahead of their use, with the event of the
+            copy and its stream: at most one.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class OffloadedStorage:
         self.loaded: weakref.ref[torch.UntypedStorage] | None = None
         self.stream: Stream = None
         self.ahead: list[tuple[torch.UntypedStorage, Event, Stream]] = []
-        # Backward may end before it comes to this.
+        # Backward may end without using the copy: its memory must then wait for the copy.
         weakref.finalize(self, _drop_unused, self.copies, self.ahead).atexit = False
 
     def send(self) -> None:
-        """Start the copy to the host, unless it has started or there is no room."""
+        """Start the copy to the host, unless it has started or the pool has no room."""
         if self.buffer is not None or self.source is None or self.is_kept:
             return
         self.buffer = self.engine.buffer(self.nbytes, self.device)
@@ -218,8 +218,8 @@ class OffloadedStorage:
         self.ahead.clear()
         self.copies.wait(self.back)
         if self.copies.stream() != self.stream:
-            # Another stream than that of the block which came before: its use has to be over before
-            # the memory is used again on the stream that has it.
+            # The block before used another stream. Its use must end before the stream that owns the
+            # memory hands it out again.
             self.copies.wait(self.back, self.stream)
             _as_bytes(storage).record_stream(torch.accelerator.current_stream(self.device))
         return storage
@@ -245,7 +245,7 @@ class _OffloadedTensor:
         )
 
     def check(self) -> None:
-        """Raises RecomputeError: the tensor was changed in place since the block was called."""
+        """Raise RecomputeError if the tensor was changed in place since the block was called."""
         tensor = self.tensor if self.tensor is not None else self.alive()
         if tensor is not None and version_of(tensor) != self.version:
             raise RecomputeError(
@@ -307,7 +307,7 @@ class _BlockTensors:
 def _drop_unused(
     copies: CopyEngine, ahead: list[tuple[torch.UntypedStorage, Event, Stream]]
 ) -> None:
-    """Let go of what was copied back for nothing: its memory is used again behind the copy."""
+    """Drop bytes that were copied back and never used; their memory is reused after the copy."""
     for _, event, stream in ahead:
         copies.wait(event, stream)
     ahead.clear()

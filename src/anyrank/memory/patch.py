@@ -34,12 +34,13 @@ Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PatchedForward:
-    """Replaces the `forward` of an instance. An object rather than a function, so that a deep copy
-    of the module uses the copy's weights.
+    """Replaces the `forward` of an instance.
+
+    It is an object, not a function, so that a deep copy of the module uses the copy's weights.
 
     Attributes:
-        inner: what it replaces: a bound method of the class, or what the instance had.
-        is_of_class: the former: then it is whatever the class has when it is called.
+        inner: the replaced forward: a bound method of the class, or an attribute of the instance.
+        is_of_class: `inner` was the class's method, so a call uses the class's method of that time.
     """
 
     def __init__(self, name: str, inner: Forward, wrapper: Wrapper, kind: str) -> None:
@@ -56,7 +57,7 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner: Any = self.inner
         if self.is_of_class:
-            # Not by __get__, which the Dynamo of torch 2.11 cannot follow.
+            # Not by __get__, which Dynamo of torch 2.11 cannot follow.
             inner = types.MethodType(type(inner.__self__).forward, inner.__self__)
         return self.run_with(self.name, inner, args, kwargs)
 
@@ -65,8 +66,10 @@ class PatchedForward:
         return PatchedForward(self.name, inner, self.run_with, self.kind)
 
     def notice(self, module: nn.Module, args: Any) -> None:
-        """Before each call of the module: notice that its `forward` was replaced since, as fused
-        kernels do, and take the new one in. This call has begun, and runs it without us.
+        """Notice, before each call, that the module's `forward` was replaced since, and adopt it.
+
+        Fused kernels do that. The call has begun already, so it runs the new forward without this
+        patch.
         """
         if torch.compiler.is_compiling():
             return
@@ -84,7 +87,7 @@ class PatchedForward:
             self.inner, self.is_of_class = now, False
             vars(module)["forward"] = self
         log.warning(
-            "%s: its forward was %s after %s, and this call runs without: %s",
+            "%s: its forward was %s after %s, so this call runs without it: %s",
             *(self.name, how, self.kind, then),
         )
 
@@ -108,7 +111,7 @@ class Handle:
         self._hooks = [module.register_forward_pre_hook(p.notice) for module, p in self._patched]
 
     def remove(self) -> None:
-        """Restore the modules' own `forward`. A second call does nothing. Deep copies stay patched.
+        """Restore the modules' own `forward`. A second call does nothing; deep copies stay patched.
 
         Raises:
             ValueError: a module was patched again since: remove the later patch first.
@@ -138,9 +141,9 @@ def recompute_(
 ) -> Handle:
     """Recompute the modules that match a pattern in backward, in place: see `recompute`.
 
-    Each rank by itself, before or after wrapping in DDP, `fully_shard` or `torch.compile`; with
-    `fully_shard` of the same modules, the region is inside the unit. The names of parameters, and
-    so the state dict, do not change.
+    Ranks call it on their own, before or after wrapping in DDP, `fully_shard` or `torch.compile`;
+    with `fully_shard` of the same modules, the region is inside the unit. The names of parameters,
+    and so the state dict, do not change.
 
     Args:
         pattern: a name as in `named_modules`, in which `*` matches one part and `**` any number
@@ -153,7 +156,7 @@ def recompute_(
     Raises:
         ValueError: no module matches, a module that matches is never called, or is recomputed
             already.
-        TypeError: an option is none that `recompute` takes.
+        TypeError: `recompute` takes no such option.
 
     Example::
 
@@ -166,7 +169,7 @@ def recompute_(
     options = RegionOptions(offload, context_fn, as_sources(generators))
     if offload is not None:
         options.leave_buffers_of(model)
-    # A layer of transformers says so for all modules in it.
+    # A transformers layer declares this for all modules in it.
     options.cache_readers = [name for name in modules if _is_in_cache_reader(model, name)]
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,8 +190,8 @@ def tile_(
 ) -> Handle:
     """Tile the modules that match a pattern, in place: see `tile`.
 
-    Each rank by itself, before or after wrapping, as `recompute_`. With `fully_shard` of the same
-    modules the tiles run inside the unit, which gathers once for all tiles.
+    Ranks call it on their own, before or after wrapping, like `recompute_`. With `fully_shard` of
+    the same modules the tiles run inside the unit, which gathers once for all tiles.
 
     Args:
         pattern: as in `recompute_`.
@@ -202,7 +205,7 @@ def tile_(
 
     Raises:
         ValueError, TypeError: no module matches, a module that matches is never called, or is tiled
-            already; an option is none that `tile` takes.
+            already; `tile` takes no such option.
 
     Example::
 
@@ -215,7 +218,7 @@ def tile_(
     modules = _find_modules(model, pattern)
     check_dims("dim", dim)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
-    for name, module in modules.items():  # raises for wrong options before a module is patched
+    for name, module in modules.items():  # wrong options raise before a module is patched
         Tiled(module.forward, f"tile({name})", chunk_size, ins, outs, grad_dtype)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +229,7 @@ def tile_(
 
 
 def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
-    """Patch the `forward` of all modules, or of none if one has a patch of this kind."""
+    """Patch the `forward` of all modules, or of none if one already has a patch of this kind."""
     for name, module in modules.items():
         inner = module.__dict__.get("forward")
         while isinstance(inner, PatchedForward):
@@ -244,8 +247,10 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
 
 
 def _leads_to(forward: Any, patch: PatchedForward, module: nn.Module) -> bool:
-    """Whether a `forward` calls a patch, as far as can be seen: it wraps it, has it in a variable,
-    or finds it in an attribute of the module, where Accelerate keeps it.
+    """Return whether a `forward` is seen to call a patch.
+
+    It may wrap the patch, hold it in a variable, or find it in an attribute of the module, where
+    Accelerate keeps it.
     """
     waiting, seen = [forward, *filter(callable, vars(module).values())], set[int]()
     while waiting:
@@ -259,7 +264,7 @@ def _leads_to(forward: Any, patch: PatchedForward, module: nn.Module) -> bool:
 
 
 def _called_by(value: Any) -> Iterator[Any]:
-    """The functions in a function, as far as one can see."""
+    """The functions that a function visibly refers to."""
     yield getattr(value, "__wrapped__", None)
     if isinstance(value, PatchedForward):
         yield value.inner
@@ -305,14 +310,14 @@ def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def _is_in_cache_reader(model: nn.Module, name: str) -> bool:
-    """Whether a module, or one around it, reads a cache and writes nothing into it."""
+    """Return whether a module, or one around it, reads a cache and writes nothing into it."""
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1))
     return any(getattr(part, "_can_checkpoint_with_cache", False) for part in around)
 
 
 def is_wrapped(name: str, names: Collection[str]) -> bool:
-    """Whether the wrapper of a module matches as well, so that one patch is enough."""
+    """Return whether the wrapper of a module matches too, so that one patch is enough."""
     outer, _, part = name.rpartition(".")
     return part in WRAPPERS and (outer in names or is_wrapped(outer, names))
 

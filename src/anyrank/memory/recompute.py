@@ -23,7 +23,7 @@ from anyrank.training.random_state.streams import Source
 
 T = TypeVar("T")
 
-# As keyword arguments they would go to the function, which may accept them in silence.
+# As keyword arguments they would go to the function, which may accept them silently.
 TORCH_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check"})
 
 
@@ -39,21 +39,21 @@ def recompute(
     """Activation checkpointing: call `fn(*args, **kwargs)`, keep only its arguments for backward.
 
     Each backward pass runs `fn` again, up to the last tensor that backward needs: it is torch's
-    non-reentrant `checkpoint`, around arguments that are saved once. Each rank by itself: nothing
-    is communicated. The call is recorded in the caller's graph, so DDP and FSDP2 see each parameter
-    once. Without gradients, and under torch.func's transforms, it is a plain call.
+    non-reentrant `checkpoint` around arguments that are saved once. Ranks call it on their own:
+    nothing is communicated. The call is recorded in the caller's graph, so DDP and FSDP2 see each
+    parameter once. Without gradients, and under torch.func's transforms, it is a plain call.
 
     The second run sees the same random state (of torch on the CPU, the accelerator and the devices
     of all tensors among the arguments, and of the generators that are named), autocast and default
     device. Tensors in lists, tuples, dicts, types registered with pytree and `functools.partial`
     are recomputed by an outer region and moved by an offload. Tensors in other containers, or
     captured by the function, stay where they are. Objects of other classes are the same in both
-    runs: what the function has put into them is out again while it runs again. A cache of
+    runs: whatever the first run has put into them is taken out during the second. A cache of
     transformers models is None in both, and `use_cache` False; a warning says so once.
 
-    What `fn` captures must not change before its backward: a captured tensor, an index, a list or a
-    flag that is another one by then gives other gradients, without an error. Bind what changes as
-    an argument.
+    Whatever `fn` captures must not change before its backward: a captured tensor, index, list or
+    flag with another value by then gives wrong gradients, without an error. Pass values that
+    change as arguments.
 
     Args:
         fn: a function or module that does the same when called again: it changes no state that it
@@ -65,11 +65,11 @@ def recompute(
             those that are arguments; the modules `random` and `numpy.random` are their global ones.
 
     Returns:
-        What `fn` returns.
+        The results of `fn`.
 
     Raises:
-        TypeError: `fn` is no function, or an option of another type, or one of torch's `checkpoint`
-            (`use_reentrant`).
+        TypeError: `fn` is not a function, an option has another type, or is one of torch's
+            `checkpoint` (`use_reentrant`).
         RecomputeError: `fn` changed an argument or a parameter in place; a cache that is given
             holds tokens already. From backward: an argument or a parameter was changed in between,
             or a variable holds another module now.
@@ -87,8 +87,8 @@ def recompute(
     check_function("fn", fn, "a function or a module")
     if foreign := TORCH_OPTIONS.intersection(kwargs):
         raise TypeError(
-            f"{min(foreign)} is an option of torch's checkpoint: leave it out, as recompute is "
-            "never reentrant, sets random numbers back, and compares what the second run saves"
+            f"{min(foreign)} is an option of torch's checkpoint: leave it out, because recompute "
+            "is never reentrant, sets random numbers back, and compares what the second run saves"
         )
     options = RegionOptions(offload, context_fn, as_sources(generators))
     if offload is not None and isinstance(fn, torch.nn.Module):
@@ -98,8 +98,10 @@ def recompute(
 
 @dataclass
 class RegionOptions:
-    """The options of `recompute`, the modules whose buffers an offload must not move, and the names
-    of those that only read the cache that they get.
+    """The options of `recompute`, and two facts about modules.
+
+    `holders` are the modules whose buffers an offload must not move; `cache_readers` are the
+    names of modules that only read the cache that they get.
     """
 
     offload: Offload | None
@@ -139,7 +141,7 @@ def run_region(
     """`recompute`, with a label for messages."""
     if not torch.compiler.is_compiling():
         return _run_eagerly(fn, args, kwargs, label, options)
-    if options.offload is not None:  # copies run between the compiled parts
+    if options.offload is not None:  # its copies run between the compiled parts
         eagerly: Any = torch.compiler.disable(_run_eagerly)
         return eagerly(fn, args, kwargs, label, options)
     if torch.is_grad_enabled():

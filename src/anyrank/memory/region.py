@@ -48,11 +48,11 @@ def record_region(
     """Run a function once, and again in backward.
 
     Args:
-        first_run: the call that the caller made. Not kept.
+        first_run: the caller's call. Not kept.
         again: runs the function on the inputs' tensors, detached from the graph.
         inputs, ambient, used: the function's inputs, its random state and its modules.
         tile_index: the region's number among those that share the inputs.
-        context_fn: as of torch's checkpoint.
+        context_fn: as for torch's checkpoint.
     """
     waiting = [first_run]
     random, buffers = ambient.random(), used.values()
@@ -78,9 +78,11 @@ def record_region(
 
 
 def _without_torchs_own() -> AbstractContextManager[Any]:
-    """Hides from an outer region the empty tensor that torch 2.11 saves for each region: the outer
-    one would be recomputed for it. Checkpoint's own hooks lie over these while the function runs.
-    Later versions save none, and from 2.14 warn of hooks around a selective policy.
+    """Hide from an outer region the empty tensor that torch 2.11 saves for each region.
+
+    Otherwise the outer region would be recomputed for it. Checkpoint's own hooks lie over these
+    while the function runs. Later versions save none, and from 2.14 warn of hooks around a
+    selective policy.
     """
     if not SAVES_ITS_OWN:
         return nullcontext()
@@ -138,7 +140,7 @@ class SavedInputs:
         return None
 
     def check_first_run(self) -> None:
-        """Refuse a function that has changed its arguments, as it cannot run twice.
+        """Refuse a function that has changed its arguments, because it cannot run twice.
 
         Raises:
             RecomputeError: names the argument.
@@ -151,8 +153,10 @@ class SavedInputs:
             )
 
     def take_for_tile(self, tile_index: int) -> list[torch.Tensor]:
-        """The tensors for a tile, detached from the graph, with `requires_grad` as before. They are
-        shared until tile 0, which backward reaches last: saved tensors may be read only once.
+        """The tensors for a tile, detached from the graph, with `requires_grad` as before.
+
+        They are shared until tile 0, which backward reaches last: saved tensors may be read only
+            once.
 
         Raises:
             RecomputeError: a tensor was changed in place since.
@@ -173,7 +177,7 @@ class SavedInputs:
 
 
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of a function and of all that it calls.
+    """Keep torch.compile out of a function and everything that it calls.
 
     A compiled model whose graph breaks at a region runs that part eagerly, and would compile the
     small functions here one by one. Does not import the compiler.

@@ -45,9 +45,9 @@ def tile(
     `fn` must be independent along the tiled dim, as an MLP is along the sequence: its result for
     one row may not depend on other rows. Only the arguments of a call are kept for backward, which
     runs `fn` again, tile by tile from the last to the first, so that one tile's intermediate
-    tensors are alive at a time. Each tile is a region as of `recompute`, recorded in the caller's
+    tensors are alive at a time. Each tile is a region as in `recompute`, recorded in the caller's
     graph: each parameter gets one gradient, and each of its hooks fires once, under DDP and FSDP2
-    alike. Inside a recomputed block, `fn` still runs twice per tile, not three times.
+    too. Inside a recomputed block, `fn` still runs twice per tile, not three times.
 
     Calls of at most `chunk_size` rows, and those under torch.func's transforms, are plain calls.
     Without gradients the tiles are plain calls.
@@ -57,7 +57,7 @@ def tile(
     does.
 
     Args:
-        chunk_size: rows of a tile; the last may have fewer. Best equal on all ranks and steps.
+        chunk_size: rows per tile; the last may have fewer. Best equal on all ranks and steps.
         in_dims: what is tiled: an int is the dim of the first argument (of all tensors in it), a
             tuple has one entry for each positional argument, a dict those of arguments by name. An
             entry is an int, None for an argument that is passed whole to each tile, or a nested
@@ -76,7 +76,7 @@ def tile(
             function or the call.
         RankError: from a call, on all ranks of a sharded module: the ranks have different numbers
             of tiles.
-        RecomputeError: as of `recompute`.
+        RecomputeError: as for `recompute`.
 
     Example::
 
@@ -93,10 +93,10 @@ class Tiled:
     """The function that `tile` returns.
 
     Args:
-        fn: what runs on the tiles.
+        fn: the function that runs on the tiles.
         label: the call, for messages.
         uses: the user's function if `fn` wraps it; the modules are taken from it.
-        The others are as of `tile`.
+        The others are as for `tile`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Tiled:
             except RuntimeError as error:
                 if TakeTile.__name__ not in str(error):
                     raise
-                # Torch's message if a tile is changed in place that is a view.
+                # Torch raises this if a tile that is a view is changed in place.
                 raise self._changes("an argument") from error
             self._check_unchanged(call, leaves, versions)
             if k == 0:
@@ -191,7 +191,7 @@ class Tiled:
         inputs.check_first_run()
 
     def _check_unchanged(self, call: Call, leaves: list[Any], versions: list[int]) -> None:
-        """Raises RecomputeError: the function changed a tile in place, and a tile may be a copy."""
+        """Raise RecomputeError if the function changed a tile in place, even if it is a copy."""
         for n, (now, before) in enumerate(zip(_versions_of(leaves), versions, strict=True)):
             if now != before:
                 raise self._changes(call.name(n))
@@ -230,8 +230,9 @@ def _run_again(call: Call, tiling: Tiling, k: int, tensors: Sequence[torch.Tenso
 
 
 def _called_units(fn: Callable[..., Any]) -> list[nn.Module]:
-    """The units of FSDP2 that a module calls. The unit whose own forward is tiled is gathered
-    already. A function that is no module is not looked into.
+    """The FSDP2 units that a module calls, apart from the unit whose own forward is tiled.
+
+    That one is gathered already. A function that is not a module is not inspected.
     """
     module = find_module(fn)
     if module is None:
@@ -241,8 +242,10 @@ def _called_units(fn: Callable[..., Any]) -> list[nn.Module]:
 
 
 def _check_tile_counts(fn: Callable[..., Any], number: int, label: str) -> None:
-    """Compare the number of tiles on the ranks over which FSDP2 shards units that `fn` calls: each
-    tile gathers them, and with different numbers the ranks would wait for each other forever.
+    """Compare the number of tiles on the ranks over which FSDP2 shards units that `fn` calls.
+
+    Each tile gathers these units; with different numbers the ranks would wait for each other
+    forever.
 
     All ranks of the units' mesh must call, every time: a rank that skipped the comparison because
     its own number did not change would let the others wait. The comparison runs on the CPU where
@@ -279,10 +282,10 @@ def _check_tile_counts(fn: Callable[..., Any], number: int, label: str) -> None:
 
 
 def _check_side_results(modules: Iterable[nn.Module], label: str) -> None:
-    """After the first tile: refuse a function that leaves tensors outside of its results.
+    """Refuse, after the first tile, a function that leaves tensors outside of its results.
 
     Raises:
-        ValueError: an attribute of a module has a tensor with a graph. The last tile's alone would
+        ValueError: an attribute of a module holds a tensor with a graph. Only the last tile's would
             be kept.
     """
     seen = set[nn.Module]()
@@ -294,7 +297,7 @@ def _check_side_results(modules: Iterable[nn.Module], label: str) -> None:
 
 
 def _check_attribute(module: nn.Module, name: str, key: str, label: str) -> None:
-    # Torch's hooks for weight norm, spectral norm and pruning compute `weight` of the parameters
+    # Torch's hooks for weight norm, spectral norm and pruning compute `weight` from the parameters
     # `weight_g`, `weight_orig`: these do not depend on the tile.
     if any(p.startswith(f"{key}_") for p, _ in module.named_parameters(recurse=False)):
         return

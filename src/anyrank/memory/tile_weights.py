@@ -8,8 +8,8 @@ see the total.
 
 Without `grad_dtype`, autograd adds gradients in place once it owns their sum. The first gradient of
 a linear layer's weight is a view (of a transposed product), which autograd does not own, so the
-second would be added into a third tensor of the weight's size. `with_own_gradients` copies those of
-the tile that backward visits first, when nothing else is alive.
+second would be added into a third tensor of the weight's size. `with_own_gradients` copies the
+gradients of the tile that backward visits first, when nothing else is alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 
 def check_grad_dtype(dtype: Any) -> None:
-    """Raises TypeError: no dtype of gradients."""
+    """Raise TypeError if this is not a dtype for gradients."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"grad_dtype={dtype!r}: give a floating torch.dtype, as torch.float32")
 
@@ -40,7 +40,7 @@ class _WideSum:
             self.total = grad.to(self.dtype, copy=True)
         elif (
             torch.is_grad_enabled()
-        ):  # this pass is differentiated itself: nothing may change in place
+        ):  # this pass is itself differentiated: nothing may change in place
             self.total = self.total + grad
         else:
             self.total += grad
@@ -79,10 +79,10 @@ class WideWeights:
     """The stand-ins of some modules' trainable parameters, tile by tile.
 
     Args:
-        modules: whose parameters get stand-ins.
+        modules: the modules whose parameters get stand-ins.
         forward: the function that runs them: a module's own forward, which `tile_` may have
             wrapped, or any other.
-        dtype: of the sums.
+        dtype: the dtype of the sums.
     """
 
     def __init__(

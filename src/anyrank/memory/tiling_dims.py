@@ -1,9 +1,9 @@
-"""How a call is cut into tiles along dims, and how the tiles' results are joined.
+"""Cuts a call into tiles along dims, and joins the tiles' results.
 
 Cutting with `split` and joining with `cat` would each hold a second tensor of full size. Instead,
 two autograd functions pass one tensor from tile to tile: `TakeTile` returns one tile of the input,
-`PlaceTile` writes one tile into the output. Backward visits them in reverse order with one gradient
-buffer for each, so one tile's tensors are alive at a time.
+`PlaceTile` writes one tile into the output. Backward visits them in reverse order with one
+gradient buffer for each, so one tile's tensors are alive at a time.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def _nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
 
 
 def _expand_dims(dims: Any, value: Any, where: str) -> Dims:
-    """The dims of a value's leaves: an int or None applies to all leaves, a list, tuple or dict has
-    an entry for each part.
+    """The dims of a value's leaves.
+
+    An int or None applies to all leaves; a list, tuple or dict has an entry for each part.
     """
     if dims is None or isinstance(dims, int):
         return [dims] * len(flatten(value)[0])
@@ -100,14 +101,14 @@ def members(value: Any) -> dict[Any, Any] | None:
 
 
 def check_dims(name: str, dims: Any) -> None:
-    """Raises TypeError: an entry is not a dim."""
+    """Raise TypeError if an entry is not a dim."""
     for dim in flatten(dims)[0]:
         if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
             raise TypeError(f"{name}={dims!r}: a dim is an int or None, not {dim!r}")
 
 
 def check_chunk_size(chunk_size: Any, unit: str) -> None:
-    """Raises TypeError, ValueError: no size of a tile."""
+    """Raise TypeError or ValueError if this is not the size of a tile."""
     if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__"):
         raise TypeError(f"chunk_size={chunk_size!r}: give an int")
     if chunk_size < 1:
@@ -170,12 +171,12 @@ class TiledArguments:
         return self.by_name(args, kwargs)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """What the function takes besides the arguments of a `functools.partial`."""
+        """The parameters of the function that a `functools.partial` has not filled."""
         forward: Any = getattr(self.fn, "forward", self.fn)
         return list(inspect.signature(forward).parameters.values())[len(self.args) :]
 
     def check_names(self, names: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Raises ValueError: a name is not an argument."""
+        """Raise ValueError if a name is not an argument."""
         known = [p.name for p in self.parameters()]
         if unknown := set(names) - {*known, *others}:
             raise ValueError(
@@ -241,7 +242,7 @@ class JoinedResults:
     def check_same(self, k: int, leaf: Any, first: Any) -> None:
         try:
             differs = isinstance(leaf, torch.Tensor) or bool(leaf != first)
-        except RuntimeError as error:  # its comparison compares tensors
+        except RuntimeError as error:  # == on a container compares its tensors
             raise ValueError(
                 f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined: "
                 "return a tensor, or a tuple, list or dict of them"
@@ -306,7 +307,8 @@ class TakeTile(torch.autograd.Function):
             rest = torch.empty(shape, dtype=dtype, device=device)
             end = start + length
             rest.narrow(dim, end, shape[dim] - end).zero_()
-        # Only this link uses `rest`, the gradient from the next link: it is the chain's one buffer.
+        # Only this link uses `rest`, the gradient from the next link: it is the chain's only
+        # buffer.
         rows = rest.narrow(dim, start, length)
         rows.zero_() if tile is None else rows.copy_(tile)
         return rest, None, None, None
@@ -326,7 +328,7 @@ class PlaceTile(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         (grad,) = grads
-        # Returned whole: each earlier link uses its own rows only.
+        # Returned whole, because each earlier link uses its own rows only.
         return grad, None if grad is None else _take_rows(grad, *ctx.cut), None, None
 
 

@@ -1,8 +1,8 @@
 """The modules of a recomputed function, and their tensors that must not change before backward.
 
 A recomputed function reads its weights a second time, so they must have the values of the first
-run: a change in between raises. Small buffers are kept by value instead: what the function does to
-its own (batch norm) counts once, and what happens to them in between does no harm.
+run: a change in between raises. Small buffers are kept by value instead: an update by the function
+(batch norm) counts once, and updates in between do no harm.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.torch_classes import is_dtensor
 from anyrank.tensors.walk import walk
 
-KEPT_BYTES = 64 << 10  # of a buffer that is kept by value
+KEPT_BYTES = 64 << 10  # the largest buffer that is kept by value
 
 
 def used_modules(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Module]:
     """The modules that a function is, is a method of, captures or gets as an argument.
 
-    Those in a captured list, tuple, dict or object, and what a captured function captures, are
-    found too; nothing further inside.
+    Modules in a captured list, tuple, dict or object are found too, and whatever a captured
+    function captures; nothing further inside.
     """
     modules = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module))
     if (owner := find_module(fn)) is not None:
@@ -43,7 +43,7 @@ def used_modules(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.
 
 
 def _variables(fn: Any) -> dict[str, Any]:
-    """The variables of other scopes that a function of Python names, and its defaults."""
+    """The variables of other scopes that a Python function names, and its defaults."""
     fn = inspect.unwrap(fn) if hasattr(fn, "__wrapped__") else fn
     fn = getattr(fn, "__func__", fn)
     if not isinstance(fn, types.FunctionType):
@@ -75,7 +75,7 @@ class _Weight(NamedTuple):
     name: str
     tensor: torch.Tensor
     version: int
-    is_read: bool  # certainly; else only if its module is called
+    is_read: bool  # for certain; otherwise only if its module is called
 
     def __str__(self) -> str:
         kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "tensor"
@@ -85,7 +85,7 @@ class _Weight(NamedTuple):
         return version_of(self.tensor) != self.version
 
     def is_replaced(self) -> bool:
-        """Whether the module has other values now, and not only FSDP2's other layout of them."""
+        """Return whether the module holds other values now; FSDP2's own relayout does not count."""
         now = getattr(self.module, self.key, None)
         if not isinstance(now, torch.Tensor) or now is self.tensor:
             return False
@@ -109,7 +109,8 @@ class UsedModules:
         self.modules = used_modules(fn, leaves)
         self.weights: list[_Weight] = []
         self.buffers: list[tuple[nn.Module, str]] = []
-        # A module's forward uses all of it. Of another module the function may use a part.
+        # A module's forward uses all of the module. A function may use only a part of another
+        # module.
         whole = find_module(fn) is not None and getattr(fn, "__name__", "forward") == "forward"
         seen = set[nn.Module]()
         for top in self.modules:
@@ -139,7 +140,7 @@ class UsedModules:
         return {name: value for name, value in variables if isinstance(value, nn.Module)}
 
     def check_first_run(self) -> None:
-        """After the first run.
+        """Check the weights after the first run.
 
         Raises:
             RecomputeError: the function has changed a weight of its own.
@@ -148,8 +149,8 @@ class UsedModules:
             if weight.is_changed():
                 raise RecomputeError(
                     f"{self.label}: {weight} was changed in place by the function itself, as "
-                    "nn.Embedding(max_norm=) does, and the recomputation would begin with what "
-                    "the first run left: leave the module that does it out of recompute and tile"
+                    "nn.Embedding(max_norm=) does, and the recomputation would begin with the "
+                    "changed values: leave the module that does it out of recompute and tile"
                 )
 
     def values(self) -> list[torch.Tensor]:
@@ -157,7 +158,7 @@ class UsedModules:
         return [getattr(module, key).detach().clone() for module, key in self.buffers]
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the function runs again, on the weights of its first run.
+        """A context in which the function runs again, on the weights of its first run.
 
         Raises:
             RecomputeError: a weight that the function reads was changed, or replaced.
@@ -181,7 +182,7 @@ class UsedModules:
 
     @contextlib.contextmanager
     def _refused(self, changed: list[_Weight]) -> Generator[None]:
-        """Inside, a call of a module in which a weight has changed raises RecomputeError."""
+        """A context in which a call of a module with a changed weight raises RecomputeError."""
 
         def refuse(module: nn.Module, args: Any) -> None:
             parts = set(module.modules())
@@ -196,9 +197,11 @@ class UsedModules:
             handle.remove()
 
     def restored(self, values: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, where the function runs again, its small buffers are copies of these values; then
-        they are again those of before, which nothing has written to: autograd may have saved them.
-        A buffer of another size by now, as of a table that grew, stays.
+        """A context in which the function runs again, with its small buffers at these values.
+
+        The function works on copies; afterwards the original buffers, untouched, are back, because
+        autograd may have saved them. A buffer whose size has changed, such as a growing table,
+        stays.
         """
         return self._restored(values) if values else contextlib.nullcontext()
 
@@ -220,7 +223,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def changed_error(label: str, how: str) -> RecomputeError:
-    """The error for a value that is no longer that of the first run."""
+    """The error for a value that differs from the first run's."""
     return RecomputeError(
         f"{label}: {how} between forward and backward, and the recomputation would see different "
         "values: run backward first (before an optimizer step or a load), or write to a clone"

@@ -1,8 +1,8 @@
 """Arguments that a function writes into: the second run finds them as the first one did.
 
-Lists, dicts and all that pytree knows are saved with the tensors in them. Any other object is one
-and the same in both runs, as a cache with a class of its own: what the first run has put into it is
-taken out while the function runs again, and put back.
+Lists, dicts and everything else that pytree knows are saved with their tensors. Any other object,
+such as a cache with a class of its own, is the same object in both runs: what the first run put
+into it is taken out while the function runs again, and put back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from anyrank.tensors.sharded_tensor import version_of
 log = logging.getLogger("anyrank.memory")
 
 DEPTH = 6  # a cache of caches of layers
-MOST = 4096  # objects that are looked at in one argument
-# Without contents that a function would write: most arguments are of these types.
+MOST = 4096  # objects that are inspected in one argument
+# Types without contents that a function would write: most arguments.
 PLAIN = (
     *(torch.Tensor, nn.Module, torch.dtype, torch.device, torch.Generator),
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType),
@@ -44,7 +44,7 @@ class WrittenArguments:
             for position, leaf in enumerate(call.leaves)
             if not isinstance(leaf, PLAIN)
         ]
-        # Name of the argument, where in it, the container, what it holds.
+        # Name of the argument, the path in it, the container, its contents.
         self.containers = [
             (call.name(position), where, container, _contents(container))
             for position, leaf in objects
@@ -58,10 +58,10 @@ class WrittenArguments:
         ]
 
     def end_first_run(self) -> None:
-        """After the first run: keep what it has changed, as it was before.
+        """After the first run: keep the former contents of everything that it changed.
 
         Raises:
-            RecomputeError: it has changed a tensor in place, which cannot be taken back.
+            RecomputeError: it has changed a tensor in place, which cannot be undone.
         """
         for name, tensor, version in self.versions:
             if version_of(tensor) != version:
@@ -81,7 +81,7 @@ class WrittenArguments:
                 _tell_once(function_name(self.fn), name)
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, where the function runs again, the objects are as they were at the call."""
+        """A context in which the function runs again, with the objects as they were at the call."""
         return self._restored() if self.containers else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ def _tell_once(function: str, name: str) -> None:
 
 
 def _containers_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object and the containers and objects in it, with how a user would write them."""
+    """An object and the containers and objects in it, each as a user would write it."""
     waiting, seen = [("", value, 0)], set[int]()
     while waiting and len(seen) < MOST:
         where, part, depth = waiting.pop()
@@ -119,7 +119,7 @@ def _containers_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(container: Any) -> Contents:
-    """What a container holds now, or the attributes of an object."""
+    """The contents of a container now, or the attributes of an object."""
     if isinstance(container, dict):
         return dict(cast("dict[Any, Any]", container))
     if isinstance(container, list | tuple | set | frozenset | deque):
@@ -130,7 +130,7 @@ def _contents(container: Any) -> Contents:
 
 
 def _named(where: str, container: Any, contents: Contents) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each with how a user would write it."""
+    """The contents of a container, each with the expression a user would write."""
     is_object = isinstance(contents, dict) and not isinstance(container, dict)
     for key, value in contents.items() if isinstance(contents, dict) else enumerate(contents):
         yield f"{where}.{key}" if is_object else f"{where}[{key!r}]", value
@@ -146,15 +146,16 @@ def _values(contents: Contents) -> Iterable[Any]:
 
 
 def _is_same(before: Contents, after: Contents) -> bool:
-    """Whether each is the same object under the same name."""
+    """Return whether the contents are the same objects under the same names."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(before[k] is after[k] for k in before)
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
 def _put(container: Any, contents: Contents) -> None:
-    """Let a container hold this, or an object have these attributes. What is the same stays, as
-    another thread may look.
+    """Give a container these contents, or an object these attributes.
+
+    Entries that are the same stay in place, because another thread may be reading.
     """
     if isinstance(contents, dict):
         now = _contents(container)

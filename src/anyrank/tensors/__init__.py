@@ -1,4 +1,4 @@
 """Shapes, boxes, layouts and names: pure functions, tested by their properties.
 
-Every wing enters it. It imports neither files nor processes.
+Every wing may import this one. It imports neither files nor processes.
 """

@@ -19,7 +19,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape; one object for the many of one shape."""
+        """The box that covers a tensor of this shape; many tensors of one shape share it."""
         return _whole(tuple(shape))
 
     @property
@@ -55,12 +55,12 @@ class Box:
             yield Box(tuple(offsets), tuple(sizes))
 
     def cut(self, most: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
-        """Parts of at most `most` elements (or one), of whole rows first.
+        """Parts of at most `most` elements (at least one), of whole rows first.
 
         Args:
             most: elements.
-            strides: by which the elements lie in memory, and in whose order the parts are.
-                Default: row-major.
+            strides: strides of the elements in memory, which also order the parts. Default:
+                row-major.
         """
         if self.numel <= max(1, most):
             yield self
@@ -77,10 +77,10 @@ class Box:
 
 
 class BoxIndex:
-    """Finds those of many boxes that have elements in common with another one.
+    """Finds the boxes, among many, that share elements with another box.
 
     Boxes are looked up by their offsets in one dim, the one in which most of them differ, so that
-    what ranks want of what files hold is found without comparing each with each.
+    the overlaps of the ranks' boxes with the files' chunks are found without comparing every pair.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -95,7 +95,7 @@ class BoxIndex:
         self.stops = list(accumulate(stops, max))  # no box up to a position goes further
 
     def common(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Position of each box that has elements in common with this one, and these elements."""
+        """Position of each box that shares elements with this one, and the shared elements."""
         near = range(len(self.boxes))
         if self.dim >= 0:
             start = box.offsets[self.dim]

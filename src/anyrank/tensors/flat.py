@@ -1,4 +1,4 @@
-"""Tensors whose elements lie flat, in row-major order, in several places."""
+"""Tensors whose elements lie flat, in row-major order, spread over several tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """A range of a tensor's elements in row-major order, as boxes; with each, where it begins in
-    the range.
+    """A range of a tensor's elements in row-major order, as boxes, with their starts in the range.
 
     At most two boxes for each dim but the last, and each is contiguous in the range.
     """
@@ -51,12 +50,12 @@ def assembled(
     """A tensor whose elements lie one after another in parts of flat stored tensors.
 
     Args:
-        name: of the tensor.
-        shape: of the tensor.
+        name: the tensor's name.
+        shape: the tensor's shape.
         parts: flat tensor, first element in it, and number of elements; in order.
 
     Raises:
-        ValueError: they are not as many as the tensor's, or of several dtypes.
+        ValueError: the parts have another number of elements than the tensor, or several dtypes.
     """
     chunks: list[Chunk] = []
     position = 0

@@ -1,4 +1,4 @@
-"""Hashes that are the same on every machine, Python and torch: of names, and of many numbers."""
+"""Hashes of names and of many numbers that are equal on every machine, Python and torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def derive(*parts: int | str, size: int = 8) -> int:
-    """A number of `size` bytes that depends on all parts, their kinds and their order."""
+    """A number of `size` bytes that depends on all parts, their types and their order."""
     digest = blake2b(repr(parts).encode(), digest_size=size).digest()
     return int.from_bytes(digest, "little")
 
@@ -19,7 +19,7 @@ def mix64(values: torch.Tensor) -> torch.Tensor:
 
 
 def mix64_(values: torch.Tensor) -> torch.Tensor:
-    """`mix64` in place, which is several times as fast where the values are many."""
+    """`mix64` in place, which is several times as fast for many values."""
     values += 0x9E3779B97F4A7C15 - (1 << 64)
     values ^= _shift(values, 30)
     values *= 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -39,4 +39,4 @@ def signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-SPREAD = signed(0x9E3779B97F4A7C15)  # odd: the step between two positions before they are mixed
+SPREAD = signed(0x9E3779B97F4A7C15)  # odd: the step between two positions before mixing

@@ -1,4 +1,4 @@
-"""From placements on a mesh to the pieces of a tensor that each rank holds.
+"""Computes, from placements on a mesh, the pieces of a tensor that each rank holds.
 
 Only public attributes are read (shape, `device_mesh`, `placements`), and the arithmetic is our own,
 because torch's own helpers differ between versions and give one rectangle where there are several.
@@ -24,9 +24,8 @@ class Placement:
 
     Attributes:
         kind: "replicate" or "shard".
-        dim: the tensor dim that is cut, for "shard".
-        split_factor: over how many later cuts of the same dim this cut reaches (`_StridedShard`); 1
-            for an ordinary cut.
+        split_factor: the number of parts of later cuts of the same dim that this cut reaches across
+            (`_StridedShard`); 1 for an ordinary cut. for an ordinary cut.
     """
 
     kind: Literal["replicate", "shard"]
@@ -44,7 +43,8 @@ class IntervalShard(Placement):
     """A cut into given parts instead of even chunks; nothing else cuts this dim.
 
     Attributes:
-        intervals: for each place on the mesh axis, what it holds of the dim, in local order.
+        intervals: for each position on the mesh axis, the intervals of the dim that it holds, in
+            local order.
     """
 
     intervals: tuple[tuple[Interval, ...], ...] = ()
@@ -74,12 +74,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on a mesh, whatever ranks the mesh has.
+    """How a tensor lies on a mesh, independent of the ranks in the mesh.
 
     Attributes:
         mesh_shape: sizes of the mesh axes.
         placements: one for each mesh axis.
-        is_given: whether `layout=` says so, and torch knows nothing of it.
+        is_given: whether it comes from `layout=`, and torch knows nothing of it.
     """
 
     mesh_shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Layout:
         return f"{','.join(map(str, self.placements))} on {sizes}"
 
     def in_words(self) -> str:
-        """As reports have it: "sharded on dim 0 over 4", "replicated over 2, ..."."""
+        """The layout as reports show it: "sharded on dim 0 over 4", "replicated over 2, ..."."""
         if self == GIVEN_BOXES:
             return "in boxes of its own"
         axes = [
@@ -105,10 +105,10 @@ class Layout:
 
 
 GIVEN_BOXES = Layout((), ())
-"""The layout of tensors that say themselves which boxes they hold.
+"""The layout of tensors that list the boxes they hold themselves.
 
-A rank's coordinate is then the shape of its local tensor, and for each box where it starts in the
-global tensor, where in the local one, and its sizes; all in one tuple.
+A rank's coordinate is then one tuple: the shape of its local tensor, and for each box its start in
+the global tensor, its start in the local one, and its sizes.
 """
 
 
@@ -191,8 +191,8 @@ def _cut_order(dim: int, layout: Layout) -> list[tuple[int, int]]:
     """Mesh axes that cut `dim`, with their split factor, in order of application.
 
     A strided cut whose factor equals the product of the later cuts of this dim means that those
-    came first (FSDP over TP): then both are ordinary cuts, which is exact for uneven sizes as well,
-    where the strided formula sends rows to the wrong TP rank.
+    were applied first (FSDP over TP). Then both are ordinary cuts, which is exact for uneven sizes
+    too, where the strided formula sends rows to the wrong TP rank.
     """
     axes = [
         (axis, p) for axis, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim

@@ -1,4 +1,4 @@
-"""Names: what wrappers add to them, and how a file's keys find the model's tensors."""
+"""Names: what wrappers add to them, and how a file's keys are matched to the model's tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ADDED = re.compile("|".join((*WRAPPERS, *PEFT_SEGMENTS, r"^module\b", re.escape
 _OWN_FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.(?!weight$)[^.]+")
 _TRAINED_COPY = re.compile(r"\bmodules_to_save\.[^.]+\.")
 
-# What `rename=` takes, see `renamer` of sources/tables/renamer.py.
+# The values that `rename=` takes, see `renamer` of sources/tables/renaming.py.
 Renaming = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 Rename = Renaming | None
 
 
 def candidates(key: str) -> Iterator[str]:
-    """Names that a file's key may mean, the literal one first."""
+    """Names that a file's key may stand for, the literal one first."""
     yield key
-    if not _ADDED.search(key):  # as of most keys: the rest would be the same
+    if not _ADDED.search(key):  # like most keys: the rest would find the same name
         return
     parts = key.split(".")
     plain = [part for part in parts if part not in WRAPPERS]
@@ -37,33 +37,33 @@ def candidates(key: str) -> Iterator[str]:
 
 
 def is_of_adapter(key: str) -> bool:
-    """Whether a key is one that PEFT saved, so that it is none of a model without PEFT."""
+    """Return whether PEFT saved a key, so that it belongs to no model without PEFT."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))
 
 
 def is_own_factor(key: str) -> bool:
-    """Whether a key is a factor as a model under PEFT names it: `up.lora_A.default.weight`."""
+    """Return whether a key is a factor as a PEFT model names it: `up.lora_A.default.weight`."""
     return _OWN_FACTOR.search(key) is not None
 
 
 def is_of_base_layer(key: str) -> bool:
-    """Whether a key is of what an adapter is added to, in a model under PEFT."""
+    """Return whether a key belongs to the layer, in a PEFT model, that an adapter is added to."""
     return ".base_layer." in f".{key}"
 
 
 def is_trained_copy(key: str) -> bool:
-    """Whether a key is of a module's copy that PEFT trains whole, as `modules_to_save` asks for."""
+    """Return whether a key is in a module's copy that PEFT trains (`modules_to_save`)."""
     return _TRAINED_COPY.search(key) is not None
 
 
-# A tensor of the model as the matcher sees it: for each place that has it (several when it is tied)
-# the names that mean the place, the best first.
+# A tensor of the model as the matcher sees it: for each place that has it (several if it is tied)
+# the names for the place, the best first.
 TensorNames = tuple[tuple[str, ...], ...]
 
 
 @dataclass
 class TensorKeys:
-    """Which key fills which tensor.
+    """The match of tensors and keys.
 
     Attributes:
         keys: index of the wanted tensor -> key in the file.
@@ -83,12 +83,12 @@ def match_keys(
 ) -> TensorKeys:
     """Give each wanted tensor its key.
 
-    One key may fill several tensors that answer to the same name (a copy that an adapter keeps);
-    a key of an adapter fills the adapter's copy alone, and before a key of the base does. A tied
-    tensor takes the key of its first place that has a key.
+    One key may fill several tensors that answer to the same name (a copy that an adapter keeps).
+    A key of an adapter fills only the adapter's copy, and takes precedence over a key of the base.
+    A tied tensor takes the key of its first place that has a key.
 
     Raises:
-        LoadError: two keys mean the same place.
+        LoadError: two keys stand for the same place.
     """
     places: dict[str, list[tuple[int, int]]] = {}
     for index, want in enumerate(wanted):
@@ -99,11 +99,11 @@ def match_keys(
     result = TensorKeys()
     renamed = {key: rename(key) for key in keys}
     adapters = {key: None for key, name in renamed.items() if is_of_adapter(name)}
-    # A trained copy that a run saved by its own name takes that, and not its original's.
+    # A trained copy that a run saved under its own name takes that name, not its original's.
     trained = {key: None for key, name in renamed.items() if _TRAINED_COPY.search(name)}
     first = {**adapters, **trained}
     for key in (*first, *(key for key in renamed if key not in first)):
-        hits = places.get(renamed[key])  # as most keys are names: 3 us faster than `candidates`
+        hits = places.get(renamed[key])  # most keys are names: 3 us faster than `candidates`
         if hits is None:
             hits = next((places[n] for n in candidates(renamed[key]) if n in places), None)
         if hits is None:
@@ -139,8 +139,9 @@ def match_keys(
 def _key_of_twin(
     index: int, want: TensorNames, places: dict[str, list[tuple[int, int]]], direct: dict[int, str]
 ) -> str | None:
-    """The key of the tensor that a wanted one copies: an adapter's trainable copy, also of an
-    adapter that is not active.
+    """The key of the tensor that a wanted tensor copies: an adapter's trainable copy.
+
+    The adapter need not be active.
     """
     names = {name for names in want for name in names}
     names |= {_TRAINED_COPY.sub("", name) for name in names if "modules_to_save." in name}

@@ -1,4 +1,4 @@
-"""Which of many names another one may be meant for, and which other prefix places many at once."""
+"""Hints: the name that a misspelt one may mean, and the prefix under which many would match."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEIGHBOURS = 10  # on each side, forwards and backwards, that are compared lette
 
 
 class Near:
-    """Hints at the most similar of many names; built once for all that is asked."""
+    """Hints at the most similar of many names; built once for many questions."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.forwards = sorted(names)
@@ -30,7 +30,7 @@ def near(name: str, others: Sequence[str]) -> str:
 
 
 def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
-    """Those of some names that begin most like another one."""
+    """The names whose beginnings are most like another name's."""
     position = bisect_left(ordered, name)
     return list(ordered[max(0, position - NEIGHBOURS) : position + NEIGHBOURS])
 
@@ -39,9 +39,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
-    """Changes of prefix that place most of the unused keys: the keys' prefix, the names' in its
-    place, and how many keys it places. Several are alternatives; none where no change places at
-    least half of the keys and most of the names below its prefix, each with its own shape.
+    """Changes of prefix that would place most of the unused keys.
+
+    Each is the keys' prefix, the names' prefix in its place, and the number of keys it places.
+    Several are alternatives. A change counts if it places at least half of the keys and most of the
+    names below its prefix, each with its own shape.
     """
     prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
     for name in names:

@@ -1,4 +1,4 @@
-"""What to read: boxes wanted x chunks stored -> reads -> blocks of bytes. Pure."""
+"""Plans what to read: boxes wanted x chunks stored -> reads -> blocks of bytes. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyrank.tensors.box import Box, BoxIndex
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than a second call to a slow storage
+GAP_BYTES = 64 << 10  # reading a hole this small is cheaper than a second call to slow storage
 
 
 @dataclass(slots=True)  # frozen, objects that each tensor needs would take four times as long
@@ -37,7 +37,7 @@ class Read:
         return self.box.numel * self.stored.dtype.itemsize
 
     def view_of(self, local: torch.Tensor) -> torch.Tensor:
-        """The box's place in the rank's local tensor, which may be all of it."""
+        """The box's view of the rank's local tensor, which may be all of it."""
         if local.shape == self.box.sizes:
             return local
         return local[Box(self.local, self.box.sizes).slices()]
@@ -54,10 +54,10 @@ class Block:
     """A read small enough to stage: its bytes lie in [start, stop) of the chunk's file.
 
     Attributes:
-        read: what it is for.
+        read: the read that it belongs to.
         start: byte offset of the first wanted element.
         stop: byte offset after the last wanted element.
-        strides: of the wanted elements inside the byte range, in elements.
+        strides: strides of the wanted elements inside the byte range, in elements.
         dense: whether the range holds the wanted elements row-major and nothing else.
     """
 
@@ -75,14 +75,14 @@ def plan_reads(
 
     Args:
         stored: the tensor.
-        pieces: what is wanted of it.
-        chunks: of its chunks' boxes, where a caller asks several times.
+        pieces: the pieces of it that are wanted.
+        chunks: index of its chunks' boxes, for callers that plan several times.
 
     Raises:
         LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
     """
     if len(pieces) == len(stored.chunks) == 1 and pieces[0].box == stored.chunks[0].box:
-        chunk = stored.chunks[0]  # held whole and stored whole, as most small tensors are
+        chunk = stored.chunks[0]  # held whole and stored whole, like most small tensors
         return [Read(stored, chunk, chunk.box, pieces[0].local)]
     reads: list[Read] = []
     chunks = chunks or BoxIndex([chunk.box for chunk in stored.chunks])
@@ -104,7 +104,7 @@ def plan_reads(
 def blocks(read: Read, most_bytes: int, gap_bytes: int = GAP_BYTES) -> Iterator[Block]:
     """Cut a read into blocks whose byte range is at most `most_bytes` long, in file order.
 
-    Rows with a hole of more than `gap_bytes` between them are blocks of their own. A dense read of
+    Rows with a hole of more than `gap_bytes` between them are separate blocks. A dense read of
     any length is one block, because it can go straight to its destination; the reader cuts it where
     it must be staged.
     """
@@ -166,7 +166,7 @@ def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 @lru_cache(maxsize=256)
 def _is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements are row-major and adjacent; strides of size-1 dims do not matter."""
+    """Return whether elements are row-major and adjacent; strides of size-1 dims do not matter."""
     step = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != step:

@@ -20,7 +20,7 @@ class ShardedTensor:
     """One tensor that the ranks hold, each its share or each the whole.
 
     Attributes:
-        name: in errors and reports.
+        name: the name in errors and reports.
         tensor: a plain tensor or DTensor, real or on meta.
         shape: global shape.
         layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
@@ -35,8 +35,8 @@ class ShardedTensor:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What this rank holds."""
-        if self.layout is None:  # kept by shape, as most tensors of a model are whole and alike
+        """The pieces that this rank holds."""
+        if self.layout is None:  # cached by shape, which most tensors share
             return local_pieces(self.shape, None, None)
         return self._cut
 
@@ -54,7 +54,7 @@ class ShardedTensor:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank holds."""
+        """Shape of the part that this rank holds."""
         return local_shape(self.shape, self.layout, self.coordinate)
 
     @property
@@ -75,14 +75,14 @@ class ShardedTensor:
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether the tensor knows its layout itself; else it is the local part."""
+        """Return whether the tensor knows its layout itself; otherwise it is the local part."""
         return self.layout is not None and hasattr(self.tensor, "placements")
 
 
 def describe(tensors: Sequence[ShardedTensor]) -> list[str]:
-    """What must be equal on all ranks of each tensor: name, global shape, dtype and layout."""
+    """Describe what must be equal on all ranks for each tensor: name, shape, dtype and layout."""
     rows: list[str] = []
-    texts: dict[Any, str] = {}  # many tensors are alike but for their names; layouts by identity
+    texts: dict[Any, str] = {}  # many tensors differ only in their names; layouts by identity
     for tensor in tensors:
         key = tensor.shape, tensor.tensor.dtype, id(tensor.layout)
         text = texts.get(key)
@@ -94,15 +94,15 @@ def describe(tensors: Sequence[ShardedTensor]) -> list[str]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place, which torch has no public name for.
+    """The number of in-place changes of a tensor; torch has no public name for it.
 
-    A DTensor's writes are counted on it, and not on its local part; an inference tensor's nowhere.
+    Writes to a DTensor count on it, not on its local part; an inference tensor counts none.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_released(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's storage lacks its elements: to touch them ends the process."""
+    """Return whether a tensor's storage lacks its elements: touching them ends the process."""
     if not tensor.numel() or tensor.is_meta:
         return False
     tensor = values_of(tensor)
@@ -113,18 +113,18 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One rank's mesh coordinates: distinct ones, and which of them each tensor has."""
+    """One rank's mesh coordinates: the distinct ones, and the one that each tensor has."""
 
     distinct: tuple[tuple[int, ...] | None, ...]
     which: tuple[int, ...]
 
     def coordinate(self, index: int) -> tuple[int, ...] | None:
-        """The coordinate in the mesh of a tensor."""
+        """The coordinate of a tensor in its mesh."""
         return self.distinct[self.which[index]]
 
 
 def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
-    """This rank's place in the mesh of each tensor, by which others know what it holds."""
+    """This rank's position in the mesh of each tensor, which tells others what it holds."""
     distinct = tuple(dict.fromkeys(tensor.coordinate for tensor in tensors))
     return Coordinates(distinct, tuple(distinct.index(tensor.coordinate) for tensor in tensors))
 
@@ -151,9 +151,9 @@ T = TypeVar("T", bound=ShardedTensor)
 def shared(
     tensors: Sequence[T], coordinates: Mapping[int, Coordinates]
 ) -> Iterator[tuple[T, Members]]:
-    """Each tensor that several ranks hold alike, with the ranks that hold the same part of it.
+    """Each tensor that several ranks hold equal copies of, with the ranks that hold the same part.
 
-    One that is cut and replicated comes once for each part. The tensors are as any rank lists them.
+    A tensor that is cut and replicated comes once for each part. The list is the same on any rank.
     """
     for index, tensor in enumerate(tensors):
         for members in replicas(index, tensor, coordinates).values():
@@ -161,7 +161,7 @@ def shared(
                 yield tensor, members
 
 
-@lru_cache(maxsize=64)  # most tensors of a model, and their optimizer state, are alike
+@lru_cache(maxsize=64)  # most tensors of a model, and their optimizer state, look the same
 def holders(
     shape: tuple[int, ...],
     layout: Layout | None,

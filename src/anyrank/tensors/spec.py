@@ -1,4 +1,4 @@
-"""What a tensor is, without its values: name, shape, dtype, and where its bytes are stored."""
+"""A tensor without its values: name, shape, dtype, and where its bytes are stored."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from anyrank.tensors.box import Box, row_major
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name without its module, as files and reports have it."""
+    """A dtype's name without its module, as in files and reports."""
     return str(dtype).removeprefix("torch.")
 
 
-# Never changed, but not frozen: objects that each tensor needs would take four times as long.
+# Never changed, but not frozen: frozen objects, one per tensor, would take four times as long.
 @dataclass(slots=True, unsafe_hash=True)
 class Chunk:
     """A strided view of stored bytes that holds one box of a tensor.
@@ -26,7 +26,7 @@ class Chunk:
         box: the part of the global tensor that the chunk holds.
         file: index of the file in its listing.
         offset: byte offset in the file of the box's first element.
-        strides: in elements, one a dim; row-major for most files, anything for a saved view.
+        strides: in elements, one per dim; row-major for most files, anything for a saved view.
     """
 
     box: Box
@@ -43,7 +43,7 @@ class Chunk:
         )
 
 
-@dataclass(slots=True, unsafe_hash=True)  # as `Chunk`
+@dataclass(slots=True, unsafe_hash=True)  # not frozen either, like `Chunk`
 class StoredTensor:
     """A stored tensor: disjoint chunks that together cover its shape.
 
@@ -51,7 +51,7 @@ class StoredTensor:
         name: the key in the file, before any renaming.
         shape: global shape.
         dtype: dtype of the stored bytes.
-        chunks: where the bytes are. Most formats have one chunk, DCP has one a writer.
+        chunks: the places of the bytes. Most formats have one chunk, DCP one per writer.
     """
 
     name: str

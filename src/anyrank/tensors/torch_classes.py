@@ -1,8 +1,8 @@
-"""DTensors and the modules of FSDP, told without importing them.
+"""Recognises DTensors and FSDP modules without importing their classes.
 
-Their packages take 0.6 s to import, and sympy comes with them. Nothing is of a class whose package
-nobody has imported, so a process that shards nothing never pays for them. No module of anyrank
-imports them where it is imported itself; a test holds that.
+Their packages take 0.6 s to import, and sympy comes with them. Nothing can be of a class whose
+package nobody has imported, so a process that shards nothing never pays for them. No module of
+anyrank imports them at its own import; a test checks that.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Whether it is a DTensor."""
+    """Return whether a value is a DTensor."""
     kind = _class_of("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(value, kind)
 
 
 def is_fsdp2(module: object) -> TypeIs[FSDPModule]:
-    """Whether `fully_shard` was called on this module."""
+    """Return whether `fully_shard` was called on this module."""
     kind = fsdp2_class()
     return kind is not None and isinstance(module, kind)
 
 
 def fsdp2_class() -> type[FSDPModule] | None:
-    """The class that `fully_shard` puts in front of a module's own; None where nobody has it."""
+    """The class that `fully_shard` puts in front of a module's own; None if nobody imported it."""
     return _class_of("torch.distributed.fsdp", "FSDPModule")
 
 
 def is_fsdp1(module: object) -> TypeIs[FullyShardedDataParallel]:
-    """Whether it is FSDP1's wrapper."""
+    """Return whether a module is FSDP1's wrapper."""
     kind = _class_of("torch.distributed.fsdp", "FullyShardedDataParallel")
     return kind is not None and isinstance(module, kind)
 
 
 def _class_of(package: str, name: str) -> Any:
-    """A class of a package, if that is there; one that is being imported may lack it."""
+    """A class of a package, if it is imported; one that is being imported may still lack it."""
     return getattr(sys.modules.get(package), name, None)

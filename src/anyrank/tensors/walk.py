@@ -10,13 +10,14 @@ from torch import nn
 def walk(
     module: nn.Module, name: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module, each module once, in the order of `named_modules`, from which frozen parts
-    hide.
+    """Name and module, each module once, in the order of `named_modules`, frozen parts included.
+
+    Frozen parts hide from `named_modules` itself.
 
     Args:
         module: where to start; it comes first.
-        name: of it.
-        seen: modules to leave out; those that are found are added.
+        name: its name.
+        seen: modules to leave out; the modules found are added.
     """
     seen = set[nn.Module]() if seen is None else seen
     if module not in seen:

@@ -1,8 +1,8 @@
-"""Where a tensor's values lie: in its own memory, in one inner tensor, or where no one can say.
+"""Finds a tensor's values: in its own memory, in one inner tensor, or nowhere in particular.
 
-A tensor subclass may have no memory of its own (torch's wrapper classes). Some only add behaviour
-to one plain tensor, as those by which torchao trains in float8 do: its memory is theirs. Others
-compute their values from several tensors, as quantised ones do: these are refused by name.
+A tensor subclass may have no memory of its own (torch's wrapper classes). Some, such as those with
+which torchao trains in float8, only add behaviour to one plain tensor: its memory is theirs. Others
+compute their values from several tensors, such as quantised ones: these are refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARDED_WAY_OUT = (
     "each rank has a part: save the dict with torch.distributed.checkpoint, and give that folder; "
     "or take state_dict() under FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
 )
-# Classes of libraries that keep other numbers in a tensor's own memory.
+# Library classes that keep other numbers in a tensor's own memory.
 PACKED = ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
 IN_FILE = "save its .dequantize(), or the state_dict() of before it was wrapped or quantised"
 
@@ -33,7 +33,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rewrapped(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` in the same wrapper as another tensor's, or themselves where it has none."""
+    """Return `values` in the wrapper that another tensor has; unchanged if it has none."""
     outer: Any = like.detach()
     name = _inner_name(outer)
     if name is None:
@@ -44,15 +44,16 @@ def rewrapped(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that keeps its numbers in inner tensors."""
+    """Return whether a tensor's class keeps its numbers in inner tensors."""
     return type(tensor) not in PLAIN and _is_wrapper_class(type(tensor))
 
 
 def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What a tensor is that has no memory in which its values lie, and the way out; None for
-    others. A DTensor is judged by what it holds here.
+    """Say what kind of tensor has no memory with its values, and the way out; None for others.
+
+    A DTensor is judged by its local part.
     """
-    if type(tensor).__name__ == SHARDED:  # first, as it has hardly a method of a tensor
+    if type(tensor).__name__ == SHARDED:  # first, because it lacks most methods of a tensor
         return f"{SHARDED} of FSDP1", SHARDED_WAY_OUT
     if hasattr(tensor, "placements"):
         return without_bytes(_local_of(tensor))
@@ -70,7 +71,7 @@ def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def _hiding_class(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """As `without_bytes`, of a subclass."""
+    """Apply `without_bytes` to a tensor subclass."""
     name = type(tensor).__name__
     if name in PACKED:
         return name, WRAPPED
@@ -81,8 +82,9 @@ def _hiding_class(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def _inner_name(tensor: Any) -> str | None:
-    """The attribute with the one inner tensor that has all that a wrapper's values are; None for a
-    tensor that is no wrapper, or that computes its values.
+    """The attribute with the one inner tensor that holds all of a wrapper's values.
+
+    None for a tensor that is not a wrapper, or that computes its values.
     """
     if not is_wrapper(tensor):
         return None
@@ -98,7 +100,7 @@ def _look(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _local_of(dtensor: Any) -> torch.Tensor:
-    """What a DTensor holds on this rank, as it is: `to_local` takes ten times as long."""
+    """The local part of a DTensor, as it is: `to_local` takes ten times as long."""
     return getattr(dtensor, dtensor.__tensor_flatten__()[0][0])
 
 
@@ -108,11 +110,12 @@ def _is_wrapper_class(kind: type[torch.Tensor]) -> bool:
 
 
 def stored_class(name: str, is_one: bool) -> str | None:
-    """Why a tensor subclass in a file has no bytes that are its values, with the way out; None
-    where they are those of its one inner tensor, or its own.
+    """Say why a tensor subclass in a file has no bytes with its values, and the way out.
+
+    None if the bytes are those of its one inner tensor, or its own.
 
     Args:
-        name: of the class, which is not imported.
+        name: the name of the class, which is not imported.
         is_one: whether the file has one tensor of its dtype, shape and strides for it.
     """
     if name == SHARDED:

@@ -1,4 +1,4 @@
-"""Who writes which box of which tensor: each element once, balanced over the ranks by bytes."""
+"""Plans who writes which box of which tensor: each element once, bytes balanced over the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Write:
         index: position of the tensor in every rank's list.
         piece: the box, and where it starts in the writer's local tensor.
         writer: global rank.
-        nbytes: of the box.
+        nbytes: size of the box in bytes.
     """
 
     index: int
@@ -36,13 +36,13 @@ def plan_writes(
 ) -> list[Write]:
     """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
 
-    A rank writes what it alone holds. What several hold is assigned piece by piece, the largest
-    first, to the holder with the fewest bytes so far.
+    A rank writes the parts that it alone holds. Parts that several hold are assigned piece by
+    piece, the largest first, to the holder with the fewest bytes so far.
 
     Args:
         tensors: as this rank holds them, in the same order on all ranks.
         coordinates: of every rank, by global rank.
-        by_first: names of tensors that the first holder writes, whole: those that may differ.
+        by_first: names of tensors that the first holder writes whole, because ranks may differ.
     """
     load = dict.fromkeys(coordinates, 0)
     writes: list[Write] = []
@@ -71,9 +71,9 @@ def plan_writes(
 def _empty(
     tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> dict[tuple[Piece, ...], tuple[int, ...]]:
-    """A tensor without elements is written as one empty box, so that its dtype and shape are kept.
+    """Plan a tensor without elements as one empty box, so that its dtype and shape are kept.
 
-    Its local offset is of no account.
+    Its local offset does not matter.
     """
     whole = Box.whole(tensor.shape)
     return {(Piece(whole, whole.offsets),): (next(iter(coordinates)),)}
