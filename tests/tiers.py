@@ -28,52 +28,53 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "transformers": Room("quantised transformers", "unit/test_quantised"),
-    "layouts": Room("layouts", "ranks/test_given_layouts"),
-    "averaging": Room("buckets", "ranks/test_elastic_ranks"),
-    "background": Room("background staging", "ranks/test_background_save"),
-    "base": Room("base box_digest", "unit/test_box_digest"),
+    "transformers": Room("quantised transformers", "unit/models/test_quantised"),
+    "layouts": Room("layouts", "ranks/models/test_given_layouts"),
+    "averaging": Room("buckets", "ranks/training/test_elastic_ranks"),
+    "background": Room("background staging", "ranks/runs/test_background_save"),
+    "base": Room("base box_digest", "unit/runs/test_box_digest"),
     "cli": Room(
         paths="cli examples",
         smoke="cli/test_inspect",
         slow="cli/test_demo cli/test_run cli/test_wheel",
     ),
-    "convert": Room("convert", "unit/test_convert"),
+    "convert": Room("convert", "unit/tools/test_convert"),
     "device": Room(
         paths="device gpu machines",
         smoke="unit/test_promise_3_own_device_only",
         slow="device/test_benchmarks device/test_simulated machines/test_two_machines",
     ),
-    "replicas": Room("diverged_replicas replicas", "ranks/test_replicas"),
+    "replicas": Room("diverged_replicas replicas", "ranks/runs/test_replicas"),
     "docs": Room(
         paths="docs README CONTRIBUTING examples page_setups public",
-        smoke="unit/test_docs",
-        slow="unit/test_typing",
+        smoke="unit/house/test_docs",
+        slow="unit/house/test_typing",
     ),
-    "path": Room("path begin", "unit/test_which_step"),
+    "path": Room("path begin", "unit/runs/test_which_step"),
     "exact": Room(
         paths="exact exact_runs",
-        smoke="unit/test_exact_checks",
+        smoke="unit/training/test_exact_checks",
         slow="""
-            ranks/test_exact_models ranks/test_exact_optimizers ranks/test_exact_ranks
-            unit/test_exact_optimizers
+            ranks/training/test_exact_models ranks/training/test_exact_optimizers
+            ranks/training/test_exact_ranks
+            unit/training/test_exact_optimizers
         """,
     ),
-    "first_values": Room("first_values", "unit/test_meta"),
+    "first_values": Room("first_values", "unit/models/test_meta"),
     "adopt": Room(
         paths="adopt foreign tools",
-        smoke="unit/test_foreign",
+        smoke="unit/sources/test_foreign",
         slow="""
             integrations/test_from_dcp integrations/test_from_deepspeed
             integrations/test_look_at_tools
         """,
     ),
-    "frozen": Room("frozen", "unit/test_freeze"),
-    "fsdp2": Room("fsdp2 fsdp_groups", "unit/test_fsdp_groups"),
-    "inspect": Room("inspect", "unit/test_inspect"),
+    "frozen": Room("frozen", "unit/models/test_freeze"),
+    "fsdp2": Room("fsdp2 fsdp_groups", "unit/training/test_fsdp_groups"),
+    "inspect": Room("inspect", "unit/tools/test_inspect"),
     "integrations": Room(
         paths="integrations examples",
-        smoke="unit/test_integrations",
+        smoke="unit/integrations/test_integrations",
         slow="""
             integrations/test_accelerate_elastic integrations/test_evaluate
             integrations/test_lightning integrations/test_lightning_elastic
@@ -83,16 +84,16 @@ ROOMS = {
     ),
     "memory": Room(
         paths="memory memory_models examples",
-        smoke="unit/test_tile",
+        smoke="unit/memory/test_tile",
         slow="""
             integrations/test_long_sequence integrations/test_memory_transformers
-            unit/test_memory_transforms unit/test_tiled_loss
+            unit/memory/test_memory_transforms unit/memory/test_tiled_loss
         """,
     ),
     "misfits": Room("misfit_errors near_names", "unit/test_promise_1_plan_first"),
-    "own_code": Room("own_code own_code_loading extra_state", "unit/test_module_state"),
-    "own_methods": Room("optimizer_own", "unit/test_optimizer_methods"),
-    "pace": Room("pace pace_listener", "unit/test_run_log"),
+    "own_code": Room("own_code own_code_loading extra_state", "unit/memory/test_module_state"),
+    "own_methods": Room("optimizer_own", "unit/runs/test_optimizer_methods"),
+    "pace": Room("pace pace_listener", "unit/runs/test_run_log"),
     "peers": Room(
         paths="peers run_memory",
         smoke="crash/test_peers",
@@ -104,26 +105,26 @@ ROOMS = {
         slow="integrations/test_peft_folders integrations/test_peft_resume",
     ),
     "readers": Room("readers", "hostile/test_bad_files"),
-    "groups": Room("optimizer_groups", "unit/test_optimizer_state"),
+    "groups": Room("optimizer_groups", "unit/runs/test_optimizer_state"),
     "remote": Room("object_store", "integrations/test_object_store"),
-    "script": Room("settings", "unit/test_script_settings"),
-    "sharing": Room("sharing", "unit/test_file_flows"),
-    "streams": Room("streams", "unit/test_streams"),
-    "sync": Room("live sync", "unit/test_sync_local"),
-    "tables": Room("tables", "unit/test_load_tables"),
+    "script": Room("settings", "unit/runs/test_script_settings"),
+    "sharing": Room("sharing", "unit/loading/test_file_flows"),
+    "streams": Room("streams", "unit/training/test_streams"),
+    "sync": Room("live sync", "unit/live/test_sync_local"),
+    "tables": Room("tables", "unit/sources/test_load_tables"),
     "testing": Room(
         paths="testing",
-        smoke="unit/test_faults",
+        smoke="unit/world/test_faults",
         slow="crash/test_pool",
     ),
-    "verify": Room("verify checksums", "unit/test_verify_and_diff"),
+    "verify": Room("verify checksums", "unit/tools/test_verify_and_diff"),
     "watching": Room(
         paths="watching hangs",
-        smoke="unit/test_hang_verdicts",
-        slow="cli/test_check cli/test_stacks crash/test_watch ranks/test_slow_rank",
+        smoke="unit/watching/test_hang_verdicts",
+        slow="cli/test_check cli/test_stacks crash/test_watch ranks/watching/test_slow_rank",
     ),
-    "weighted": Room("weighted_order", "unit/test_weighted"),
-    "workers": Room("worker_batches worker_exit", "unit/test_elastic"),
+    "weighted": Room("weighted_order", "unit/training/test_weighted"),
+    "workers": Room("worker_batches worker_exit", "unit/training/test_elastic"),
 }
 
 
@@ -184,8 +185,9 @@ def changed_files() -> tuple[str, set[str]]:
 
 def changed_rooms(files: set[str]) -> set[str]:
     """The rooms that one of these files belongs to."""
-    # Of the tests' own folders these two have files of many rooms.
-    paths = {re.sub("^tests/(cli|integrations)/", "", file) for file in files}
+    # The tests' own folders have files of many rooms.
+    own_folders = r"^tests/(cli|integrations|(unit|ranks)(/\w+)?)/"
+    paths = {re.sub(own_folders, "", file) for file in files}
     words = {word for path in paths for word in re.split("[/.]", path)}
     return {
         name

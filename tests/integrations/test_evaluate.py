@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.scripts import TORCHRUN
-from tests.unit.test_docs import ROOT, find_blocks
+from tests.unit.house.test_docs import ROOT, find_blocks
 from torch import nn
 
 import anyrank

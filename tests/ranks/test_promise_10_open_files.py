@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from tests.ranks.models import LAYOUTS, Net, assert_same, reference
+from tests.ranks.sharded_nets import LAYOUTS, Net, assert_same, reference
 from tests.runs import save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.ranks.models import LAYOUTS, Net, assert_same, reference
+from tests.ranks.sharded_nets import LAYOUTS, Net, assert_same, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.families import build
-from tests.ranks.models import LAYOUTS, Net
+from tests.ranks.sharded_nets import LAYOUTS, Net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -1,7 +1,7 @@
 """Promise 3 without a GPU: the rank's device by its local rank, and files that name others.
 
-`tests/unit/test_cpu_only.py` has the guard around third-party loaders, `tests/gpu` what only a
-device can show.
+`tests/unit/models/test_cpu_only.py` has the guard around third-party loaders, `tests/gpu` what only
+a device can show.
 """
 
 from __future__ import annotations
