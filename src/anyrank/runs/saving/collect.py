@@ -18,8 +18,8 @@ from anyrank.files.manifest import Manifest
 from anyrank.models.alike import Inventory, check_alike, inventory_of
 from anyrank.models.digests import check_has_memory
 from anyrank.runs.saving.rank_file import Item, make_items
-from anyrank.runs.state.part_types import PartState, differences, shared_tensors
-from anyrank.runs.state.replicas import compare_replicas
+from anyrank.runs.state.part_types import SHOWN, PartState, differences, shared_tensors
+from anyrank.runs.state.replicas import compare_replicas, find_alike
 from anyrank.runs.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
 from anyrank.tensors.writes import plan_writes
@@ -33,6 +33,7 @@ from anyrank.training.random_state.saved_streams import (
 )
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.versions import __version__
+from anyrank.wording import join_first
 from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Ranks
 
@@ -150,6 +151,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     # Before the replicas: tensors that differ in name or layout have none.
     coordinates = _compare(parts, summaries, ranks)
     records = _build_records(parts, summaries, ranks)
+    _note_alike(state, parts, records, ranks)
     differed = compare_replicas(parts, coordinates, summaries[0].saves, state.step, ranks)
     # The first rank's count on all, as they compare the same ninth in the next save.
     state.parts.saves = summaries[0].saves + 1
@@ -175,6 +177,36 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     )
 
 
+def _note_alike(
+    state: TrainState, parts: Mapping[str, PartState], records: dict[str, Any], ranks: Ranks
+) -> None:
+    """Record what all ranks hold alike beside shares of parameters; warn once of what they do not,
+    as only as many ranks can go on with it. All ranks.
+    """
+    inner = state.parts
+    inner.alike = find_alike(parts, inner.alike, ranks)
+    for part, names in inner.alike.items():
+        records[part] = {**records[part], "alike": names}
+    for part, saved in parts.items():
+        names = [_base_name(tensor) for tensor in saved.own_tensors if saved.agreement == "equal"]
+        own_names = [name for name in names if name not in inner.alike.get(part, ())]
+        key = f"{part} own"
+        if own_names and ranks.index == 0 and ranks.size > 1 and key not in inner.warned:
+            inner.warned.add(key)
+            log.warning(
+                "%s: each rank keeps tensors of its own beside its share of a parameter (%s): only "
+                "as many ranks with the same layout can resume them; hold them as DTensors "
+                "(DTensor.from_local) to resume on any number",
+                part,
+                join_first(own_names, SHOWN),
+            )
+
+
+def _base_name(tensor: ShardedTensor) -> str:
+    """The name of a rank's own tensor, without the rank."""
+    return tensor.name.rpartition("@")[0]
+
+
 def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     """This rank's position, also among the data-parallel ranks if the loader knows them."""
     data = (ranks.index, ranks.size)
@@ -198,7 +230,9 @@ def _plan_items(
         tensor
         for part, saved in parts.items()
         for tensor in saved.own_tensors
-        if saved.agreement == "equal" or "by_rank" in records[part] or ranks.index == 0
+        if ranks.index == 0
+        or "by_rank" in records[part]
+        or (saved.agreement == "equal" and _base_name(tensor) not in records[part].get("alike", ()))
     ]
     return make_items(tensors, own_tensors, writes, ranks.rank)
 

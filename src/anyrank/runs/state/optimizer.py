@@ -13,7 +13,7 @@ through that (`anyrank.runs.state.optimizer_own`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,10 +131,13 @@ def _putter(
             sharded = ShardedTensor(
                 where, sharded.tensor, parameter.shape, layout, parameter.coordinate
             )
-        # Beside a sharded parameter a plain tensor is of this rank's shard; a number is of all.
-        if sharded.layout is None and layout is not None and sharded.tensor.ndim:
+        # Beside a sharded parameter a plain tensor is of this rank's shard, unless the ranks
+        # find that they hold it alike; a number is of all.
+        if parameter is not None and sharded.layout is None and layout and sharded.tensor.ndim:
             sharded.name = own_name(where, rank)
             saved.own_tensors.append(sharded)
+            if _may_be_whole(sharded.tensor, parameter):
+                saved.beside_shards[where] = sharded
             return {"~rank": [where, str(layout)]}
         saved.tensors.append(sharded)
         if sharded.layout is None:
@@ -144,6 +147,14 @@ def _putter(
         return {"~like" if sharded.layout == layout else "~whole": [where, str(sharded.layout)]}
 
     return put
+
+
+def _may_be_whole(tensor: torch.Tensor, parameter: ShardedTensor) -> bool:
+    """Whether ranks that hold a tensor alike hold all of it. Shares of a state that has not begun,
+    as zeros, are alike too.
+    """
+    has_shape_of_share = tuple(tensor.shape) == parameter.local_shape
+    return not has_shape_of_share or not bool((tensor == tensor.reshape(-1)[:1]).all())
 
 
 def _is_part(where: str, sharded: ShardedTensor, parameter: ShardedTensor) -> bool:
@@ -182,7 +193,7 @@ def match_optimizer(
         matched.problems.append(other_class(part, name, record["class"]))
     if matched.problems:
         return matched
-    allocator = _StateAllocator(source, matched, optimizer, rank)
+    allocator = _StateAllocator(source, matched, optimizer, rank, record.get("alike", ()))
     states = {
         key: from_json(tree, allocator.taker(names[id(by_name[key])], f"{part}.state.{key}"))
         for key, tree in record["state"].items()
@@ -270,14 +281,24 @@ _Placement = ModelTensor | tuple[Any, Sequence[Any]] | None
 class _StateAllocator:
     """Memory for an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
 
+    Args:
+        source, matched, optimizer, rank: as for `match_optimizer`.
+        alike: names of tensors that all ranks held alike, whole, beside shares of parameters.
+
     Attributes:
         tensors: of which all ranks have memory.
     """
 
     def __init__(
-        self, source: PartSource, matched: PartMatch, optimizer: Optimizer, rank: int
+        self,
+        source: PartSource,
+        matched: PartMatch,
+        optimizer: Optimizer,
+        rank: int,
+        alike: Collection[str],
     ) -> None:
         self.source, self.matched, self.rank = source, matched, rank
+        self.alike = frozenset(alike)
         self.state = optimizer.state
         self.tensors: list[ShardedTensor] = []
         self.counts_on_device = {
@@ -303,16 +324,19 @@ class _StateAllocator:
     ) -> torch.Tensor:
         """Memory for one tensor; what cannot be placed becomes a problem of the part."""
         ((kind, (where, layout)),) = entry.items()
-        is_own = kind == "~rank"
-        key = own_name(where, self.rank) if is_own else where
+        is_alike, by_rank = where in self.alike, kind == "~rank"
+        is_own = by_rank and not is_alike
+        # What all had alike is written by the first rank.
+        key = own_name(where, self.rank if is_own else 0) if by_rank else where
         stored = self.source.listing.tensors.get(key)
         same_layout = parameter is not None and str(parameter.layout) == layout
         try:
             if stored is None or (is_own and not (self.source.same_ranks and same_layout)):
                 raise _Unplaced(
-                    f"{where}: each of {self.source.ranks} ranks saved a tensor of its own, of "
-                    "another shape than its parameter: only as many ranks with the same layout can "
-                    "go on with it"
+                    f"{where}: each of {self.source.ranks} ranks saved a tensor of its own beside "
+                    "its share of the parameter: only as many ranks with the same layout can go on "
+                    "with it; an optimizer that holds it as a DTensor (DTensor.from_local) goes on "
+                    "with any number"
                 )
             device, current = self._device(where, parameter), now.get(where)
             placement: _Placement = None
@@ -320,13 +344,17 @@ class _StateAllocator:
                 placement = current, current.placements  # as the optimizer itself has laid it out
             elif parameter is not None and parameter.layout is None:
                 placement = self._as_saved(where, layout, device) if kind == "~laid" else None
-            elif parameter is not None and not is_own:
+            elif (
+                parameter is not None
+                and not is_own
+                and not (is_alike or (current is not None and current.shape == stored.shape))
+            ):
                 placement = _by_parameter(parameter, kind, stored.shape, where, layout)
         except _Unplaced as error:
             self.matched.problems.append(str(error))
             return torch.empty(0, device="cpu")
         sharded = _hold(key, placement, stored.shape, self._dtype(stored, where, parameter), device)
-        self.tensors += [] if is_own else [sharded]
+        self.tensors += [] if by_rank else [sharded]
         self.matched.fills.append(TensorFill(sharded, stored, sharded.local(), self.source.listing))
         return sharded.tensor
 
@@ -401,7 +429,8 @@ def _by_parameter(
         return as_parameter
     raise _Unplaced(
         f"{where}: has shape {list(shape)}, its parameter {list(parameter.shape)} is sharded now: "
-        "it does not say which part belongs to which rank"
+        "it does not say which part belongs to which rank: let the optimizer make its state before "
+        "the resume, which says it"
     )
 
 

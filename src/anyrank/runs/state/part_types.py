@@ -29,6 +29,8 @@ class PartState:
         record: JSON, of which `agreement` says how it is on the ranks.
         tensors: what the ranks hold together; the same list on all of them.
         own_tensors: what this rank alone holds; its names end with the rank.
+        beside_shards: those of `own_tensors` that all ranks may hold alike, by name without rank:
+            an optimizer's, of which nothing shows that they are shares of a parameter's.
         aliases: other name -> name, of tied tensors.
         may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
             one rank keeps); the first rank's are saved.
@@ -40,6 +42,7 @@ class PartState:
     record: Any
     tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     own_tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
+    beside_shards: dict[str, ShardedTensor] = field(default_factory=dict[str, ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     may_differ: set[str] = field(default_factory=set[str])
     agreement: Literal["equal", "first", "per rank"] = "equal"

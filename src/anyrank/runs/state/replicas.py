@@ -9,7 +9,8 @@ more between its saves, of the whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -67,6 +68,47 @@ def compare_replicas(
             ", ".join(sorted(differing)[:SHOWN]),
         )
     return sorted(differing)
+
+
+def find_alike(
+    parts: Mapping[str, PartState], known: Mapping[str, Collection[str]], ranks: Ranks
+) -> dict[str, list[str]]:
+    """Names of optimizer state that all ranks hold alike beside shares of parameters, by part: a
+    preconditioner that each computes from whole gradients. It goes on on any number of ranks.
+
+    Their whole values are compared in each save, as a save by the first rank alone would lose what
+    the others have otherwise. All ranks.
+
+    Args:
+        parts: of the state, whose records are equal on the ranks.
+        known: those that were alike where this run was sharded, by part; a whole parameter's state
+            does not show it.
+        ranks: that save together.
+    """
+    alike = {
+        part: sorted({tensor.name for tensor in parts[part].tensors}.intersection(names))
+        for part, names in known.items()
+        if part in parts
+    }
+    beside = {part: saved for part, saved in parts.items() if saved.agreement == "equal"}
+    if any(saved.own_tensors for saved in beside.values()):  # then on all ranks: records are equal
+        named = [
+            (replace(tensor, name=name), ranks.ranks)
+            for saved in beside.values()
+            for name, tensor in saved.beside_shards.items()
+        ]
+        wrong = differing_replicas(named, ranks, _digests_with_shapes)
+        for part, saved in beside.items():
+            names = [name for name in saved.beside_shards if name not in wrong]
+            alike[part] = sorted({*alike.get(part, ()), *names})
+    return {part: names for part, names in alike.items() if names}
+
+
+def _digests_with_shapes(tensors: Iterable[ShardedTensor]) -> list[str]:
+    rows = [*tensors]
+    digests = digests_of((tensor.name, tensor.local()) for tensor in rows)
+    pairs = zip(digests, rows, strict=True)
+    return [f"{digest} {list(row.shape)} {row.dtype}" for digest, row in pairs]
 
 
 def check_replicas(state: TrainState, ranks: Ranks) -> None:

@@ -45,7 +45,9 @@ class RunParts:
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
         settings: of the parts, as the script made them.
-        warned: optimizers of which it was said that attributes are not saved.
+        warned: optimizers of which it was said that attributes are not saved, or that tensors are
+            saved by rank.
+        alike: optimizer -> its state that all ranks hold alike beside shares of parameters.
         unusable: why the values are those of no step, or None.
         saves: of the state in this process, whose replicas were compared.
         streams_before: random stream -> digest of its state when this was made.
@@ -89,6 +91,7 @@ class RunParts:
         self.generators = dict(generators)
         self.settings = ScriptSettings(self.parts)
         self.warned: set[str] = set()
+        self.alike: dict[str, list[str]] = {}
         self.unusable: str | None = None
         self.saves = 0
         self.streams_before = self.digests_of_streams()
@@ -217,6 +220,7 @@ class RunParts:
                     matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, source, names, rank)
+                self._remember_alike(part, matched[part], record)
         # Schedules come last: they go by the groups that the optimizers have matched.
         groups, parameters = self._groups_of(matched), LikeParameters(names.values())
         for part in [part for part in records if part not in matched]:
@@ -231,6 +235,16 @@ class RunParts:
         if "data" in matched and not source.same_ranks:
             self._check_data(matched["data"], source.ranks)
         return matched
+
+    def _remember_alike(self, part: str, matched: PartMatch, record: Any) -> None:
+        """Let a resume tell the next saves what ranks held alike, which whole state does not."""
+        commit = matched.commit
+
+        def commit_all() -> None:
+            commit()
+            self.alike[part] = [*record.get("alike", ())]
+
+        matched.commit = commit_all
 
     def _check_data(self, matched: PartMatch, num_ranks: int) -> None:
         """Refuse another number of ranks where a loader may count within its rank's share: such
