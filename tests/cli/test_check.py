@@ -119,7 +119,7 @@ def test_batches_of_unequal_sizes_hide_and_invent_nothing(
     result = forked("check --json train.py")
     assert result.exit_code == 1, result.stderr
     (finding,) = json.loads(result.stdout)["findings"]
-    assert (finding["rule"], finding["where"]) == ("streams", "2, ranks 0, 1")
+    assert (finding["rule"], finding["where"]) == ("random", "2, ranks 0, 1")
 
 
 @pytest.mark.slow

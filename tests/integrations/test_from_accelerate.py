@@ -89,6 +89,6 @@ def test_ddp(tmp_path: Path, world: int) -> None:
             assert (report.step, report.saved_on.ranks) == (3, world)
             kind = "exact" if layout == "ddp" else "resharded"
             stepped = "exact" if world == 1 else "derived"
-            parts = {"model": kind, "optimizer": kind, "scheduler": stepped, "streams": "derived"}
+            parts = {"model": kind, "optimizer": kind, "scheduler": stepped, "random": "derived"}
             assert report.components == parts
     tools.check_weights(source, tmp_path / "weights")

@@ -172,7 +172,7 @@ def test_frameworks_with_deepspeed(tmp_path: Path, tool: str) -> None:
     assert report is not None
     assert (report.step, report.saved_on.layout) == (3, tool)
     parts = {"model": "resharded", "optimizer": "resharded", "scheduler": "exact"}
-    assert report.components == parts | {"streams": "derived"}
+    assert report.components == parts | {"random": "derived"}
     tools.check_weights(tmp_path / "a", tmp_path / "weights")
 
 

@@ -226,7 +226,7 @@ CALLS: dict[str, Case] = {
             "base": [3, "", [], [3]],
             "layout": [3],
             "metrics": [3, []],
-            "streams": [MODEL],  # the name of another part
+            "random": [MODEL],  # the name of another part
         },
     ),
     "ElasticLoader": (

@@ -30,7 +30,7 @@ def check(
 
     Nothing is changed, no sample is read and no forward is run. It takes about as long as reading
     the parameters once. In a single process the rules that compare ranks are silent. The rules are
-    `replicas`, `ties`, `optimizer`, `trainable`, `streams`, `sampler`, `batch` and `frozen`:
+    `replicas`, `ties`, `optimizer`, `trainable`, `random`, `sampler`, `batch` and `frozen`:
     docs/check.md says what each finds.
 
     Example::

@@ -16,7 +16,7 @@ from anyrank.world.alike import Values
 from anyrank.world.failures import ranks_by_value
 from anyrank.world.first_ranks import name_ranks
 
-RULES = "replicas", "ties", "optimizer", "trainable", "streams", "sampler", "batch", "frozen"
+RULES = "replicas", "ties", "optimizer", "trainable", "random", "sampler", "batch", "frozen"
 
 
 def run_rules(known: Known) -> list[Finding]:
@@ -88,7 +88,7 @@ def _streams(known: Known) -> Iterator[Finding]:
     }
     if len({*seeds.values()}) > 1:
         yield Finding(
-            "streams",
+            "random",
             f"the DistributedSampler's seed differs: {_show(seeds)}",
             f"loader.sampler, {name_ranks([*seeds])}",
             "each rank takes its share of another order: samples come twice, others never",
@@ -104,7 +104,7 @@ def _streams(known: Known) -> Iterator[Finding]:
         facts = known.facts[known.ranks.index(ranks[0])]
         if facts.dropout:
             yield Finding(
-                "streams",
+                "random",
                 "torch's random numbers come from one seed on several ranks",
                 f"{facts.dropout}, {name_ranks(ranks)}",
                 "every rank drops alike: fewer different gradients than it seems",

@@ -32,7 +32,7 @@ def job_resume(path: str) -> tuple[str, str, list[str]]:
     with anyrank.Checkpoints(path, anyrank.TrainState(nn.Linear(1, 1))) as ckpts:
         report = ckpts.resume("must")
     assert report is not None
-    outcome = report.components["streams"]
+    outcome = report.components["random"]
     return outcome, outcome.reason, [note for note in report.notes if "random stream" in note]
 
 
@@ -70,7 +70,7 @@ def job_train(path: str, until: int, draws: bool) -> tuple[dict[str, str], list[
                 torch.rand(1)
     assert not torch.equal(torch.get_rng_state(), state_before)
     components = {} if report is None else report.components
-    reason = components["streams"].reason if components else ""
+    reason = components["random"].reason if components else ""
     return dict(components), [reason], state.step
 
 
@@ -82,14 +82,14 @@ def test_streams_that_the_loop_has_not_drawn_from_are_no_news(
     for number, count in enumerate(ranks):
         answers = run_ranks(count, job_train, path, number + 1, False)
         if number:
-            assert {components["streams"] for components, _, _ in answers} == {"exact"}
+            assert {components["random"] for components, _, _ in answers} == {"exact"}
 
 
 def test_streams_that_the_loop_draws_from_begin_anew_on_other_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     run_ranks(1, job_train, path, 1, True)
     for components, (reason,), _ in run_ranks(2, job_train, path, 2, True):
-        assert components["streams"] == "derived"
+        assert components["random"] == "derived"
         assert reason == (
             "random numbers drawn outside of the loop begin anew (saved on 1 rank, now 2); data "
             "order, augmentation and dropout are unaffected"

@@ -162,7 +162,7 @@ class Checkpoints:
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
                 error; a number: that step (the next save sets newer ones aside); a path or URL.
-            skip: parts of the state that stay as they are, or "streams", the random ones; with a
+            skip: parts of the state that stay as they are, or "random", the generators; with a
                 path, where the run begins.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
@@ -196,7 +196,7 @@ class Checkpoints:
                 assert ckpts.resume() is None
                 ckpts.save()
                 report = ckpts.resume("must")
-            assert report.components == {"model": "exact", "streams": "exact"}
+            assert report.components == {"model": "exact", "random": "exact"}
         """
         self._signals.watch()
         ranks = self._open("resume")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anyrank.resume")
 
-STREAMS = "streams"  # the random streams, in reports and skip= beside the parts of the state
+RANDOM = "random"  # the random generators, in reports and skip= beside the parts of the state
 
 
 def restore_state(
@@ -107,7 +107,7 @@ class _Restorer:
         resume with the same arguments.
         """
         skipped = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
-        known = {*self.source.names, *self.inner.parts, *skipped, STREAMS}
+        known = {*self.source.names, *self.inner.parts, *skipped, RANDOM}
         text = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
         names = ", ".join(sorted(known))
         return [f"skip= names {text}: no part is called so; there are {names}"] if text else []
@@ -194,7 +194,7 @@ class _Restorer:
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:
         """Restore the random streams; last, so that nothing draws from them afterwards."""
-        if STREAMS in self.arguments.skip:  # they go on as the script has seeded them
+        if RANDOM in self.arguments.skip:  # they go on as the script has seeded them
             return {}
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
@@ -261,7 +261,7 @@ class _Restorer:
         seconds = time.perf_counter() - self.start
         measured = self.ranks.gather("measuring the resume", (self.bytes_read, seconds))
         components = {name: part.outcome for name, part in self.matched.items()}
-        components[STREAMS] = self._stream_outcome()
+        components[RANDOM] = self._stream_outcome()
         for name in self.arguments.skip:
             components[name] = Outcome("skipped", "asked for with skip=")
         report = ResumeReport(

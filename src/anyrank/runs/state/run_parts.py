@@ -32,7 +32,7 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
 
-RESERVED = ("streams", "run", "step", "epoch", "samples")
+RESERVED = ("random", "run", "step", "epoch", "samples")
 
 
 class RunParts:

@@ -62,7 +62,7 @@ class TrainState:
         state = anyrank.TrainState(model, optimizer, seed=1, ema=ema)
         with anyrank.Checkpoints("runs/a", state) as ckpts:
             ckpts.save()
-            print(ckpts.resume().components)  # model, optimizer, ema and streams: exact
+            print(ckpts.resume().components)  # model, optimizer, ema and random: exact
         assert (state.step, state.samples, state.epoch) == (0, 0, 0)
     """
 
