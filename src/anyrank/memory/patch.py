@@ -66,30 +66,33 @@ class PatchedForward:
         return PatchedForward(self.name, inner, self.run_with, self.kind)
 
     def notice(self, module: nn.Module, args: Any) -> None:
-        """Notice, before each call, that the module's `forward` was replaced since, and adopt it.
+        """Refuse, before each call, a `forward` that has replaced this one since.
 
-        Fused kernels do that. The call has begun already, so it runs the new forward without this
-        patch.
+        Fused kernels do that. The call has begun already, so it would run the new forward without
+        this patch: of a long sequence, all rows at once.
+
+        Raises:
+            ValueError: names the module, and the forward.
         """
         if torch.compiler.is_compiling():
             return
         now = vars(module).get("forward")
         if now is self or _leads_to(now, self, module):
             return
-        if now is None:
-            if self.is_taken_out:
-                return
+        if now is not None:
+            name = getattr(now, "__qualname__", type(now).__name__)
+            raise ValueError(
+                f"{self.name}: its forward was replaced by {name} after {self.kind}, so this call "
+                f"would run without it: replace it first, and call {self.kind} last (remove() of "
+                "its handle, then once more, does it here)"
+            )
+        if not self.is_taken_out:
             self.is_taken_out = True
-            how, then = "taken out", "call remove() of its handle instead"
-        else:
-            how = f"replaced by {getattr(now, '__qualname__', type(now).__name__)}"
-            then = f"from the next call on it has its {self.kind} again; call {self.kind} last"
-            self.inner, self.is_of_class = now, False
-            vars(module)["forward"] = self
-        log.warning(
-            "%s: its forward was %s after %s, so this call runs without it: %s",
-            *(self.name, how, self.kind, then),
-        )
+            log.warning(
+                "%s: its forward was taken out after %s, so this call runs without it: call "
+                "remove() of its handle instead",
+                *(self.name, self.kind),
+            )
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
@@ -112,18 +115,22 @@ class Handle:
 
     def remove(self) -> None:
         """Restore the modules' own `forward`. A second call does nothing; deep copies stay patched.
+        A `forward` that has replaced the patch stays.
 
         Raises:
             ValueError: a module was patched again since: remove the later patch first.
         """
         for name, (module, patch) in zip(self.names, self._patched, strict=False):
-            if vars(module).get("forward") is not patch:
+            now = vars(module).get("forward")
+            if now is not patch and now is not None and _leads_to(now, patch, module):
                 raise ValueError(
                     f"{name} was patched again after {patch.kind}: remove the later patch first"
                 )
         for hook in self._hooks:
             hook.remove()
         for module, patch in self._patched:
+            if vars(module).get("forward") is not patch:
+                continue
             if patch.is_of_class:
                 del module.forward
             else:
@@ -272,6 +279,7 @@ def _called_by(value: Any) -> Iterator[Any]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield value.__func__
+        yield None if isinstance(value.__self__, nn.Module) else value.__self__
     elif isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # a variable without a value yet
@@ -280,6 +288,8 @@ def _called_by(value: Any) -> Iterator[Any]:
         yield from cast("Iterable[Any]", value)
     elif isinstance(value, dict):
         yield from cast("dict[Any, Any]", value).values()
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | types.ModuleType):
+        yield from vars(value).values()  # an object that calls what it was given
 
 
 def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
