@@ -1,7 +1,8 @@
 """anyrank inside other people's training loops.
 
-A module is imported by its name, `anyrank.integrations.lightning` say, and imports its framework,
-which the user has. It uses the public names of anyrank, and the ranks' agreements (`world`).
+A module is imported by its name, such as `anyrank.integrations.lightning`, and imports its
+framework, which the user has. It uses the public names of anyrank, and agreements of the ranks
+(`world`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FRAMEWORKS = (
     "transformers",
 )
 
-# Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
+# Hidden from type checkers, which read the imports above: a misspelt name stays an error for them.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

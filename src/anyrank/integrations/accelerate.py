@@ -1,4 +1,4 @@
-"""Accelerate: an Accelerator whose run goes on on any number of ranks, in the loop as it is.
+"""Accelerate: an Accelerator whose run continues on any number of ranks, in an unchanged loop.
 
 Tested with accelerate 1.15.
 """
@@ -37,18 +37,19 @@ OTHER_SHARDINGS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 class Accelerator(_Accelerator):
     """An Accelerator that saves a run and resumes it on any number of ranks. Every rank makes one.
 
-    The loop stays as it is. The first DataLoader that is prepared is trained on: it yields this
-    rank's microbatches, its `len` is the number of optimizer steps in an epoch, and epochs that
-    were finished before a resume yield nothing. For one process, DDP and FSDP2; the page on
-    Accelerate in the documentation says what each method does otherwise than there.
+    The loop stays as it is. The first DataLoader that is prepared is the training data: it yields
+    this rank's microbatches, its `len` is the number of optimizer steps in an epoch, and epochs
+    that were finished before a resume yield nothing. Works with one process, DDP and FSDP2; the
+    page on Accelerate in the documentation lists what each method does differently from
+    Accelerate's own.
 
     Args:
-        args: of accelerate's Accelerator.
+        args: arguments of accelerate's Accelerator.
         folder: path or URL of the run.
         global_batch: samples of an optimizer step, on all ranks together, in place of
             gradient_accumulation_steps.
-        kwargs: options of the run, as `every="10min"`, which `anyrank.integrations.run.RunOptions`
-            lists; all others are of accelerate's Accelerator.
+        kwargs: options of the run, such as `every="10min"` (see
+            `anyrank.integrations.run.RunOptions`); all others go to accelerate's Accelerator.
 
     Raises:
         ValueError: gradient_accumulation_steps, split_batches, a limit of checkpoints, DeepSpeed,
@@ -92,35 +93,35 @@ class Accelerator(_Accelerator):
             folder, self._make_state, global_batch=global_batch, say=self.print, **options
         )
         self._batches: ElasticBatches | None = None
-        self._wrapped: list[nn.Module] = []  # accelerate's own list has them without DDP
+        self._wrapped: list[nn.Module] = []  # accelerate's own list contains them without DDP
 
     @property
     def run(self) -> anyrank.TrainState | None:
-        """The state of the run, with step, samples and epoch; None before it is needed first."""
+        """The state of the run, with step, samples and epoch; None before its first use."""
         return self._run.state
 
     @property
     def report(self) -> anyrank.ResumeReport | None:
-        """What `load_state` resumed; None if there was nothing."""
+        """The report of the run that `load_state` resumed; None if there was nothing."""
         return self._run.report
 
     # -- prepare ----------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual."""
+        """Prepare objects as Accelerate does."""
         prepared = super().prepare(*args, **kwargs)
         self._add_modules(prepared if isinstance(prepared, tuple) else [prepared])
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first one is trained on, and becomes elastic; others are prepared as usual."""
+        """Prepare a DataLoader: the first one becomes elastic and is trained on."""
         if self._batches is not None or not isinstance(data_loader, DataLoader):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         self._batches = ElasticBatches(self, self._run, data_loader)
         return self._batches
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As usual; a model that is sharded already is refused with a ValueError."""
+        """Prepare a model as Accelerate does; raise ValueError for one that is sharded already."""
         if not self.is_fsdp2 and isinstance(model, FSDPModule):
             raise ValueError(
                 "prepare() got a model that fully_shard has sharded, and would wrap it again: "
@@ -132,21 +133,22 @@ class Accelerator(_Accelerator):
         return prepared
 
     def _add_modules(self, things: Iterable[Any]) -> None:
-        """Remember the modules among things, each once."""
+        """Remember the modules among these things, each once."""
         for thing in things:
             if isinstance(thing, nn.Module) and all(thing is not part for part in self._wrapped):
                 self._wrapped.append(thing)
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As usual; its step completes the gradients, and counts."""
-        if not isinstance(optimizer, AcceleratedOptimizer):  # which was prepared already
+        """Prepare an optimizer as Accelerate does; its step completes the gradients, and counts."""
+        if not isinstance(optimizer, AcceleratedOptimizer):  # else it was prepared already
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._run.note_step)
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As usual; it steps once in each optimizer step, not once for each process, and not at
-        the ends of epochs that were finished before.
+        """Prepare a scheduler as Accelerate does; it steps once per optimizer step.
+
+        It does not step once per process, nor at the ends of epochs that were finished before.
         """
         prepared = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
@@ -164,11 +166,11 @@ class Accelerator(_Accelerator):
 
     @property
     def _awaits_schedule(self) -> bool:
-        """Whether an epoch's loop is over, and a schedule of epochs has yet to step for it."""
+        """Return whether an epoch's loop is over and an epoch schedule has yet to step for it."""
         return self._run.is_held and bool(self._training().unstepped)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As usual; for the training DataLoader it is refused with a ValueError."""
+        """Skip batches as Accelerate does; raise ValueError for the training DataLoader."""
         if dataloader is self._batches:
             raise ValueError(
                 "skip_first_batches() of the training DataLoader: load_state() has restored its "
@@ -177,11 +179,11 @@ class Accelerator(_Accelerator):
         return super().skip_first_batches(dataloader, num_batches)
 
     def prepared_models(self) -> nn.ModuleList:
-        """What is trained, as `prepare` has wrapped it."""
+        """The models that are trained, as `prepare` has wrapped them."""
         return nn.ModuleList(self._wrapped)
 
     def _make_state(self) -> anyrank.TrainState:
-        """What was prepared and registered, as the state of a run.
+        """Make the state of a run from everything that was prepared and registered.
 
         Raises:
             ValueError: no model or no optimizer was prepared, or a scheduler was registered.
@@ -189,13 +191,13 @@ class Accelerator(_Accelerator):
         if not self._wrapped or not self._optimizers:
             missing = "optimizer" if self._wrapped else "model"
             raise ValueError(
-                f"no {missing} was prepared, so none is saved or resumed: prepare() the model, the "
-                "optimizer and the training DataLoader before"
+                f"no {missing} was prepared, so none is saved or resumed: prepare() the model, "
+                "the optimizer and the training DataLoader before"
             )
         registered = self._custom_objects
         for thing in registered:
-            # It would step in each microbatch, whose number depends on the ranks, and once more at
-            # the end of each epoch that was finished before.
+            # It would step in each microbatch, whose number depends on the ranks, and again at the
+            # end of each epoch that was finished before.
             if isinstance(thing, LRScheduler):
                 raise ValueError(
                     f"register_for_checkpointing({type(thing).__name__}): give the scheduler to "
@@ -218,7 +220,7 @@ class Accelerator(_Accelerator):
     # -- the loop's body --------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """As usual; the DataLoader decides when gradients are exchanged."""
+        """Do nothing: the DataLoader decides when gradients are exchanged."""
         self._training()
         return nullcontext()
 
@@ -227,8 +229,8 @@ class Accelerator(_Accelerator):
 
         Args:
             loss: one value, the mean over this microbatch.
-            weight: the number of units of that mean, tokens for instance; default: its samples.
-            kwargs: of `Tensor.backward`.
+            weight: the number of units of that mean, such as tokens; default: its samples.
+            kwargs: arguments of `Tensor.backward`.
 
         Raises:
             ValueError: not within the loop over the training DataLoader, or after the optimizer's
@@ -241,14 +243,14 @@ class Accelerator(_Accelerator):
         return self._training().step.loss()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As usual in a step's last microbatch; nothing in those before."""
+        """Unscale gradients in a step's last microbatch; do nothing before it."""
         if self._complete_gradients():
             super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """As usual in a step's last microbatch; nothing, and a norm of 0, in those before."""
+        """Clip gradients in a step's last microbatch; before it do nothing and return 0."""
         if not self._complete_gradients():
             return torch.zeros(())
         clipped = list(parameters)
@@ -257,7 +259,7 @@ class Accelerator(_Accelerator):
         return super().clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """As usual in a step's last microbatch; nothing in those before."""
+        """Clip gradients in a step's last microbatch; do nothing before it."""
         if self._complete_gradients():
             super().clip_grad_value_(parameters, clip_value)
 
@@ -270,7 +272,7 @@ class Accelerator(_Accelerator):
         return self._batches
 
     def _complete_gradients(self) -> bool:
-        """Complete the gradients in the last microbatch of a step; whether it is the last."""
+        """Complete the gradients in a step's last microbatch; return whether this is the last."""
         return self._batches is None or self._batches.complete()
 
     def _before_step(self, *_: Any) -> None:
@@ -282,15 +284,15 @@ class Accelerator(_Accelerator):
         """Save the run now, after an optimizer step. All ranks.
 
         Args:
-            output_dir: not used: the step is saved in the run's folder, and a line says so.
-            args: not used, as are `kwargs`.
+            output_dir: not used: the step is saved in the run's folder, and a log line says so.
+            args: not used, and neither are `kwargs`.
 
         Returns:
-            The path of the step; with background=True of the newest that is committed.
+            The path of the step; with background=True, of the newest committed step.
 
         Raises:
             ValueError: within a step.
-            CheckpointError: as `Checkpoints.save`.
+            CheckpointError: as for `Checkpoints.save`.
         """
         if self._training().is_within_step:
             raise ValueError(
@@ -299,8 +301,9 @@ class Accelerator(_Accelerator):
             )
         if self._awaits_schedule:
             log.warning(
-                "save_state() at the end of an epoch, before scheduler.step(): a resume of it goes "
-                "on with the next epoch, and that step is lost: call scheduler.step() first"
+                "save_state() at the end of an epoch, before scheduler.step(): a resume of it "
+                "would go on with the next epoch, and that step is lost: call scheduler.step() "
+                "first"
             )
         path = self._run.save()
         if output_dir is not None:
@@ -322,47 +325,52 @@ class Accelerator(_Accelerator):
         """Resume the run, after `prepare` and `register_for_checkpointing`. All ranks.
 
         Args:
-            input_dir: None for the newest step, or for a new run where the folder is empty;
-                "must", where an empty folder is an error; a step, or its path; or the path of
-                what Accelerate or another tool saved, with which this run begins.
-            skip, fresh, drop, rename, parts, epoch: as for `Checkpoints.resume`; what was
-                registered is `registered`, `registered_1` and so on in the order of the calls.
-            args: not used, as are `kwargs`.
+            input_dir: None for the newest step, or for a new run if the folder is empty; "must" to
+                make an empty folder an error; a step, or its path; or the path of another tool's
+                checkpoint, such as Accelerate's, with which this run begins.
+            skip, fresh, drop, rename, parts, epoch: as for `Checkpoints.resume`; registered objects
+                are called `registered`, `registered_1` and so on in the order of the calls.
+            args: not used, and neither are `kwargs`.
 
         Raises:
-            CheckpointError: as `Checkpoints.resume`.
+            CheckpointError: as for `Checkpoints.resume`.
         """
         which = "auto" if input_dir is None else input_dir
         foreign = {"rename": rename, "parts": parts, "epoch": epoch}
         self._run.resume(which, skip=skip, fresh=fresh, drop=drop, **foreign)
 
     def end_if_asked(self) -> None:
-        """End the run now if SIGTERM has come to any rank, with the last whole step saved: after
-        each batch of a long evaluation. All ranks, equally often. Nothing where an epoch's loop is
-        over and a prepared scheduler has not stepped since it began: a save would lose that step.
+        """End the run now if any rank has received SIGTERM, with the last whole step saved.
+
+        Call it after each batch of a long evaluation. All ranks must call it equally often. It does
+        nothing if an epoch's loop is over and a prepared scheduler has not stepped since the epoch
+        began, because a save would lose that step.
 
         Raises:
-            SystemExit: it has come.
+            SystemExit: SIGTERM was received.
         """
         if self._batches is None or not self._awaits_schedule:
             self._run.end_if_asked()
 
     def end_training(self) -> None:
-        """As usual, after the last step is saved. All ranks."""
+        """End the training as Accelerate does, after saving the last step. All ranks."""
         self._run.close()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As usual, after the last step is saved: what is prepared next is another run's."""
+        """Free memory as Accelerate does, after saving the last step.
+
+        Whatever is prepared next belongs to another run.
+        """
         self._run.close()
-        self._run.state = self._run.checkpoints = self._run.loader = None  # which hold the model
+        self._run.state = self._run.checkpoints = self._run.loader = None  # they hold the model
         self._batches = None
         self._wrapped = []
         return super().free_memory(*objects)
 
 
 def _problems_of(accelerator: Any) -> Iterator[str]:
-    """What divides the data or the model in a second way."""
+    """Yield the options that would divide the data or the model a second time."""
     kind, project = accelerator.distributed_type.name, accelerator.project_configuration
     if accelerator.gradient_accumulation_steps != 1:
         yield "global_batch decides how much is accumulated: leave gradient_accumulation_steps out"

@@ -15,22 +15,22 @@ log = logging.getLogger("anyrank.integrations")
 
 
 class ElasticBatches:
-    """What an anyrank Accelerator's `prepare` makes of the training DataLoader.
+    """The training DataLoader that an anyrank Accelerator's `prepare` returns.
 
-    An iteration yields this rank's microbatches of an epoch, one step after the other. `len` is the
-    number of optimizer steps in an epoch. Epochs that are finished already yield nothing, so that a
-    loop over `range(epochs)` continues where the run is.
+    An iteration yields this rank's microbatches of an epoch, step after step. `len` is the number
+    of optimizer steps in an epoch. Finished epochs yield nothing, so that a loop over
+    `range(epochs)` continues where the run is.
 
     Args:
-        accelerator: whose models are trained.
+        accelerator: the Accelerator whose models are trained.
         run: makes the loader, and counts the steps.
-        dataloader: the user's.
+        dataloader: the user's DataLoader.
 
     Attributes:
         loader: the `anyrank.ElasticLoader`.
-        dataset: that of the DataLoader, where users expect it.
+        dataset: the DataLoader's dataset, where users expect it.
         batch_size: samples of a microbatch.
-        step: whose microbatch is run, or was last.
+        step: the step whose microbatch is running, or ran last.
         is_running: whether the loop is in the body of a microbatch.
         is_in_finished_epoch: whether the loop over epochs is in one that was finished before.
         unstepped: ids of the prepared schedulers that have not stepped since the epoch began.
@@ -46,8 +46,8 @@ class ElasticBatches:
         self._accelerator = accelerator
         self._run = run
         self._models: nn.ModuleList | None = None
-        self._microbatches: Iterator[Any] | None = None  # of the step, until it is complete
-        self._num_backwards = 0  # in the step
+        self._microbatches: Iterator[Any] | None = None  # of the current step, until it is complete
+        self._num_backwards = 0  # in the current step
         self._num_iterations = 0
         self._interrupted_epoch: int | None = None
 
@@ -57,20 +57,20 @@ class ElasticBatches:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"the training DataLoader that prepare() returns has no {name!r}: it has len(), "
-            "dataset, batch_size, set_epoch() and loader, the ElasticLoader; load_state() restores "
-            "its position, so no batches are to be skipped by hand (skip_first_batches)"
+            "dataset, batch_size, set_epoch() and loader, the ElasticLoader; load_state() "
+            "restores its position, so no batches are to be skipped by hand (skip_first_batches)"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is, for a loop that does not begin at 0."""
+        """Set the epoch of the next iteration, for a loop that does not begin at 0."""
         self._num_iterations = epoch
 
     def __iter__(self) -> Generator[Any, None, None]:
         self._run.begin(
-            "call accelerator.load_state() before the loop, which also begins a run where there is "
-            "none"
+            "call accelerator.load_state() before the loop, which also begins a run where there "
+            "is none"
         )
-        self._run.count()  # what is due after the epoch before, and the code after its loop
+        self._run.count()  # counts the last epoch's last step, with the code after its loop
         epoch, self._num_iterations = self._num_iterations, self._num_iterations + 1
         self.is_in_finished_epoch = self.loader.epoch > epoch
         if self.is_in_finished_epoch:
@@ -84,14 +84,14 @@ class ElasticBatches:
                 "every sample is seen once",
                 begun,
             )
-        # One container for all passes: the first step of a model is checked.
+        # One container for all passes, because a model's first step is checked.
         self._models = models = self._models or self._accelerator.prepared_models()
         try:
             for step in self.loader:
                 yield from self._bodies(step, models)
                 self.complete()
-                if self.loader.step == step.number:  # not counted yet, as by a save in the body
-                    self._run.note_step()  # also where a GradScaler has left it out
+                if self.loader.step == step.number:  # not counted yet, for instance by a save
+                    self._run.note_step()  # also if a GradScaler has skipped it
                     self._run.count(hold=step.ends_epoch)
         finally:
             self._interrupted_epoch = begun if self.loader.epoch == begun else None
@@ -102,7 +102,7 @@ class ElasticBatches:
         self.step, self._num_backwards = step, 0
         self._microbatches = microbatches = step.microbatches(models)
         is_last = False
-        while not is_last:  # the iterator is ended by `complete`
+        while not is_last:  # `complete` ends the iterator
             batch = next(microbatches)
             is_last = self._accelerator.sync_gradients = step.is_last
             self.is_running = True
@@ -111,39 +111,39 @@ class ElasticBatches:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether microbatches were run that no optimizer's step has followed yet."""
+        """Return whether microbatches have run that no optimizer step has followed yet."""
         is_counted = self.step is not None and self.loader.step > self.step.number
         return self.is_running and not (self._run.has_stepped or is_counted)
 
     def _to_device(self, batch: Any) -> Any:
-        """A batch where the model is."""
+        """Move a batch to the model's device."""
         accelerator = self._accelerator
         if not accelerator.device_placement:
             return batch
         return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
 
     def scale(self, loss: Any, weight: Any) -> Any:
-        """A microbatch's mean loss, weighted, for its backward.
+        """Weight a microbatch's mean loss for its backward.
 
         Raises:
             ValueError: not within the loop, or the gradients of the step are complete already.
         """
         if not self.is_running:
             raise ValueError(
-                "backward outside of the loop over the training DataLoader, which is the first one "
-                "that is prepared"
+                "backward outside of the loop over the training DataLoader, which is the first "
+                "one that is prepared"
             )
         if self._microbatches is None:
             raise ValueError(
                 "backward after the optimizer's step, or after clipping, in the last microbatch "
-                "of a step: run all backward passes before. For optimizers that alternate (a GAN), "
-                "use anyrank.Checkpoints in a loop of your own"
+                "of a step: run all backward passes before. For optimizers that alternate (a "
+                "GAN), use anyrank.Checkpoints in a loop of your own"
             )
         self._num_backwards += 1
         return self.step.scale(loss, weight)
 
     def complete(self) -> bool:
-        """Complete the gradients in the last microbatch of a step; whether it is the last.
+        """Complete the gradients in a step's last microbatch; return whether this is the last one.
 
         Raises:
             ValueError: no backward was run in the step.
@@ -158,13 +158,13 @@ class ElasticBatches:
                     "loss.backward(), in the loop over the DataLoader that is prepared first, "
                     "which is the one to train on"
                 )
-            # Ends it: exchanges what no wrapper does, scales, verifies.
+            # The iterator's end exchanges what no wrapper exchanges, scales and verifies.
             left = next(microbatches, None)
             assert left is None
         return True
 
     def clips_exactly(self, parameters: list[Any]) -> bool:
-        """Whether a step is to clip these: the gradients of all models, with exact=True."""
+        """Return whether the step clips these itself: all models' gradients, with exact=True."""
         if not self._run.is_exact or self._models is None:
             return False
         trained = {id(p) for p in self._models.parameters() if p.grad is not None}
@@ -176,7 +176,7 @@ class ElasticBatches:
         return self.step.clip_grad_norm_(max_norm, norm_type)
 
     def _leave(self) -> None:
-        """Drop what a loop leaves that is broken off within a step."""
+        """Drop the rest of a loop that is broken off within a step."""
         self.is_running = False
         self._accelerator.sync_gradients = True
         microbatches, self._microbatches = self._microbatches, None

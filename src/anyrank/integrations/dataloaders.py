@@ -1,4 +1,4 @@
-"""A user's DataLoader as an `ElasticLoader`: the same data and workers on any number of ranks."""
+"""Turns a DataLoader into an `ElasticLoader`: same data and workers on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def elastic_loader(
     window: int | None = None,
     process_group: Any = None,
 ) -> anyrank.ElasticLoader:
-    """The loader of steps over what a DataLoader reads.
+    """Make the loader of steps over a DataLoader's data.
 
     Args:
-        dataloader: a torch DataLoader of a dataset with a length. Its order has to be the
-            dataset's own, shuffled, or weighted with replacement; `drop_last` drops the samples
-            that do not fill the epoch's last step. Or of a stream that
-            `ElasticLoader.from_iterable` takes.
+        dataloader: a torch DataLoader of a dataset with a length, or of a stream that
+            `ElasticLoader.from_iterable` takes. For a dataset, its order has to be the dataset's
+            own, shuffled, or weighted with replacement; `drop_last` drops the samples that do not
+            fill the epoch's last step.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
-        seed: of the order and of all random numbers.
+        seed: seed of the order and of all random numbers.
         exact: whether to sum gradients with the same bits on any number of ranks.
         on_batch_change: what a state with another global_batch means, as for `ElasticLoader`.
-        transform: of a stream, as of `ElasticLoader.from_iterable`.
-        window: of a stream, too.
+        transform: for a stream, as for `ElasticLoader.from_iterable`.
+        window: for a stream, too.
         process_group: the data-parallel ranks; default: all.
 
     Raises:
-        TypeError: no DataLoader, or a dataset without length.
+        TypeError: not a DataLoader, or a dataset without length.
         ValueError: an order, a sharding or a worker_init_fn that cannot be kept.
     """
     if not isinstance(dataloader, DataLoader):
@@ -69,8 +69,9 @@ def elastic_loader(
         )
     if dataloader.worker_init_fn is not None:
         raise ValueError(
-            "the training DataLoader has a worker_init_fn, which is not called: the random numbers "
-            "of each sample are seeded already; what else it does belongs into the dataset"
+            "the training DataLoader has a worker_init_fn, which is not called: the random "
+            "numbers of each sample are seeded already; what else it does belongs into the "
+            "dataset"
         )
     options: dict[str, Any] = {
         "global_batch": global_batch,
@@ -99,7 +100,7 @@ def elastic_loader(
 
 
 def has_shards(dataset: Any) -> bool:
-    """Whether a dataset is a stream that `ElasticLoader.from_iterable` takes."""
+    """Return whether a dataset is a stream that `ElasticLoader.from_iterable` takes."""
     return not hasattr(dataset, "__len__") and hasattr(dataset, "num_shards")
 
 

@@ -1,4 +1,4 @@
-"""The names of frameworks that the integrations override or that are private, as they were tested.
+"""The private or overridden names of frameworks that the integrations use, as they were tested.
 
 Such a name may mean something else in another version. At import each is compared with this table;
 docs/design.md says what they are for.
@@ -45,7 +45,7 @@ _LIGHTNING: dict[str, dict[str, str | None]] = {
     "trainer.connectors.data_connector._DataLoaderSource": {"dataloader": "self"},
 }
 
-# Package -> class, as in its package -> name -> its parameters; None where it is an attribute.
+# Package -> class, as in its package -> name -> its parameters; None if it is an attribute.
 NAMES: dict[str, dict[str, dict[str, str | None]]] = {
     "accelerate": {
         "Accelerator": {
@@ -118,14 +118,14 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
 
 
 def check_names(package: str, root: str = "") -> None:
-    """Compare the names of a framework's classes with the table; warn of an untested version.
+    """Compare a framework's classes with the table; warn if the version is not a tested one.
 
     Args:
-        package: of NAMES.
-        root: the module that the table's classes are counted from; by default that of the package.
+        package: a key of NAMES.
+        root: the module that the table's classes are counted from; default: the package's.
 
     Raises:
-        ImportError: a name is gone, or takes other parameters; says which.
+        ImportError: a name is gone, or takes other parameters; the message says which.
     """
     warn_if_untested(package)
     for path, names in NAMES[package].items():
@@ -137,7 +137,7 @@ def check_names(package: str, root: str = "") -> None:
 
 
 def _differences(path: str, names: Mapping[str, str | None]) -> Iterator[str]:
-    """What a class has otherwise than the table."""
+    """Describe how a class differs from the table."""
     module, _, class_name = path.rpartition(".")
     try:
         owner = getattr(import_module(module), class_name)
@@ -158,7 +158,7 @@ def _differences(path: str, names: Mapping[str, str | None]) -> Iterator[str]:
 
 
 def parameters(function: object) -> str:
-    """The names of what a function takes, with the stars of `*args` and `**kwargs`."""
+    """The names of a function's parameters, with the stars of `*args` and `**kwargs`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     signature = inspect.signature(function)  # type: ignore[arg-type]
     return ", ".join(stars.get(p.kind, "") + p.name for p in signature.parameters.values())

@@ -1,4 +1,4 @@
-"""Logits of a model whose loss is tiled: computed when they are used."""
+"""The logits of a model whose loss is tiled, computed when they are used."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import anyrank
 class LateLogits:
     """A tensor [..., vocabulary] that is computed at its first use, with its graph.
 
-    It is no `torch.Tensor`, so that wrappers which copy, cast or gather the tensors of a model's
+    It is not a `torch.Tensor`, so that wrappers which copy, cast or gather the tensors of a model's
     result (DDP, mixed precision of Accelerate) leave it alone. Functions and methods of torch,
-    operators and indices take it for one.
+    operators and indices accept it as one.
 
     Args:
-        head: whose product they are.
+        head: the head that computes the logits.
         hidden: [..., hidden size].
-        dtype: to which the model casts them; None where it does not.
+        dtype: dtype to which the model casts them; None if it does not.
 
     Raises:
         RecomputeError: when used: the head has other weights than in the model's forward.
@@ -50,13 +50,13 @@ class LateLogits:
         return self._hidden.device
 
     def float(self) -> LateLogits:
-        """The same in float32; Accelerate calls it for each result of a model."""
+        """The same logits in float32; Accelerate calls this for each result of a model."""
         same = LateLogits.__new__(LateLogits)
         vars(same).update(vars(self), _cast=torch.float32, _known=None)
         return same
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what looks for a protocol computes nothing
+        if name.startswith("_"):  # a look for a protocol must compute nothing
             raise AttributeError(name)
         return getattr(self.computed(), name)
 
@@ -92,9 +92,9 @@ class LateLogits:
                 raise anyrank.RecomputeError(
                     "the logits of a model whose loss is tiled are computed when they are used, "
                     "and its head has other weights by now than in the forward pass (after an "
-                    "optimizer step, or as FSDP2 has sharded it again): use them before, remove() "
-                    "the handle of tiled_loss(), or call the model without labels or under "
-                    "torch.no_grad()"
+                    "optimizer step, or as FSDP2 has sharded it again): use them before, "
+                    "remove() the handle of tiled_loss(), or call the model without labels or "
+                    "under torch.no_grad()"
                 )
             enabled, dtype = self._autocast
             with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
@@ -104,7 +104,7 @@ class LateLogits:
 
 
 def _computed(value: Any) -> Any:
-    """The same with tensors in place of late logits, which lists and dicts of a call may hold."""
+    """Replace late logits by tensors, also inside lists and dicts of a call."""
     if isinstance(value, LateLogits):
         return value.computed()
     if isinstance(value, dict):
@@ -115,12 +115,12 @@ def _computed(value: Any) -> Any:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Some values of a weight, of which a step of an optimizer changes at least one."""
+    """Some values of a weight; an optimizer step changes at least one of them."""
     values = weight.detach().flatten()
     return values[:: max(1, len(values) // 1024)].clone()
 
 
-# Operators are looked up on the class, so that each needs a method of its own.
+# Python looks up operators on the class, so each needs a method of its own.
 UNARY = ("neg", "abs", "invert", "bool")
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "contains")
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
@@ -136,4 +136,4 @@ for _name in (*UNARY, *COMPARED, *ARITHMETIC):
 for _name in ARITHMETIC:
     _apply: Callable[..., Any] = _operator(_name)
     setattr(LateLogits, f"__r{_name}__", lambda late, other, _apply=_apply: _apply(other, late))
-LateLogits.__hash__ = object.__hash__  # which `==` took away
+LateLogits.__hash__ = object.__hash__  # defining `==` removed it

@@ -2,9 +2,9 @@
 
 Tested with lightning 2.6.
 
-What Lightning iterates is one `Step` for each optimizer step, so that all that it counts (steps,
+Lightning iterates over one `Step` for each optimizer step, so that everything it counts (steps,
 epochs, validation intervals, schedulers) is the same on any number of ranks. Its `training_step`
-is run for each of this rank's microbatches.
+runs for each of this rank's microbatches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_ligh
 
 
 def _callback_class() -> Any:
-    """Of the packages that the script has imported, or else of one that is installed."""
+    """The Callback class of the packages that the script has imported, or of an installed one."""
     names = [name for name in PACKAGES if name in sys.modules]
     names = names or [name for name in PACKAGES if find_spec(name)][:1]
     if not names:
@@ -51,15 +51,16 @@ class Elastic(_Callback):
 
     `fit` resumes the newest step of the folder if there is one, and saves when due and at the end.
     Each optimizer step is one batch to Lightning, whose `training_step` is called for each of this
-    rank's microbatches. For SingleDeviceStrategy, DDPStrategy and ModelParallelStrategy (FSDP2),
-    and automatic optimization with one optimizer; the page on Lightning in the documentation says
-    what is saved, and what counts steps.
+    rank's microbatches. Works with SingleDeviceStrategy, DDPStrategy and ModelParallelStrategy
+    (FSDP2), and automatic optimization with one optimizer; the page on Lightning in the
+    documentation says what is saved, and what counts steps.
 
     Args:
         path: folder or URL of the run.
         global_batch: samples of an optimizer step, on all ranks together.
-        resume: "auto", "must", a step or a path, as `Checkpoints.resume` takes it.
-        options: of the run, as `every="10min"`: `anyrank.integrations.run.RunOptions` lists them.
+        resume: "auto", "must", a step or a path, as for `Checkpoints.resume`.
+        options: options of the run, such as `every="10min"`: see
+            `anyrank.integrations.run.RunOptions`.
 
     Raises:
         ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
@@ -112,7 +113,7 @@ class Elastic(_Callback):
 
     @property
     def report(self) -> anyrank.ResumeReport | None:
-        """What the last `fit` resumed; None if it began anew."""
+        """The report of the run that the last `fit` resumed; None if it began anew."""
         return self._run.report
 
     @property
@@ -122,7 +123,7 @@ class Elastic(_Callback):
 
     @property
     def loader(self) -> anyrank.ElasticLoader | None:
-        """Its steps, with the receipts of finished epochs; None before."""
+        """The loader of the last `fit`, with the receipts of finished epochs; None before."""
         return self._run.loader
 
     def _say(self, line: str) -> None:
@@ -131,22 +132,22 @@ class Elastic(_Callback):
     # -- Lightning's hooks ------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what cannot be resumed, and take the place of the DataLoader. All ranks."""
+        """Refuse a Trainer that cannot be resumed, and replace its DataLoader. All ranks."""
         if stage != "fit":
             return
         for problem in problems_of(trainer, pl_module):
             raise ValueError(f"anyrank's Elastic callback: {problem}")
         self._trainer = trainer
-        # The first one in each hook: saved is what is there before others end the run. A new list,
-        # because Lightning is going over this one.
+        # This callback comes first in each hook, so that it saves before others end the run. A new
+        # list, because Lightning is iterating over this one.
         trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
-        # Asked for only when the module and the DataModule are set up.
+        # Looked up only now, when the module and the DataModule are set up.
         source = trainer.fit_loop._data_source
         dataloader = source.dataloader
         self._replaced.set(source, "dataloader", lambda: self._elastic_data(dataloader()))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Resume: model, optimizer and schedulers are there, and no loop has begun. All ranks."""
+        """Resume once model, optimizer and schedulers exist and no loop has begun. All ranks."""
         self._refuse_ckpt_path()
         if len(trainer.optimizers) != 1:
             raise ValueError(
@@ -159,12 +160,12 @@ class Elastic(_Callback):
         if self.report and self.report.components.get("lightning") != "exact":
             assert self._loops is not None
             self._loops.begin_at(self.report.step)
-        # Until the first step is done, so that Lightning does not take over the signals' handlers.
+        # Closed until the first step is done, so that Lightning does not take over signal handlers.
         self._run.open().close()
         self._replaced.take_over(trainer, self._train, self._run.is_exact)
 
     def _make_state(self) -> anyrank.TrainState:
-        """What the Trainer has set up, as the state of a run."""
+        """Make the state of a run from everything that the Trainer has set up."""
         trainer = self._trainer
         self._loops = LoopState(trainer, self.loader)
         return anyrank.TrainState(
@@ -180,23 +181,25 @@ class Elastic(_Callback):
         )
 
     def end_if_asked(self) -> None:
-        """End the run now if SIGTERM has come to any rank, with the last whole step saved: after
-        each batch of a long validation. All ranks, equally often; nothing before the first step.
+        """End the run now if any rank has received SIGTERM, with the last whole step saved.
+
+        Call it after each batch of a long validation. All ranks must call it equally often; it does
+        nothing before the first step.
 
         Raises:
-            SystemExit: it has come.
+            SystemExit: SIGTERM was received.
         """
         if self._run.state is not None and self._run.state.step:
             self._run.end_if_asked()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let Lightning go on in mid epoch as if it had not been interrupted."""
+        """Let Lightning continue in mid epoch as if it had not been interrupted."""
         self._refuse_ckpt_path()
         # Its own restart would skip a validation, and count some things twice.
         trainer.fit_loop.epoch_loop.restarting = False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save a run that stops within an epoch before the hooks of the epoch's end."""
+        """Save a run that stops within an epoch, before the hooks of the epoch's end."""
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         if progress.completed < progress.ready:
             raise ValueError(
@@ -219,7 +222,7 @@ class Elastic(_Callback):
         self._replaced.restore()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the trainer back as it was."""
+        """Undo all changes to the trainer."""
         self._replaced.restore()
 
     # -- steps ------------------------------------------------------------------------------------
@@ -227,19 +230,20 @@ class Elastic(_Callback):
     def _elastic_data(self, dataloader: Any) -> Steps:
         """The steps in place of the user's DataLoader."""
         group, strategy = None, self._trainer.strategy
-        if hasattr(strategy, "device_mesh"):  # ranks of a tensor-parallel group have the same data
+        if hasattr(strategy, "device_mesh"):  # ranks of a tensor-parallel group share their data
             group = strategy.device_mesh["data_parallel"].get_group()
         return Steps(self._run.make_loader(dataloader, group), self._begin_epoch)
 
     def _begin_epoch(self) -> Iterator[Any]:
-        # Of a stream it would fetch a step ahead, to know which one is the last: `_train` tells it.
+        # On a stream it would fetch a step ahead to find the last one: `_train` tells it instead.
         if (fetcher := self._trainer.fit_loop._data_fetcher) is not None:
             fetcher.prefetch_batches = 0
         return self._iterate()
 
     def _iterate(self) -> Generator[Any, None, None]:
-        """The steps of the rest of an epoch. The code here runs between two of Lightning's batches,
-        when all that it counts is complete.
+        """Yield the steps of the rest of an epoch.
+
+        The code here runs between two of Lightning's batches, when all its counts are complete.
         """
         self._complete()
         assert self._loops is not None
@@ -264,8 +268,9 @@ class Elastic(_Callback):
             next(self._steps, None)  # verifies the epoch's receipt
 
     def _train(self, original: Any, step: Any, *args: Any) -> Any:
-        """Forward and backward of this rank's microbatches; returns the output of the last one,
-        with the mean loss of the global batch.
+        """Run forward and backward of this rank's microbatches.
+
+        Returns the output of the last one, with the mean loss of the global batch.
         """
         trainer, strategy = self._trainer, self._trainer.strategy
         module, optimizer = trainer.lightning_module, trainer.optimizers[0]

@@ -1,4 +1,4 @@
-"""What a Lightning Trainer counts, as a part of a run; and which Trainers have a run at all."""
+"""The counts of a Lightning Trainer as a part of a run; refusals of Trainers without a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER_STRATEGIES = {"DeepSpeedStrategy", "FSDPStrategy"}  # the first one is a D
 # Callbacks that change the accumulation or the loops themselves.
 REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
 TUNERS = {"BatchSizeFinder", "LearningRateFinder"}  # train steps of their own within fit
-# What Lightning resets when it begins with an epoch, by its name in the loops' state.
+# Counts that Lightning resets at the beginning of an epoch, by their names in the loops' state.
 WITHIN_EPOCH = {
     "epoch_loop.batch_progress": lambda loop: loop.batch_progress,
     "epoch_loop.scheduler_progress": lambda loop: loop.scheduler_progress,
@@ -25,23 +25,23 @@ WITHIN_EPOCH = {
 
 
 class Steps:
-    """What Lightning iterates in place of the DataLoader: one step is one batch.
+    """The data that Lightning iterates over in place of the DataLoader: one step is one batch.
 
     Args:
-        loader: of the steps.
-        iterate: returns those of the rest of an epoch.
+        loader: the loader of the steps.
+        iterate: returns the steps of the rest of an epoch.
     """
 
     def __init__(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> None:
         self._loader, self._iterate_steps = loader, iterate
 
     def __len__(self) -> int:
-        return len(self._loader)  # TypeError of a stream, whose rows are not known
+        return len(self._loader)  # TypeError for a stream, whose rows are not known
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate_steps()
 
-    # The position is saved in another part. With these Lightning knows that it is not lost.
+    # The position is saved in another part. These methods tell Lightning that it is not lost.
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -52,11 +52,11 @@ class LoopState:
     """The state of a Trainer's loops, callbacks and DataModule, between two steps.
 
     Args:
-        trainer: whose `fit` is about to run.
-        loader: of the steps.
+        trainer: the Trainer whose `fit` is about to run.
+        loader: the loader of the steps.
 
     Attributes:
-        modules: that callbacks hold, which are parts of the run themselves.
+        modules: modules that callbacks hold, which are parts of the run of their own.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -66,7 +66,7 @@ class LoopState:
         self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
 
     def state_dict(self) -> dict[str, Any]:
-        """For a save.
+        """The state, for a save.
 
         Raises:
             ValueError: a callback made a module that the run does not have.
@@ -89,12 +89,12 @@ class LoopState:
             "callbacks": {key: state for key, state in callbacks.items() if state},
             "datamodule": datamodule.state_dict() if datamodule is not None else {},
             "module": self._from_hooks(),
-            # The end of an epoch may need what was measured before the run was stopped.
+            # The end of an epoch may need metrics that were measured before the run was stopped.
             "metrics": dict(trainer.callback_metrics),
         }
 
     def _from_hooks(self) -> dict[str, Any]:
-        """What the LightningModule adds to a checkpoint."""
+        """The entries that the LightningModule's hook adds to a checkpoint."""
         module = self._fit_trainer.lightning_module
         checkpoint = {"state_dict": module.state_dict()}
         module.on_save_checkpoint(checkpoint)
@@ -117,7 +117,7 @@ class LoopState:
         module.on_load_checkpoint({**state_dict["module"], "state_dict": module.state_dict()})
 
     def begin_at(self, step: int) -> None:
-        """Count from here on: for a run that begins with what another tool saved."""
+        """Count from this step on, for a run that begins with another tool's checkpoint."""
         loop = self._fit_trainer.fit_loop
         epoch_loop = loop.epoch_loop
         optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
@@ -127,12 +127,12 @@ class LoopState:
         epoch_loop._batches_that_stepped = step
 
     def end_epoch(self) -> None:
-        """The step that was trained is the last of its epoch."""
+        """Mark the trained step as the last of its epoch."""
         loop = self._fit_trainer.fit_loop
         loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = True
 
     def restore_within_epoch(self) -> None:
-        """Set what Lightning has reset when it began with the epoch that is resumed."""
+        """Restore the counts that Lightning reset at the beginning of the resumed epoch."""
         if self._within_epoch is None:
             return
         loop = self._fit_trainer.fit_loop
@@ -144,11 +144,11 @@ class LoopState:
 
 
 class Replaced:
-    """Attributes that single objects of a Trainer have while its `fit` runs."""
+    """Replaced attributes of single objects of a Trainer, while its `fit` runs."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self._step: Any = None  # that runs, or was last
+        self._step: Any = None  # the one that runs, or ran last
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace a method of this one object."""
@@ -156,12 +156,12 @@ class Replaced:
         self._undo.append(lambda: vars(owner).pop(name, None))
 
     def take_over(self, trainer: Any, train: Callable[..., Any], exact: bool) -> None:
-        """Let a Trainer's batch be a step, whose forward and backward `train` runs.
+        """Make a Trainer's batch a step, whose forward and backward `train` runs.
 
         Args:
             trainer: with its strategy set up.
-            train: called with the strategy's own `training_step` and what that is called with.
-            exact: let a step clip by norm, as Lightning adds up by shard.
+            train: called with the strategy's own `training_step` and its arguments.
+            exact: let a step clip by norm, because Lightning's norm depends on the sharding.
         """
         strategy, module = trainer.strategy, trainer.lightning_module
         original, to_device = strategy.training_step, strategy.batch_to_device
@@ -204,13 +204,13 @@ class Replaced:
         self.set(trainer.lightning_module, "clip_gradients", clip)
 
     def restore(self) -> None:
-        """Give everything back."""
+        """Restore everything that was replaced."""
         while self._undo:
             self._undo.pop()()
 
 
 def _modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
-    """Modules that callbacks hold beside the model, such as an EMA copy: name of the part -> it."""
+    """Modules that callbacks hold beside the model, such as an EMA copy: part name -> module."""
     model = {id(module) for module in trainer.lightning_module.modules()}
     modules: dict[str, nn.Module] = {}
     for callback in trainer.callbacks:
@@ -222,7 +222,7 @@ def _modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
 
 
 def problems_of(trainer: Any, module: Any) -> Iterator[str]:
-    """Why a `fit` cannot be resumed on another number of ranks."""
+    """Yield the reasons why a `fit` cannot be resumed on another number of ranks."""
     names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     if not names & STRATEGIES or names & OTHER_STRATEGIES:
         yield (

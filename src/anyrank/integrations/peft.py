@@ -26,7 +26,7 @@ __all__ = ["load", "merge", "save"]
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 INIT = "init_lora_weights"
-# What a configuration may say otherwise without changing what the adapter computes.
+# Settings that may differ without changing what the adapter computes.
 FREE = (
     "base_model_name_or_path",
     "inference_mode",
@@ -35,13 +35,13 @@ FREE = (
     "task_type",
     "auto_mapping",
     "lora_dropout",
-    "modules_to_save",  # these and the next decide which tensors there are, and those are compared
+    "modules_to_save",  # this and the next decide which tensors exist, and those are compared
     "target_modules",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
     "runtime_config",
-    INIT,  # the load of a folder compares what they took out of the base
+    INIT,  # a load compares what the first values have taken out of the base
 )
 
 warn_if_untested("peft")
@@ -50,21 +50,22 @@ warn_if_untested("peft")
 def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None) -> None:
     """Write an adapter as a PEFT folder, from a model under FSDP2, DDP or none. All ranks.
 
-    The folder is what `save_pretrained` writes of the adapter: `PeftModel.from_pretrained(base,
-    folder)` reads it on any machine. Only the adapter's own tensors are gathered, one at a time,
-    and the first rank writes them. Files that are there are replaced once the new ones are whole.
+    The folder equals the one that `save_pretrained` writes for the adapter:
+    `PeftModel.from_pretrained(base, folder)` reads it on any machine. Only the adapter's own
+    tensors are gathered, one at a time, and the first rank writes them. Existing files are replaced
+    once the new ones are whole.
 
     Args:
         model: a PeftModel, or a wrapper of one.
-        folder: made if it is not there.
+        folder: created if it does not exist.
         adapter: its name in the model; default: the active one.
 
     Raises:
-        ValueError: no PeftModel; no such adapter; several are active, and none is named; a method
-            of which PEFT saves what it computes.
+        ValueError: not a PeftModel; no such adapter; several are active, and none is named; a
+            method whose saved values PEFT computes.
         CheckpointError: the first rank could not write.
-        RankError: a rank failed otherwise, had no memory for a tensor say.
-        All of them on all ranks; the folder is as it was then.
+        RankError: a rank failed otherwise, for example without memory for a tensor.
+        All of them on all ranks; the folder is then as it was before.
 
     Example::
 
@@ -99,17 +100,17 @@ def load(
 
     Args:
         model: a PeftModel, or a wrapper of one, with an adapter of the same configuration.
-        folder: as `save` and PEFT's `save_pretrained` write it, in any of its formats.
+        folder: a folder of `save` or of PEFT's `save_pretrained`, in any of its formats.
         adapter: its name in the model; it has to be the active one, as it is by default.
 
     Returns:
         The report of `anyrank.load`.
 
     Raises:
-        ValueError: no PeftModel, no such active adapter; a configuration that computes otherwise
-            (r, lora_alpha, ...), before anything changes.
-        LoadError: tensors that are missing, unexpected or of another shape; first values that
-            changed the base otherwise (PiSSA, OLoRA, ...), before anything changes.
+        ValueError: not a PeftModel; no such active adapter; a configuration that computes something
+            else (r, lora_alpha, ...). Raised before anything changes. LoadError: tensors that are
+            missing, unexpected or of another shape; first values that changed the base in another
+            way (PiSSA, OLoRA, ...). Raised before anything changes.
 
     Example::
 
@@ -127,7 +128,7 @@ def load(
     with open_ranks(call="peft.load()", may_be_alone=True) as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
         source, saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
-        # A file's load does not look at the configuration beside it.
+        # The load of a single file does not look at the configuration beside it.
         free = {*FREE} if source == path else {*FREE} - {INIT}
         compare_arguments(
             ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys, free)
@@ -150,7 +151,7 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         The PeftModel itself, without wrappers.
 
     Raises:
-        ValueError: no PeftModel, no such adapter; merged already; a sharded adapter that is not
+        ValueError: not a PeftModel; no such adapter; merged already; a sharded adapter that is not
             plain LoRA; a sum that is not finite. Nothing has changed then.
 
     Example::
@@ -183,7 +184,7 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
             )
     with torch.no_grad():
         finite = True
-        for layer in layers:  # twice, as nothing may change before all are known to be finite
+        for layer in layers:  # twice: nothing may change before all sums are known to be finite
             finite &= bool(_sum(layer, adapter).isfinite().all())
         with open_ranks(call="peft.merge()", may_be_alone=True) as ranks:
             finite = not ranks.any("adding the adapter", not finite)
@@ -205,7 +206,7 @@ def _sum(layer: Any, adapter: str) -> torch.Tensor:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this rank holds, to be written to in place."""
+    """This rank's part, to be written to in place."""
     plain = tensor.detach()
     return plain.to_local() if hasattr(plain, "placements") else plain
 
@@ -228,7 +229,7 @@ def _peft_model(model: nn.Module) -> PeftModel:
 
 
 def _named(model: PeftModel, adapter: str | None) -> str:
-    """The adapter that is meant.
+    """The name of the adapter to use.
 
     Raises:
         ValueError: no such adapter; several are active, and none is named.
@@ -251,7 +252,7 @@ class _Adapter:
 
     @property
     def config(self) -> PeftConfig:
-        """What it was made with."""
+        """The configuration that it was created with."""
         return self.model.peft_config[self.name]
 
     def room(self) -> dict[str, torch.Tensor]:
@@ -262,7 +263,7 @@ class _Adapter:
         }
 
     def check(self, path: str, saved: dict[str, Any], keys: set[str], free: set[str]) -> None:
-        """Compare it with a folder; settings that are `free` may differ.
+        """Compare the adapter with a folder; settings that are `free` may differ.
 
         Raises:
             ValueError: it is not active, or its configuration computes otherwise.
@@ -284,19 +285,20 @@ class _Adapter:
         if missing:
             has = f", and has {len(others)} others, the first {others[0]}" if others else ""
             raise anyrank.LoadError(
-                f"{path}: lacks {len(missing)} tensors of the adapter, the first {missing[0]}{has}:"
-                " where they begin differently, make the adapter around the same module as the "
-                "folder's, or write its keys as the model's; where they end differently, give the "
-                "adapter the target_modules and modules_to_save of the folder's configuration"
+                f"{path}: lacks {len(missing)} tensors of the adapter, the first "
+                f"{missing[0]}{has}: where they begin differently, make the adapter around the "
+                "same module as the folder's, or write its keys as the model's; where they end "
+                "differently, give the adapter the target_modules and modules_to_save of the "
+                "folder's configuration"
             )
 
 
 def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str | None) -> _Adapter:
-    """The adapter that all ranks mean. All ranks.
+    """The adapter on which all ranks agree. All ranks.
 
     Raises:
-        ValueError: as `save`, on all ranks.
-        LoadError: ranks give another folder or adapter.
+        ValueError: as for `save`, on all ranks.
+        LoadError: ranks give different folders or adapters.
     """
     chosen: list[_Adapter] = []
 
@@ -312,12 +314,12 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
 
 
 def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> dict[str, str]:
-    """Key in a PEFT folder -> name in the model, of what PEFT itself saves of an adapter.
+    """Key in a PEFT folder -> name in the model, for each tensor that PEFT saves of an adapter.
 
     PEFT chooses among tensors without values, so that it gathers none.
 
     Raises:
-        ValueError: it saves what it computes of them.
+        ValueError: PEFT saves a value that it computes from them.
     """
     config = model.peft_config[adapter]
     if config.is_prompt_learning:
@@ -338,7 +340,7 @@ def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> 
 
 
 def _computed_error(config: PeftConfig, adapter: str, key: str) -> ValueError:
-    """The error of an adapter of which PEFT saves what it computes."""
+    """The error for an adapter of which PEFT saves a computed value."""
     return ValueError(
         f"{adapter!r} is of {config.peft_type}, of which PEFT saves {key}, which is not a tensor "
         "of the model: save it with PEFT (save_pretrained), from a model that is whole; "
@@ -347,7 +349,7 @@ def _computed_error(config: PeftConfig, adapter: str, key: str) -> ValueError:
 
 
 def _read(folder: str) -> tuple[str, dict[str, Any], set[str]]:
-    """What to load of a folder of PEFT, its configuration, and the keys of its tensors.
+    """The source to load from a PEFT folder, its configuration, and the keys of its tensors.
 
     Raises:
         LoadError: there is none, or it cannot be read.
@@ -357,7 +359,8 @@ def _read(folder: str) -> tuple[str, dict[str, Any], set[str]]:
         try:
             source, listing = folder, anyrank.inspect(folder)
         except anyrank.LoadError:
-            # Other weights beside the adapter's own file, as a whole model, leave no doubt here.
+            # Other weights beside the adapter's own file, such as a whole model, leave no doubt
+            # here.
             paths = [os.path.join(folder, name) for name in (WEIGHTS, PICKLE)]
             source = next((path for path in paths if os.path.exists(path)), folder)
             listing = anyrank.inspect(source)
@@ -376,7 +379,7 @@ def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) ->
         CheckpointError: they cannot be written.
     """
     path = os.path.join(folder, WEIGHTS)
-    was, config.inference_mode = config.inference_mode, True  # as PEFT writes it
+    was, config.inference_mode = config.inference_mode, True  # PEFT writes it like this
     try:
         os.makedirs(folder, exist_ok=True)
         save_file(weights, f"{path}.part", metadata={"format": "pt"})
@@ -391,7 +394,7 @@ def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) ->
 
 
 def _plain(value: Any) -> Any:
-    """A value of a configuration as JSON has it; nothing and empty are alike."""
+    """A value of a configuration as in JSON; None and empty compare as equal."""
     if isinstance(value, set | frozenset):
         value = sorted(value)
     return value or None

@@ -14,24 +14,24 @@ from anyrank.integrations.dataloaders import OnBatchChange, elastic_loader
 
 
 class RunOptions(TypedDict, total=False):
-    """How a run under a framework is cut into steps, and saved: what a `FrameworkRun` takes.
+    """How a run under a framework is cut into steps and saved: the options of a `FrameworkRun`.
 
     Attributes:
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
-        seed: of the order of the data and of all random numbers; default: 0.
-        exact: the same bits on any number of ranks, as `ElasticLoader(exact=True)` gives them.
+        seed: seed of the order of the data and of all random numbers; default: 0.
+        exact: the same bits on any number of ranks, as with `ElasticLoader(exact=True)`.
         on_batch_change: what a run that was saved with another global_batch means, as for
             `ElasticLoader`: "error", or "rescale"; default: "error".
         every: when to save, as for `anyrank.Checkpoints`: a number of steps (500), a time
             ("10min"), or None for the end alone.
         keep: how many of the newest steps stay, at least 2; default: 3.
-        keep_every: steps that are multiples of it stay for good.
-        background: hold the training only for a copy of what is saved.
+        keep_every: steps that are multiples of it are kept for good.
+        background: hold up the training only while the state is copied.
         verify: what a resume compares, as in `anyrank.Checkpoints`; default: every byte.
         on_commit: called on the first rank with each `anyrank.SaveRecord`.
-        settings: of schedules and optimizers that the script gives otherwise than the saved run's
-            script: "saved" or "script", as for `Checkpoints.resume`; default: "saved".
-        transform, window: of a training stream, as of `ElasticLoader.from_iterable`.
+        settings: whose settings of schedules and optimizers count if the script's differ from the
+            saved run's: "saved" or "script", as for `Checkpoints.resume`; default: "saved".
+        transform, window: for a training stream, as for `ElasticLoader.from_iterable`.
     """
 
     microbatch: int | None
@@ -53,23 +53,23 @@ OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change", "transform", "win
 
 
 class FrameworkRun:
-    """The run of a framework's loop, whose parts are there late. Calls come from all ranks.
+    """The run of a framework's loop, whose parts are created late. Calls come from all ranks.
 
     Args:
         folder: path or URL of the run.
-        make_state: called when the run is needed first; again after `close`.
+        make_state: called at the first use of the run; again after `close`.
         global_batch: samples of an optimizer step, on all ranks together.
         say: prints a line on the first rank, through the framework's own console.
         options: `RunOptions`.
 
     Attributes:
-        folder: of the run.
+        folder: path or URL of the run.
         loader: the `ElasticLoader` over the training data; None before it is made.
         state: the `TrainState`; None before the run is opened.
         checkpoints: the `Checkpoints`; None before the run is opened.
         report: the `ResumeReport` of the last resume; None if there was nothing.
-        has_stepped: whether the optimizer has, in a step that is not counted yet.
-        microbatch, seed, is_exact: of the options.
+        has_stepped: whether the optimizer has stepped, in a step that is not counted yet.
+        microbatch, seed, is_exact: taken from the options.
 
     Raises:
         TypeError: an option that is not of `RunOptions`, or of another type.
@@ -100,26 +100,26 @@ class FrameworkRun:
         self.is_exact: bool = options.get("exact", False)
         self._make_state = make_state
         self._say = say
-        self._put_off: Callable[[], None] | None = None  # what is due after the counted step
+        self._put_off: Callable[[], None] | None = None  # work that is due after the counted step
         self._is_open = False
         self._is_begun = False  # resumed, or begun in an empty folder
         self._of_loader = {name: options.pop(name) for name in OF_LOADER if name in options}
         self._of_loader["global_batch"] = global_batch
         self._settings = options.pop("settings", "saved")
         self._of_checkpoints = options
-        # Raises what is wrong with its options; the framework's group may come later.
+        # Raises for wrong options now; the framework's process group may come later.
         self._checkpoints_of(anyrank.TrainState(), process_group=anyrank.ALONE)
 
     def _checkpoints_of(self, state: anyrank.TrainState, **more: Any) -> anyrank.Checkpoints:
         return anyrank.Checkpoints(self.folder, state, **self._of_checkpoints, **more)
 
     def make_loader(self, dataloader: Any, process_group: Any = None) -> anyrank.ElasticLoader:
-        """The steps over what a DataLoader reads; raises as `elastic_loader`."""
+        """The loader of steps over a DataLoader's data; raises like `elastic_loader`."""
         self.loader = elastic_loader(dataloader, process_group=process_group, **self._of_loader)
         return self.loader
 
     def open(self) -> anyrank.Checkpoints:
-        """The checkpoints, of a state that is made now if the run is not open."""
+        """The checkpoints, with a state that is made now if the run is not open."""
         if self.checkpoints is None or not self._is_open:
             self.state = self._make_state()
             self.checkpoints = self._checkpoints_of(self.state)
@@ -127,10 +127,10 @@ class FrameworkRun:
         return self.checkpoints
 
     def resume(self, which: Any, **options: Any) -> None:
-        """Resume, and say so; the arguments and errors are those of `Checkpoints.resume`."""
+        """Resume and print a line; arguments and errors are those of `Checkpoints.resume`."""
         self.report = None
         self.report = self.open().resume(which, settings=self._settings, **options)
-        # A framework's loop prints no report, and people have to see where their run goes on.
+        # A framework's loop prints no report, and people must see where their run continues.
         if self.report is not None and not (dist.is_initialized() and dist.get_rank()):
             self._say(f"anyrank: {self.report.in_a_line()}")
         self._is_begun = True
@@ -149,11 +149,11 @@ class FrameworkRun:
         self._is_begun = True
 
     def note_step(self, *_: Any) -> None:
-        """The optimizer has stepped; also as its hook."""
+        """Note that the optimizer has stepped; also used as its hook."""
         self.has_stepped = True
 
     def mean_loss(self, step: Any) -> torch.Tensor:
-        """The mean loss of a step that is complete, equal on all ranks. All ranks.
+        """The mean loss of a complete step, equal on all ranks. All ranks.
 
         Without exact=True it is averaged on the device, so that the host does not wait for it.
         """
@@ -164,8 +164,10 @@ class FrameworkRun:
         return loss / dist.get_world_size()
 
     def count(self, *, hold: bool = False) -> None:
-        """Count the step whose optimizer has stepped, once, and save when due; with `hold` at the
-        next call: the code after an epoch's last step, as a schedule's step, belongs to that step.
+        """Count the step whose optimizer has stepped, once, and save when due.
+
+        With `hold`, save at the next call: the code after an epoch's last step, such as a
+        schedule's step, belongs to that step.
         """
         end_step, self._put_off = self._put_off, None
         if end_step is not None:
@@ -180,29 +182,30 @@ class FrameworkRun:
 
     @property
     def is_held(self) -> bool:
-        """Whether the last step is counted, and what is due after it waits."""
+        """Return whether the last step is counted, and the work due after it still waits."""
         return self._put_off is not None
 
     def save(self) -> str | None:
-        """Save after an optimizer's step, unless that step is saved; the newest committed path."""
+        """Save after an optimizer step, unless it is saved; return the newest committed path."""
         self.count()
         checkpoints = self.open()
         checkpoints.save(unless_saved=True)
         return checkpoints.latest()
 
     def end_if_asked(self) -> None:
-        """End the run now if SIGTERM has come to any rank, with the last whole step saved: in a
-        callback of each batch of an evaluation. All ranks, equally often.
+        """End the run now if any rank has received SIGTERM, with the last whole step saved.
+
+        Call it in a callback of each batch of an evaluation. All ranks must call it equally often.
 
         Raises:
-            SystemExit: it has come.
+            SystemExit: SIGTERM was received.
         """
         self.open().end_if_asked()
 
     def close(self) -> None:
-        """Save the last step that was trained, if one was, and release the folder.
+        """Save the last trained step, if there is one, and release the folder.
 
-        State and checkpoints stay: what they know is asked for after the end.
+        State and checkpoints stay, because users ask them after the end.
         """
         if self._is_open and self.checkpoints is not None and self.state is not None:
             self.count()

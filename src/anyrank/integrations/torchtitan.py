@@ -1,7 +1,7 @@
 """A CheckpointManager in torchtitan's shape, over a run that is resumed on any number of ranks.
 
-Tested with torchtitan 0.3, of which it imports nothing: what it takes are torchtitan's own objects,
-or any of the same shape.
+Tested with torchtitan 0.3, but imports nothing from it: it takes torchtitan's own objects, or any
+of the same shape.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ warn_if_untested("torchtitan")
 
 
 class CheckpointManager:
-    """What a torchtitan trainer calls to save and load, with its arguments. All ranks.
+    """Saves and loads for a torchtitan trainer, with torchtitan's arguments. All ranks.
 
-    Files are those of `anyrank.Checkpoints`, in `base_folder/config.folder`. Of the configuration
-    these count: enable, folder, interval, keep_latest_k (0 keeps all), async_mode, load_only,
-    exclude_from_loading, enable_first_step_checkpoint, initial_load_path. The last save is whole,
-    whatever last_save_model_only says.
+    Files are those of `anyrank.Checkpoints`, in `base_folder/config.folder`. These settings of the
+    configuration count: enable, folder, interval, keep_latest_k (0 keeps all), async_mode,
+    load_only, exclude_from_loading, enable_first_step_checkpoint, initial_load_path. The last save
+    is whole, whatever last_save_model_only says.
 
     torchtitan's own data loader has a state for each rank, which is resumed on the same number of
     ranks, or left out with exclude_from_loading=["dataloader"]. With an `ElasticLoader` in its
@@ -42,10 +42,10 @@ class CheckpointManager:
         model_parts: the model, as the only entry.
         optimizers: an `OptimizersContainer`.
         lr_schedulers: an `LRSchedulersContainer`.
-        states: further parts with a `state_dict`, as {"train_state": trainer}.
+        states: further parts with a `state_dict`, such as {"train_state": trainer}.
         sd_adapter: not used.
-        base_folder: of the job.
-        seed: of the run.
+        base_folder: the job's folder.
+        seed: seed of the run.
 
     Raises:
         ValueError: several model parts (pipeline stages); Hugging Face files, which anyrank does
@@ -120,12 +120,12 @@ class CheckpointManager:
         )
 
     def load(self, step: int = -1) -> bool:
-        """Restore a step, or the newest for -1. Whether there was one.
+        """Restore a step, or the newest for -1; return whether there was one.
 
         In an empty folder the weights of `initial_load_path` are loaded, if it is given.
 
         Raises:
-            CheckpointError: as `Checkpoints.resume`.
+            CheckpointError: as for `Checkpoints.resume`.
         """
         if not self.enable:
             return False
@@ -146,10 +146,10 @@ class CheckpointManager:
         return True
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save a step that is due, or the last. Whether it was saved.
+        """Save a step that is due, or the last; return whether it was saved.
 
         Raises:
-            CheckpointError: as `Checkpoints.save`.
+            CheckpointError: as for `Checkpoints.save`.
         """
         if not self.enable or getattr(self._config, "load_only", False):
             return False
@@ -161,7 +161,7 @@ class CheckpointManager:
         return True
 
     def maybe_wait_for_staging(self) -> None:
-        """Nothing: `save` returns once its copy is done."""
+        """Do nothing: `save` returns once its copy is done."""
 
     def maybe_wait_for_saving(self) -> None:
         """Return when no save is in flight.
@@ -173,6 +173,6 @@ class CheckpointManager:
             self._checkpoints.wait()
 
     def close(self) -> None:
-        """Finish what is in flight, and release the folder."""
+        """Finish the save in flight, and release the folder."""
         if self.enable:
             self._checkpoints.close()

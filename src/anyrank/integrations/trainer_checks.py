@@ -1,4 +1,4 @@
-"""What of a transformers Trainer cannot hold on any number of ranks, or would be done twice."""
+"""Options of a transformers Trainer that cannot hold on any number of ranks, or would act twice."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OF_ARGUMENTS = {"microbatch": "per_device_train_batch_size", "seed": "data_seed 
 
 
 def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
-    """Refuse what would go wrong silently.
+    """Refuse options that would go wrong silently.
 
     Args:
-        trainer: whatever was given.
-        keep: how many saved steps stay.
-        parts: the user's own, of the run.
+        trainer: whatever the user gave.
+        keep: the number of saved steps that stay.
+        parts: the user's own parts of the run.
 
     Raises:
-        TypeError: no Trainer; training data without a length.
+        TypeError: not a Trainer; training data without a length.
         ValueError: an option that does not fit; names it and the way out.
     """
     if not isinstance(trainer, transformers.Trainer):
@@ -56,7 +56,7 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
 
 
 def _of_arguments(args: Any, keep: int) -> Iterator[str]:
-    """What is wrong with the TrainingArguments."""
+    """Yield the problems of the TrainingArguments."""
     if args.gradient_accumulation_steps != 1:
         yield (
             f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: leave it at 1; "
@@ -100,7 +100,7 @@ def _of_arguments(args: Any, keep: int) -> Iterator[str]:
 
 
 def _of_parallelism(trainer: Any) -> Iterator[str]:
-    """What is wrong with how the Trainer spreads the model."""
+    """Yield the problems of the way in which the Trainer spreads the model."""
     accelerator = trainer.accelerator
     if trainer.args.n_gpu > 1:
         yield "several GPUs in one process (DataParallel): start one process a GPU with torchrun"
@@ -135,7 +135,7 @@ def check_recompute(model: Any, args: Any) -> None:
     if not any(getattr(args, name, False) for name in names):
         return
     for module in model.modules():
-        # A patch of a layer that transformers would recompute; transformers keeps the function
+        # Patched layers that transformers would recompute as well; transformers keeps the function
         # that it was given in an attribute.
         forward = vars(module).get("forward") if hasattr(module, "gradient_checkpointing") else None
         if getattr(forward, "kind", "") == "recompute_" or any(
@@ -148,7 +148,7 @@ def check_recompute(model: Any, args: Any) -> None:
 
 
 def check_other_checkpoints(output_dir: str, folder: str) -> None:
-    """Refuse to start anew where the Trainer itself has saved, and a resume was asked for.
+    """Refuse to start anew where the Trainer itself has saved, if a resume was requested.
 
     Raises:
         ValueError: the output folder holds a checkpoint-N.
@@ -166,7 +166,7 @@ def without_sharding(loader: Any) -> Any:
 
     A DataLoader that a subclass did not prepare is returned as it is.
     """
-    stream: Any = loader.dataset  # within the datasets that Accelerate puts around it
+    stream: Any = loader.dataset  # inside the datasets that Accelerate wraps around it
     while not has_shards(stream) and isinstance(stream, IterableDataset):
         stream = getattr(stream, "dataset", None)
     batches: Any = getattr(loader, "batch_sampler", None)

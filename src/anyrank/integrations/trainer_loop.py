@@ -1,4 +1,4 @@
-"""A transformers Trainer whose batch is a whole step, so that none of its counts knows ranks."""
+"""A transformers Trainer whose batch is a whole step, so that its counts do not depend on ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from anyrank.integrations.trainer_checks import (
 
 log = logging.getLogger("anyrank.integrations")
 
-# Of the Trainer's state, what it counts and logs; the rest follows from its arguments.
+# The part of the Trainer's state that it counts and logs; the rest follows from its arguments.
 COUNTS = (
     "epoch",
     "global_step",
@@ -39,10 +39,10 @@ COUNTS = (
 
 
 class ElasticRun(FrameworkRun):
-    """The run of an elastic trainer, as its attribute `elastic`.
+    """The run of an elastic trainer: its attribute `elastic`.
 
     Attributes:
-        folder: of the run.
+        folder: path or URL of the run.
         loader: the `ElasticLoader` of the last `train()`; None before.
         checkpoints: its `Checkpoints`; None before.
         report: the `ResumeReport` of the last `train()`; None if it started anew.
@@ -50,14 +50,14 @@ class ElasticRun(FrameworkRun):
 
 
 class Endless(IterableDataset[int]):
-    """The numbers of steps, where nobody knows how many an epoch has."""
+    """The numbers of steps, for data whose steps per epoch are unknown."""
 
     def __iter__(self) -> Iterator[int]:
         return count()
 
 
 class Microbatch(NamedTuple):
-    """A microbatch that runs: its step, and its tokens where losses are weighted by tokens."""
+    """A running microbatch: its step, and its tokens if losses are weighted by tokens."""
 
     step: Any
     tokens: int | None
@@ -65,18 +65,18 @@ class Microbatch(NamedTuple):
 
 @dataclass
 class Training:
-    """What an elastic trainer was asked for, and what it is in the middle of.
+    """The request of an elastic trainer's `train()`, and its progress.
 
     Attributes:
         global_batch: samples of a step.
-        parts: the user's own, of the run.
-        best: the steps that retention has to leave, as one of them is the best so far.
-        numbers: what the Trainer counts steps with, once it has asked for its data.
-        which: what `train` is to resume; None or False starts anew.
-        prepared: what the Trainer's own preparation returned.
-        steps: of the loader, in the current epoch.
-        step: that runs, or was last.
-        microbatch: the one that runs.
+        parts: the user's own parts of the run.
+        best: the steps that retention has to leave, because one of them is the best so far.
+        numbers: the data with which the Trainer counts steps, once it has asked for it.
+        which: the step or path that `train` resumes; None or False starts anew.
+        prepared: the result of the Trainer's own preparation.
+        steps: the loader's steps in the current epoch.
+        step: the step that runs, or ran last.
+        microbatch: the microbatch that runs.
     """
 
     global_batch: int
@@ -93,7 +93,7 @@ class Training:
 class TrainerCounts:
     """The Trainer's counts, logs and callbacks' states as a part of the run.
 
-    As in the Trainer's own checkpoints they are the first rank's: times in the logs differ.
+    Like the Trainer's own checkpoints they hold the first rank's: times in the logs differ.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -105,7 +105,7 @@ class TrainerCounts:
         return {"json": json.dumps({"state": state, "callbacks": callbacks}, default=float)}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """Set them in place, as others may hold the callbacks."""
+        """Set them in place, because others may hold the callbacks."""
         loaded = json.loads(state_dict["json"])
         vars(self._trainer.state).update({name: loaded["state"][name] for name in COUNTS})
         for name, some in self._named().items():
@@ -122,7 +122,7 @@ class TrainerCounts:
 
 
 class ElasticTrainer(Trainer):
-    """What `elastic` puts in front of a trainer's own class."""
+    """The class that `elastic` puts in front of a trainer's own class."""
 
     elastic: ElasticRun
     _elastic: Training
@@ -140,7 +140,7 @@ class ElasticTrainer(Trainer):
         Raises:
             ValueError: `trial`; a new run where there is one; gradient_checkpointing besides
                 enable_recompute().
-            CheckpointError: the run does not fit; as `Checkpoints.resume` and `save`.
+            CheckpointError: the run does not fit; as for `Checkpoints.resume` and `save`.
         """
         if trial is not None:
             raise ValueError("hyperparameter search makes many runs of one trainer: make one each")
@@ -166,7 +166,7 @@ class ElasticTrainer(Trainer):
         loader, state = self.elastic.loader, self.elastic.state
         assert loader is not None
         assert state is not None
-        self.state.global_step = state.step  # also of a run that another tool began
+        self.state.global_step = state.step  # also for a run that another tool began
         self._elastic_find_best()
         return loader.epoch, loader.consumed // self._elastic.global_batch
 
@@ -182,7 +182,7 @@ class ElasticTrainer(Trainer):
             check_other_checkpoints(str(self.args.output_dir), run.folder)
 
     def _elastic_prepare(self, max_steps: int) -> Any:
-        """The Trainer's own preparation; a model that is sharded already stays as it is."""
+        """Run the Trainer's own preparation; a model that is sharded already stays as it is."""
         loaded = self.is_distributed_loading_by_transformers
         model: Any = self.model_wrapped
         is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
@@ -196,7 +196,7 @@ class ElasticTrainer(Trainer):
         return self._elastic.prepared
 
     def _elastic_state(self) -> anyrank.TrainState:
-        """What the Trainer has prepared, as the state of a run."""
+        """Make the state of a run from everything that the Trainer has prepared."""
         return anyrank.TrainState(
             self.model_wrapped,
             self.optimizer,  # pyright: ignore[reportArgumentType]
@@ -216,8 +216,8 @@ class ElasticTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        # After the log, so that a save has it; at an epoch's end after the evaluation that follows
-        # and may step the schedule.
+        # After the log, so that a save contains it; at an epoch's end after the evaluation that
+        # follows and may step the schedule.
         step = self._elastic.step
         self.elastic.count(hold=step is not None and step.ends_epoch)
 
@@ -226,11 +226,11 @@ class ElasticTrainer(Trainer):
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         is_best = super()._determine_best_metric(*args, **kwargs)
         if is_best and self.args.load_best_model_at_end:
-            self.control.should_save = True  # also where evaluation alone is due
+            self.control.should_save = True  # also if only an evaluation is due
         return is_best
 
     def _elastic_keep_best(self) -> None:
-        """After a save: if its step is the best so far, it stays, in place of the one before."""
+        """After a save: keep its step if it is the best so far, in place of the former best."""
         ckpts, state = self.elastic.checkpoints, self.state
         assert ckpts is not None
         if self.args.load_best_model_at_end and state.best_global_step == state.global_step:
@@ -238,7 +238,7 @@ class ElasticTrainer(Trainer):
             self._elastic_set_best(ckpts.latest())
 
     def _elastic_find_best(self) -> None:
-        """After a resume: the best step so far stays, if it is there."""
+        """After a resume: keep the best step so far, if it exists."""
         ckpts, best = self.elastic.checkpoints, self.state.best_global_step
         assert ckpts is not None
         if not self.args.load_best_model_at_end or best is None:
@@ -273,7 +273,7 @@ class ElasticTrainer(Trainer):
     # -- the data ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The numbers of an epoch's steps, while the trainer trains; else the Trainer's own."""
+        """The numbers of an epoch's steps while the trainer trains; else the Trainer's own data."""
         plain = super().get_train_dataloader()
         if not self.is_in_train:
             return plain
@@ -282,12 +282,12 @@ class ElasticTrainer(Trainer):
             numbers: Any = Endless()
             if hasattr(self.train_dataset, "__len__"):
                 numbers = range(len(loader))
-            # With a generator of its own it draws nothing from the ambient stream.
+            # With its own generator it draws nothing from the ambient stream.
             self._elastic.numbers = DataLoader(numbers, generator=torch.Generator())
         return self._elastic.numbers
 
     def num_examples(self, dataloader: Any) -> int:
-        """Samples of an epoch."""
+        """The number of samples in an epoch."""
         if dataloader is self._elastic.numbers:
             if not hasattr(self.train_dataset, "__len__"):
                 return self._elastic.global_batch * self.args.max_steps
@@ -295,7 +295,7 @@ class ElasticTrainer(Trainer):
         return super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of a step."""
+        """The number of samples in a step."""
         return self._elastic.global_batch
 
     def _run_epoch(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -310,7 +310,7 @@ class ElasticTrainer(Trainer):
         try:
             super()._run_epoch(**kwargs)
             if run.loader.epoch > epoch:
-                next(steps, None)  # compares what was read with what was to be read
+                next(steps, None)  # compares the samples read with the samples planned
             elif not self.control.should_training_stop:
                 raise ValueError(
                     f"epoch {epoch} was left before its end (should_epoch_stop), and the rest of "
@@ -322,7 +322,7 @@ class ElasticTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
-        """The next step, as the only batch; none behind the end of a stream's epoch."""
+        """The next step, as the only batch; none after the end of a stream's epoch."""
         assert self._elastic.steps is not None  # _run_epoch has begun them
         return [*islice(self._elastic.steps, 1)], None
 
@@ -350,14 +350,14 @@ class ElasticTrainer(Trainer):
         return self.elastic.mean_loss(step).float().to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """With exact=True the step's own, as accelerate adds up by shard."""
+        """With exact=True clip by the step's own norm: accelerate's depends on the sharding."""
         if not self.elastic.is_exact:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         return self._elastic.step.clip_grad_norm_(self.args.max_grad_norm)
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As without elastic; while a step runs, weighted for its global mean."""
+        """Compute the loss as the Trainer does; during a step, weighted for the global mean."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
         running = self._elastic.microbatch
         if running is None:
@@ -368,7 +368,7 @@ class ElasticTrainer(Trainer):
 
     @contextmanager
     def _elastic_rank_alone(self) -> Generator[None]:
-        """The Trainer counts tokens on this rank alone."""
+        """Let the Trainer count tokens on this rank alone."""
         across = self.args.average_tokens_across_devices
         try:
             self.args.average_tokens_across_devices = False
@@ -377,7 +377,7 @@ class ElasticTrainer(Trainer):
             self.args.average_tokens_across_devices = across
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Not counted: the Trainer asks for a step's, which has no tensors of its own."""
+        """Return nothing useful: the Trainer asks for a step's count, but a step has no tensors."""
         return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

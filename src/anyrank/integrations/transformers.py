@@ -32,38 +32,39 @@ def elastic(
     base: str | os.PathLike[str] | Sequence[str] | None = None,
     **options: Any,
 ) -> T:
-    """Make a Trainer's run independent of the number of ranks, and saved in a folder of its own.
+    """Make a Trainer's run independent of the number of ranks, and saved in its own folder.
 
-    Call it on every rank, before `train()`. The trainer that it returns is of a subclass with the
-    same name, so that any subclass of Trainer keeps its own methods. It takes over the one that was
-    given: their attributes are one and the same, and `train()` of either is that of the run.
+    Call it on every rank, before `train()`. The returned trainer is of a subclass with the same
+    name, so that any subclass of Trainer keeps its own methods. It takes over the given trainer:
+    both share their attributes, and `train()` of either is that of the run.
 
     Where the Trainer would write `checkpoint-N` the run is saved in `folder`; the page on
     transformers in the documentation says what is saved, and how losses are weighted.
 
     `train(resume_from_checkpoint=True)` continues the newest step, and starts anew in an empty
-    folder; the path of a saved step continues that one, and the path of what the Trainer or another
-    tool saved begins the run with it. `train()` only starts new runs.
+    folder. The path of a saved step continues that step, and the path of a checkpoint that the
+    Trainer or another tool saved begins the run with it. `train()` only starts new runs.
 
     Args:
         trainer: made as usual, with gradient_accumulation_steps=1.
-        folder: of the run, as in `Checkpoints`; also a URL.
+        folder: path or URL of the run, as in `Checkpoints`.
         global_batch: samples of an optimizer step, a multiple of per_device_train_batch_size.
         base: where the frozen weights under adapters come from; the run is saved without them, see
             `TrainState`.
-        options: of the run, as `every="10min"`, which `anyrank.integrations.run.RunOptions` lists
-            (microbatch and seed are those of TrainingArguments); all others are further parts of
-            it, as in `TrainState`: `ema=averaged_model`. `every` saves besides what save_strategy
-            and save_steps ask for; `keep` is no more than save_total_limit.
+        options: options of the run, such as `every="10min"`, which
+            `anyrank.integrations.run.RunOptions` lists (microbatch and seed come from
+            TrainingArguments); all others are further parts of the run, as in `TrainState`:
+            `ema=averaged_model`. `every` saves in addition to save_strategy and save_steps; `keep`
+            is no more than save_total_limit.
 
     Returns:
         The elastic trainer. Its attribute `elastic`, an `ElasticRun`, has the run's loader,
         checkpoints and resume report.
 
     Raises:
-        TypeError: no Trainer; training data without a length; sizes that are not ints.
-        ValueError: an option of the Trainer that cannot hold on any number of ranks, or would do
-            the same a second time; names it, and what to do.
+        TypeError: not a Trainer; training data without a length; sizes that are not ints.
+        ValueError: an option of the Trainer that cannot hold on any number of ranks, or would act a
+            second time; the message names it and the way out.
 
     Example::
 
@@ -84,7 +85,7 @@ def elastic(
     check_trainer(trainer, options.get("keep", 3), parts)
     args = trainer.args
     keep_every: Any = options.get("keep_every")
-    # It raises what is wrong with the sizes and the ranks.
+    # Raises for wrong sizes and ranks.
     anyrank.ElasticLoader(
         range(1), global_batch=global_batch, microbatch=args.per_device_train_batch_size
     )
@@ -98,9 +99,7 @@ def elastic(
     if args.load_best_model_at_end:
         options["keep_every"] = stays
     elastic_trainer: Any = object.__new__(_elastic_class(type(trainer)))
-    elastic_trainer.__dict__ = vars(
-        trainer
-    )  # one and the same, for what holds the trainer that was given
+    elastic_trainer.__dict__ = vars(trainer)  # shared with whatever holds the given trainer
     elastic_trainer.elastic = ElasticRun(
         folder,
         elastic_trainer._elastic_state,
@@ -113,12 +112,12 @@ def elastic(
     elastic_trainer._elastic = training
     elastic_trainer.train = (
         elastic_trainer.train
-    )  # bound to the elastic one, for the trainer that was given as well
+    )  # bound to the elastic trainer, for the given one as well
     return elastic_trainer
 
 
 @cache
 def _elastic_class(plain: type[Trainer]) -> type[Trainer]:
-    """The subclass for a class of trainers, of the same name."""
+    """The subclass, of the same name, for a class of trainers."""
     body = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(plain.__name__, (ElasticTrainer, plain), body)

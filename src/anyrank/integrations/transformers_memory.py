@@ -25,7 +25,7 @@ MLPS = ("mlp", "feed_forward", "ffn", "shared_expert", "shared_experts", "shared
 
 
 class MemoryHandle:
-    """Undoes what a function of this module did.
+    """Undoes a change by a function of this module.
 
     Attributes:
         names: the modules that were changed.
@@ -44,21 +44,21 @@ class MemoryHandle:
 def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -> MemoryHandle:
     """Recompute the layers of a transformers model in backward, as `anyrank.recompute` does.
 
-    In place of the model's own activation checkpointing: the model itself says which modules are
-    its layers. With gradients these get no cache, as `anyrank.recompute_` says; without, they do.
-    Each rank by itself, before or after wrapping. Leave `gradient_checkpointing` of
-    TrainingArguments off, which would recompute a second time.
+    It replaces the model's own activation checkpointing: the model itself says which modules are
+    its layers. With gradients these get no cache, as `anyrank.recompute_` says; without gradients
+    they do. Ranks call it on their own, before or after wrapping. Leave `gradient_checkpointing` of
+    TrainingArguments off, because it would recompute a second time.
 
     Args:
-        model: a model, wrapped or not; PEFT's too.
+        model: a model, wrapped or not; a PEFT model too.
         offload: moves the layers' inputs to host memory until backward.
 
     Returns:
         A handle whose `remove()` restores the model, and whose `names` lists the layers.
 
     Raises:
-        ValueError: no transformers model is in it, it supports no activation checkpointing, or its
-            layers are recomputed already.
+        ValueError: the model holds no transformers model, it does not support activation
+            checkpointing, or its layers are recomputed already.
 
     Example::
 
@@ -85,8 +85,8 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
         if id(part) in marked and not any(id(p) in marked for p in part.modules() if p is not part)
     }
     if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers.values()):
-        # These drop their cache in training mode, without gradients as well, where generate() needs
-        # it. Only a model with code of its own calls the function that it is given itself.
+        # These drop their cache in training mode, even without gradients, where generate() needs
+        # it. Only a model with its own code calls the function that it is given itself.
         undo.pop()()
         try:
             for name in layers:
@@ -96,7 +96,7 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
                 restore()
             raise
     if any(not parameter.requires_grad for parameter in inner.parameters()):
-        # A layer of frozen weights and trained adapters needs an input to give a gradient to.
+        # A layer of frozen weights and trained adapters needs an input that takes a gradient.
         inner.enable_input_require_grads()
         undo.append(inner.disable_input_require_grads)
     return MemoryHandle(list(layers), undo)
@@ -107,22 +107,22 @@ def tile_mlps(
 ) -> MemoryHandle:
     """Run the MLPs of a transformers model in tiles of tokens, as `anyrank.tile_` does.
 
-    Finds dense MLPs, vision towers' and shared experts included, and the experts of MoE layers: of
-    these, the block around them stays whole, which computes the router's logits once. An MLP that
-    takes more than rows and their residual (the height of an image, a state, a mask) may need all
-    rows at a time: it stays whole, and a warning names it. Each rank by itself, before or after
-    wrapping.
+    It finds dense MLPs, including those of vision towers and shared experts, and the experts of MoE
+    layers: of these, the surrounding block, which computes the router's logits once, stays whole.
+    An MLP that takes more than rows and their residual (the height of an image, a state, a mask)
+    may need all rows at a time: it stays whole, and a warning names it. Ranks call it on their own,
+    before or after wrapping.
 
     Args:
-        model: a model, wrapped or not; PEFT's too.
-        chunk_size: tokens of a tile.
+        model: a model, wrapped or not; a PEFT model too.
+        chunk_size: tokens per tile.
         grad_dtype: as in `anyrank.tile_`.
 
     Returns:
         A handle whose `remove()` restores the model, and whose `names` lists the modules.
 
     Raises:
-        ValueError: the model has no such module; names a way.
+        ValueError: the model has no such module; the message names a way.
 
     Example::
 
@@ -159,23 +159,23 @@ def tiled_loss(
     """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
 
     With gradients and labels, the `logits` of the model's result are computed when they are used,
-    all of them at once: what only trains never does. Without gradients (evaluation, generation) or
-    labels (a loss of one's own) everything is as before. Names of parameters, ties and checkpoints
-    stay. Each rank by itself, before or after wrapping.
+    all of them at once: code that only trains never uses them. Without gradients (evaluation,
+    generation) or without labels (a loss of your own) everything is as before. Names of parameters,
+    ties and checkpoints do not change. Ranks call it on their own, before or after wrapping.
 
     Args:
-        model: with `ForCausalLMLoss` as its loss, wrapped or not; PEFT's too.
-        chunk_size: tokens of a tile.
+        model: a model with `ForCausalLMLoss` as its loss, wrapped or not; a PEFT model too.
+        chunk_size: tokens per tile.
         grad_dtype: as in `anyrank.tiled_loss`.
 
     Returns:
         A handle whose `remove()` restores the model, and whose `names` has the head.
 
     Raises:
-        ValueError: a head that is no nn.Linear with a forward of its own (with adapters, or a unit
-            of FSDP2), another loss, a model that computes its loss in its forward (T5, Whisper);
-            when it runs: a model that scales or caps its logits, or whose head or loss function
-            was replaced or wrapped since.
+        ValueError: a head that is not an nn.Linear with its own forward (one with adapters, or an
+            FSDP2 unit), another loss, a model that computes its loss in its forward (T5, Whisper);
+            when it runs: a model that scales or caps its logits, or whose head or loss function was
+            replaced or wrapped since.
 
     Example::
 
@@ -218,8 +218,9 @@ def tiled_loss(
 
 
 def _asks_for_its_loss(kind: type) -> bool:
-    """Whether a class of models, or one that it derives from, uses `loss_function` in its forward.
-    A use in one of several branches counts: what runs is looked at again, in each forward.
+    """Return whether a class of models, or a base of it, uses `loss_function` in its forward.
+
+    A use in one of several branches counts: each forward checks again what really runs.
     """
     forwards = (
         inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)
@@ -229,10 +230,10 @@ def _asks_for_its_loss(kind: type) -> bool:
 
 
 def _check_head(head: Any) -> None:
-    """Refuse a head that is more than its product, as it is computed in one pass with the loss.
+    """Refuse a head that is more than its product, which is computed in one pass with the loss.
 
     Raises:
-        ValueError: it is no nn.Linear, or has hooks.
+        ValueError: it is not an nn.Linear, or has hooks.
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if type(head) is not nn.Linear or any(vars(head)[name] for name in names):
@@ -248,12 +249,12 @@ class _HeadAndLoss:
     def __init__(self, head: Any, plain: Callable[..., Any], options: dict[str, Any]) -> None:
         self.head, self.plain, self.options = head, plain, options
         self.handed: torch.Tensor | None = None
-        # What the model takes for its logits, and what its result gets in their place.
+        # The model's supposed logits, and what its result gets in their place.
         self.exchanged: tuple[list[torch.Tensor], LateLogits] | None = None
-        self.has_labels = False  # whether the model runs, and will ask for its loss
+        self.has_labels = False  # whether the model is running and will ask for its loss
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model's forward."""
+        """Prepare for the model's forward."""
         if model.get_output_embeddings() is not self.head:
             raise ValueError(
                 "the model's head was replaced after tiled_loss(), as by get_peft_model() with it "
@@ -264,11 +265,11 @@ class _HeadAndLoss:
         self.has_labels = {**bound, **bound.get("kwargs", {})}.get("labels") is not None
 
     def end(self, model: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """After it, also where it raised: the result, with logits that are computed when used."""
+        """Finish the forward, also if it raised; return the result with logits computed on use."""
         self.has_labels = False
         handed, self.handed = self.handed, None
         exchanged, self.exchanged = self.exchanged, None
-        # Where forward raised there is no result, and its own error is the one to see.
+        # If forward raised there is no result, and the user must see its own error.
         if handed is not None and result is not None:
             raise ValueError(
                 f"the forward of {type(model).__name__} has used its head and not the loss "
@@ -324,11 +325,11 @@ class _HeadAndLoss:
                 "and call anyrank.tiled_loss() with a function that does the same"
             )
         cast = None if logits is handed else logits.dtype
-        # Here, where FSDP2 has gathered the head.
+        # Called here because FSDP2 has gathered the head by now.
         self.exchanged = [handed, logits], LateLogits(self.head, handed, cast)
         if shift_labels is None:  # the label of a token is the next one
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        # The same parameters in a module whose forward is its own: computed in one pass.
+        # The same parameters in a module with a plain forward, computed in one pass.
         twin = copy.copy(self.head)
         del twin.__dict__["forward"]
         return anyrank.tiled_loss(
@@ -342,7 +343,7 @@ class _HeadAndLoss:
 
 
 def _inner_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model in the wrappers of DDP, torch.compile and PEFT.
+    """The transformers model inside the wrappers of DDP, torch.compile and PEFT.
 
     Raises:
         ValueError: there is none.
@@ -379,6 +380,6 @@ def _mlps(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    """Names of what a module's forward takes, without `*args` and `**kwargs`."""
+    """Names of the arguments of a module's forward, without `*args` and `**kwargs`."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

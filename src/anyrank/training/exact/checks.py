@@ -1,4 +1,4 @@
-"""What keeps a run from the same bits on any number of ranks: refused, or noted."""
+"""Refuses, or notes, conditions that keep a run from the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anyrank.training.gradients.sync import GradientSync
 from anyrank.versions import __version__
 from anyrank.world.ranks import Ranks
 
-SAMPLED = 1 << 14  # elements of a buffer; larger ones are compared whole in a model's first step
+SAMPLED = 1 << 14  # elements of a buffer; larger ones are compared whole only in the first step
 KEEPS_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -42,7 +42,7 @@ COMPILED = (
 
 
 def environment(model: nn.Module) -> dict[str, int | str]:
-    """What the results of a model on this rank depend on, apart from its data."""
+    """The conditions, apart from its data, on which a model's results on this rank depend."""
     return {
         "threads": torch.get_num_threads(),
         "device": " and ".join(_device_types(model)),
@@ -54,7 +54,7 @@ def environment(model: nn.Module) -> dict[str, int | str]:
 
 
 def _device_types(model: nn.Module) -> list[str]:
-    """The types of devices that a model is on."""
+    """The device types that a model is on."""
     return sorted({parameter.device.type for parameter in model.parameters()})
 
 
@@ -70,7 +70,7 @@ def check_threads(record: Mapping[str, Any], error: Callable[[str], Exception]) 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How this run differs from a record, in words."""
+    """Describe how this run differs from a record."""
     reasons = {
         "anyrank": "it may add up in another order",
         "wrapper": "where a unit of FSDP2 uses its input several times, as with skip connections, "
@@ -85,12 +85,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile wraps a model or a module of it."""
+    """Return whether torch.compile wraps a model or a module of it."""
     return any(name.endswith("_orig_mod") for name, _ in model.named_modules())
 
 
 def check_model(model: nn.Module, ranks: Ranks) -> None:
-    """Refuse what makes results depend on the number of ranks.
+    """Refuse a model whose results depend on the number of ranks.
 
     Raises:
         ValueError: names the module or the parameter, and the way out.
@@ -138,12 +138,15 @@ def check_model(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _updates_statistics(module: nn.Module) -> bool:
-    """Whether a forward pass changes a module's running statistics, which no version counts."""
+    """Return whether a forward pass changes a module's running statistics.
+
+    The statistics' versions do not count such changes.
+    """
     return isinstance(module, KEEPS_STATISTICS) and module.training and module.track_running_stats
 
 
 def sparse_gradient(name: str, layout: torch.layout) -> str:
-    """Why a gradient that is not dense is refused, and the way out."""
+    """Explain why a gradient that is not dense is refused, and the way out."""
     return (
         f"the gradient of {name} is {layout}, which exact=True does not add up: build the module "
         "with sparse=False"
@@ -210,20 +213,20 @@ def check_wrappers(sync: GradientSync, ranks: Ranks) -> None:
             )
 
 
-# -- what the loop over microbatches changes in a model: each rank would have its own changes -----
+# -- changes of a model in the loop over microbatches, where each rank would have its own ---------
 #
 # A forward pass may update buffers (running statistics, counters) and parameters
-# (`Embedding(max_norm=...)`), and an optimizer may step in a gradient hook: refused.
+# (`Embedding(max_norm=...)`), and an optimizer may step in a gradient hook: all are refused.
 
 
 class ChangeWatch:
     """The parameters and buffers of a model when a pass over the microbatches begins.
 
     Args:
-        modules: of the model, by name.
-        parameters: the same.
-        is_first: it is the model's first pass: whole buffers, and writes through `.data`. In others
-            buffers are sampled, as an update may leave them as they were (DDP's broadcast).
+        modules: the modules of the model, by name.
+        parameters: the parameters of the model, by name.
+        is_first: this is the model's first pass: check whole buffers, and writes through `.data`.
+            Later passes sample buffers, because an update may restore them (DDP's broadcast).
     """
 
     def __init__(
@@ -250,13 +253,13 @@ class ChangeWatch:
             yield from module.named_buffers(prefix, recurse=False)
 
     def sample(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer, or in later passes elements all over a large one."""
+        """Return a buffer, or in later passes elements spread over a large one."""
         if self.is_first or buffer.numel() <= SAMPLED:
             return buffer
         return buffer.reshape(-1)[:: 1 + buffer.numel() // SAMPLED]
 
     def changed(self) -> list[str]:
-        """Names of what was changed, and forget the samples."""
+        """Return the names of changed parameters and buffers, and forget the samples."""
         before, self.before = self.before, {}
         parameters = [n for n, (tensor, old) in self.versions.items() if version_of(tensor) != old]
         buffers = [
@@ -271,7 +274,7 @@ class ChangeWatch:
     def is_changed(
         self, buffer: torch.Tensor, same: torch.Tensor, version: int, copy: torch.Tensor
     ) -> bool:
-        """Whether a buffer has other values than its sample."""
+        """Return whether a buffer has other values than its sample."""
         if buffer is same and version_of(buffer) == version and not self.is_first:
             return False
         if buffer.shape != same.shape or buffer.dtype != same.dtype:  # another buffer

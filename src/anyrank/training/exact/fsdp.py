@@ -1,8 +1,7 @@
 """FSDP2's gradient reduction in the order of the microbatches, through its public hooks.
 
-FSDP2 calls its reduce-scatter in every backward. The one here exchanges the round's microbatches,
-of which it keeps this rank's shard of the nodes; it returns zeros, and in the step's last backward
-the total.
+FSDP2 calls its reduce-scatter in every backward. This one exchanges the round's microbatches and
+keeps this rank's shard of the nodes; it returns zeros, and the total in the step's last backward.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class OrderedReduceScatter:
     """A unit's reduce-scatter, in the interface of `FSDPModule.set_custom_reduce_scatter`.
 
     Args:
-        rounds: of the step, in which the ranks take turns.
+        rounds: the rounds of the step, in which the ranks take turns.
         shards: the ranks that the unit is sharded over.
         replicas: the ranks that hold the same shard; None without replication.
     """
@@ -36,11 +35,11 @@ class OrderedReduceScatter:
     def __init__(self, rounds: Rounds, shards: OrderedGroup, replicas: OrderedGroup | None) -> None:
         self.rounds, self.shards, self.replicas = rounds, shards, replicas
         self.kept = TreeSum(rounds.count)  # this rank's shard
-        self.number = -1  # of the last round with a gradient
+        self.number = -1  # the last round with a gradient
         self.is_repeated = False  # there were several gradients in a round
-        self.is_complete = True  # nothing is kept that was not exchanged
+        self.is_complete = True  # everything kept here was exchanged
         self.used: set[int] = set()  # the unit's parameters that a microbatch here has used
-        self.without: set[int] = set()  # those that had no gradient before the pass
+        self.without: set[int] = set()  # parameters that had no gradient before the pass
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -57,7 +56,7 @@ class OrderedReduceScatter:
     ) -> None:
         """Add a microbatch's gradient; in the last round, give the sum of all."""
         if self.rounds.number == self.number:
-            # The round's first gradient may be exchanged when a second comes.
+            # The round's first gradient may have been exchanged when a second one comes.
             self.is_repeated = True
             output_tensor.zero_()
             return
@@ -72,19 +71,21 @@ class OrderedReduceScatter:
             output_tensor.zero_()
 
     def exchange(self, term: torch.Tensor, shards: OrderedGroup) -> None:
-        """Add up the round's microbatches, one of each rank: each rank gets its shard. All ranks.
+        """Add up the round's microbatches, one from each rank; each rank gets its shard. All ranks.
 
         Args:
-            term: this rank's gradient, which may be overwritten; in no sum where it is a copy's.
+            term: this rank's gradient, which may be overwritten; not part of a sum if it is a
+                copy's.
             shards: the ranks.
         """
         own_sum = TreeSum(self.rounds.count)
         if (leaf := self.rounds.leaf) is not None:
             own_sum.add(Span(leaf, leaf + 1), term)
             if term.device.type != "cpu":
-                # It was allocated on the compute stream, and outlives FSDP2's own reference. This
-                # stays: the sum is made on FSDP2's stream, and no event of it is waited for before
-                # the end of backward, up to which a reference of ours would hold the memory too.
+                # The term was allocated on the compute stream, and outlives FSDP2's own reference.
+                # Without this call the memory could be reused too early: the sum is computed on
+                # FSDP2's stream. Holding a reference instead would keep the memory to the end of
+                # backward, where that stream is first waited for.
                 term.record_stream(torch.accelerator.current_stream(term.device))
         spans_by_rank = self.rounds.unit_spans(self.number)
         shard_sum = start_reduce_scatter(own_sum, term, shards, spans_by_rank)()
@@ -99,11 +100,11 @@ class OrderedReduceScatter:
     def across_replicas(
         self, shard_sum: TreeSum, like: torch.Tensor, spans_by_rank: Sequence[Sequence[Span]]
     ) -> TreeSum:
-        """Add up a shard over the ranks that hold the same one, each a part of it. All of them.
+        """Add up a shard over the ranks that hold the same one, each with a part. All of them.
 
         Args:
-            shard_sum: its nodes.
-            like: gives its shape, dtype and device.
+            shard_sum: this rank's nodes.
+            like: a tensor that gives their shape, dtype and device.
             spans_by_rank: the nodes of each data-parallel rank.
         """
         assert self.replicas is not None
@@ -135,9 +136,9 @@ def unit_groups(
     """The groups over which a unit's gradients are reduced.
 
     Args:
-        parameter: one of the unit, a DTensor on a mesh of one or two axes.
+        parameter: one of the unit's parameters, a DTensor on a mesh of one or two axes.
         count: K, the microbatches of the step.
-        ranks: the ranks with different data, those of the mesh.
+        ranks: the ranks with different data, which are those of the mesh.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     members = dist.get_process_group_ranks
@@ -158,11 +159,11 @@ def reduction_dtype(parameter: Any) -> torch.dtype | None:
     """The dtype to which FSDP2 rounds a gradient before it is reduced.
 
     Args:
-        parameter: FSDP2's record of a parameter, of a group's `fsdp_params`.
+        parameter: FSDP2's record of a parameter, from a group's `fsdp_params`.
 
     Returns:
-        None where gradients are reduced as they come: without mixed precision, and since torch
-        2.15 with `MixedPrecisionPolicy(reduce_dtype=None)`, which until then meant `param_dtype`.
+        None if gradients are reduced as they come: without mixed precision, and since torch 2.15
+        with `MixedPrecisionPolicy(reduce_dtype=None)`, which until then meant `param_dtype`.
     """
     policy = parameter.mp_policy
     if policy.reduce_dtype is None and hasattr(type(parameter), "unsharded_grad_dtype"):
@@ -178,8 +179,8 @@ def installed(
 
     Args:
         unit: an FSDP2 module.
-        group: its group of parameters, which knows the settings to restore: torch has no public
-            way to read them.
+        group: its group of parameters, which stores the settings to restore, because torch has no
+            public way to read them.
         reduction: the reduce-scatter.
     """
     before = (
@@ -204,7 +205,7 @@ def installed(
 
 @contextmanager
 def exchanging(unit: Any) -> Generator[None, None, None]:
-    """Let an FSDP2 module reduce its gradients in every backward, as it may not do outside."""
+    """Let an FSDP2 module reduce its gradients in every backward; outside it may not do so."""
     before = [
         (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(unit)
     ]
@@ -223,7 +224,7 @@ def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator
     Args:
         unit: an FSDP2 module.
         group: its group of parameters, which has the tensors that autograd sees.
-        reduction: where it is recorded.
+        reduction: the reduction that records it.
     """
     if not all(hasattr(parameter, "unsharded_param") for parameter in group.fsdp_params):
         unit.unshard()  # once: these tensors live as long as the module
@@ -233,7 +234,7 @@ def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator
         if parameter.sharded_param.grad is None:
             reduction.without.add(number)
         if parameter.sharded_param.requires_grad:
-            # FSDP2 sets it in the next forward: the parameter may have been frozen in the last.
+            # FSDP2 sets it in the next forward, but the last one may have frozen the parameter.
             parameter.unsharded_param.requires_grad_(True)
             hooks.append(
                 parameter.unsharded_param.register_post_accumulate_grad_hook(

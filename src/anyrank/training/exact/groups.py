@@ -1,8 +1,8 @@
 """The ordered sums of parameters that FSDP2 does not reduce, from their `.grad`.
 
-A gradient is taken from the parameter as it comes, and added to what this rank has. After the last
-microbatch the sums are exchanged bucket by bucket, in an order that is the same on all ranks. What
-was sent is not kept: the totals are written over it.
+Each gradient is taken from its parameter as it comes, and added to this rank's sum. After the last
+microbatch the sums are exchanged bucket by bucket, in the same order on all ranks. The totals are
+written over the memory of the sums that were sent.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Bucket:
     """Sums of parameters whose gradients are exchanged together, as one tensor.
 
     Args:
-        parameters: of one dtype and device, by name.
-        rounds: of the step.
+        parameters: parameters of one dtype and device, by name.
+        rounds: the rounds of the step.
         ranks: the data-parallel ranks.
     """
 
@@ -41,13 +41,13 @@ class Bucket:
         self.parts = {name: local(param.detach()) for name, param in parameters.items()}
         sizes = [part.numel() for part in self.parts.values()]
         self.sizes = [*sizes, -sum(sizes) % ranks.size]  # a shard for each rank
-        self.sums = {name: TreeSum(rounds.count) for name in self.parts}  # of this rank's terms
+        self.sums = {name: TreeSum(rounds.count) for name in self.parts}  # this rank's terms
 
     def start(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
         """Start to exchange the sums. All ranks.
 
         Returns:
-            What waits for the exchange, and gives each parameter's total. All ranks.
+            A function that waits for the exchange and gives each parameter's total. All ranks.
         """
         for sum_ in self.sums.values():
             self.rounds.complete(sum_)
@@ -83,7 +83,7 @@ class Bucket:
         return flat
 
     def totals(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's sum where there is one rank; without those that have no term."""
+        """Each parameter's sum, on one rank; parameters without a term are left out."""
         sums, self.sums = self.sums, {}
         for name, sum_ in sums.items():
             self.rounds.complete(sum_)
@@ -96,10 +96,10 @@ class GradientSums:
     """The sums of some parameters of a model, in one pass over a step's microbatches.
 
     Args:
-        parameters: by name; frozen ones too, which have to be frozen on all ranks.
-        rounds: of the step.
+        parameters: by name; frozen ones too, which must be frozen on all ranks.
+        rounds: the rounds of the step.
         ranks: the data-parallel ranks.
-        dtypes: to which a parameter's sum is rounded, where it is.
+        dtypes: the dtype to which a parameter's sum is rounded, if it is.
 
     Attributes:
         used: parameters that a microbatch here has used.
@@ -125,7 +125,7 @@ class GradientSums:
         self._received: set[str] = set()  # in the current microbatch
 
     def set_earlier_aside(self) -> None:
-        """Take the gradients from before the pass."""
+        """Take away the gradients from before the pass."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self._earlier[name] = local(parameter.grad)
@@ -139,7 +139,7 @@ class GradientSums:
 
     @contextmanager
     def taking(self) -> Generator[None, None, None]:
-        """Take gradients as a backward brings them."""
+        """Take gradients as backward produces them."""
         hooks = [
             self.parameters[name].register_post_accumulate_grad_hook(
                 lambda _, name=name: self._on_gradient(name)
@@ -153,7 +153,7 @@ class GradientSums:
                 hook.remove()
 
     def begin_microbatch(self) -> None:
-        """A microbatch begins."""
+        """Begin a microbatch."""
         self._received.clear()
 
     def _on_gradient(self, name: str) -> None:
@@ -163,7 +163,7 @@ class GradientSums:
         self._add_gradient(name)
 
     def end_microbatch(self) -> None:
-        """Take the microbatch's gradients that did not come by a hook."""
+        """Take the microbatch's gradients that did not arrive in a hook."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
@@ -171,7 +171,7 @@ class GradientSums:
                 self.late.add(name)
             elif name not in self._received:
                 self._add_gradient(name)
-            # A wrapper may give back what it has exchanged, after the gradient was taken from it.
+            # A wrapper may give back a gradient that it exchanged after this sum took it.
             parameter.grad = None
 
     def _add_gradient(self, name: str) -> None:
@@ -184,7 +184,7 @@ class GradientSums:
             self.rounds.add(self.bucket_of[name].sums[name], _term_of(name, gradient))
 
     def states(self) -> bytes:
-        """Of each parameter: frozen, without a gradient in this rank's microbatches, or with."""
+        """Each parameter's state: frozen, without a gradient in its microbatches, or with."""
         return bytes(
             FROZEN
             if not parameter.requires_grad
@@ -195,7 +195,7 @@ class GradientSums:
         )
 
     def exchange(self, used: Iterable[str]) -> None:
-        """Make totals the gradients of what any rank has `used`, or add them to those from before.
+        """Set the totals of parameters that any rank has `used`, or add them to former gradients.
 
         All ranks.
         """
@@ -220,7 +220,7 @@ class GradientSums:
 
     def _set_gradient(self, name: str, total: torch.Tensor) -> None:
         parameter = self.parameters[name]
-        # Several ranks would get the total from FSDP2 in the dtype of its reduction.
+        # On several ranks FSDP2 would give the total in the dtype of its reduction.
         total = total.to(self.dtypes.get(name, total.dtype))
         earlier = self._earlier.pop(name, None)
         if earlier is None:
@@ -250,7 +250,7 @@ def _put(parameter: Any, part: torch.Tensor) -> None:
 
 
 def _term_of(name: str, whole: torch.Tensor) -> torch.Tensor:
-    """A gradient as a term of the sum; ValueError for a sparse one, which is not added up."""
+    """Return a gradient as a term of the sum; ValueError for a sparse one, which cannot be."""
     gradient = local(whole.detach())
     if gradient.layout != torch.strided:
         raise ValueError(sparse_gradient(name, gradient.layout))

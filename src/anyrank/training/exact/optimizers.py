@@ -1,9 +1,9 @@
-"""Which optimizers give an element the same bits wherever it stands in a shard.
+"""Knows which optimizers give an element the same bits wherever it stands in a shard.
 
 On another number of ranks FSDP2's shards end elsewhere. Kernels may round the elements at the end
-of a tensor in another way (fused ones do, and those of two bytes), and optimizers may look over a
-whole shard (norms, rows, blocks). What is proved stands in a table: a test cuts tensors for each
-row, on the installed torch. An optimizer that is in no row is noted, and steps.
+of a tensor in another way (fused ones do, and those for two-byte types), and optimizers may look
+at a whole shard (norms, rows, blocks). A table lists the proved cases: for each row a test cuts
+tensors on the installed torch. An optimizer that is in no row is noted, and may step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Proved:
     """An optimizer whose step treats each element by itself, in float32 and float64.
 
     Attributes:
-        low: in bfloat16 and float16 too.
-        is_complex: steps complex parameters that are sharded, without torch.view_as_real.
-        fused: with fused=True on the CPU too, in float32 and float64.
+        low: proved in bfloat16 and float16 too.
+        is_complex: also proved for sharded complex parameters, without torch.view_as_real.
+        fused: also proved with fused=True on the CPU, in float32 and float64.
     """
 
     low: bool = False
@@ -55,19 +55,19 @@ DEPENDING: dict[type[optim.Optimizer], str] = {
 def judge(
     kind: type[optim.Optimizer], options: Mapping[str, Any], dtype: torch.dtype, device: str
 ) -> str | None:
-    """Whether an optimizer gives an element of a sharded parameter the same bits in any shard.
+    """Judge if an optimizer gives an element of a sharded parameter the same bits in any shard.
 
     Args:
-        kind: its class; one that is derived from a class of the table is in no row.
-        options: of the parameter's group.
-        dtype: of the parameter.
-        device: its type.
+        kind: its class; a class derived from one of the table is in no row.
+        options: options of the parameter's group.
+        dtype: dtype of the parameter.
+        device: type of its device.
 
     Returns:
-        None where it is proved, else a sentence that says what is not.
+        None if it is proved, else a sentence that says what is not.
 
     Raises:
-        ValueError: it is known that it does not; names the way out.
+        ValueError: it is known not to; names the way out.
     """
     name = f"exact=True: {kind.__name__}"
     if reason := DEPENDING.get(kind):
@@ -80,9 +80,9 @@ def judge(
     if row is None or (is_fused and device != "cpu"):
         return (
             f"{name}{'(fused=True)' * is_fused} steps sharded parameters, and is not proved to "
-            "give an element the same bits where its shard ends elsewhere, as shards do on another "
-            "number of ranks: one that treats each element by itself does, one with norms, rows "
-            "or blocks of a tensor does not, so use DistributedDataParallel for it"
+            "give an element the same bits where its shard ends elsewhere, as shards do on "
+            "another number of ranks: one that treats each element by itself does, one with "
+            "norms, rows or blocks of a tensor does not, so use DistributedDataParallel for it"
         )
     if dtype.is_complex and not row.is_complex:
         raise ValueError(
@@ -108,7 +108,7 @@ def judge(
 
 
 def judge_optimizer(optimizer: optim.Optimizer) -> Iterator[str]:
-    """What is not proved of an optimizer's sharded parameters; ValueError as `judge`."""
+    """Yield what is not proved of an optimizer's sharded parameters; raises like `judge`."""
     for group in optimizer.param_groups:
         kinds = {
             (parameter.dtype, parameter.device.type)

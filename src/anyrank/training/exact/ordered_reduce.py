@@ -1,7 +1,7 @@
 """Collectives that add up in the order of `tree_sum`, whatever the number of ranks.
 
 Every rank holds the tree's nodes over its own microbatches. The owner of a shard gets all ranks'
-nodes apart, in one all-to-all, and adds them up as the tree says.
+nodes separately, in one all-to-all, and adds them up in the order of the tree.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from anyrank.training.exact.tree_sum import Span, TreeSum, merged, ordered
 
 @dataclass(frozen=True)
 class OrderedGroup:
-    """The ranks of a process group, and whose nodes each of them holds.
+    """The ranks of a process group, with the data-parallel ranks whose nodes each of them holds.
 
     Attributes:
         group: the process group; None for the default one.
         count: K, the leaves of the whole tree.
-        lines: for each rank of the group, in its order: the data-parallel ranks, by their index,
-            whose nodes it has added up.
+        lines: for each rank of the group, in its order: the data-parallel ranks, by index, whose
+            nodes it has added up.
     """
 
     group: Any
@@ -53,12 +53,12 @@ def start_reduce_scatter(
 
     Args:
         own_sum: this rank's nodes; flat tensors of size * shard elements.
-        like: gives their shape, dtype and device.
+        like: a tensor that gives their shape, dtype and device.
         ordered_group: the ranks.
         spans_by_rank: the nodes of each data-parallel rank.
 
     Returns:
-        What waits for nodes of `shard` elements; one node, if the group's ranks have all leaves.
+        A function that waits for nodes of `shard` elements; one node, if the ranks have all leaves.
     """
     size, index = ordered_group.size, dist.get_rank(ordered_group.group)
     spans = ordered_group.spans(spans_by_rank)
@@ -93,7 +93,7 @@ def start_reduce_scatter(
 
 def all_gather(shard: torch.Tensor, whole: torch.Tensor, group: Any) -> torch.Tensor:
     """Fill a tensor with the shards of all ranks of a group. All of them."""
-    # torch 2.13 has a new name for it, and warns of the old one.
+    # torch 2.13 renamed it, and warns about the old name.
     names = vars(dist)
     gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
     gather(whole, shard, group=group)

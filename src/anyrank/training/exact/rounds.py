@@ -1,10 +1,10 @@
-"""A step's microbatches by rounds, one of each rank, and when their gradients are exchanged.
+"""A step's microbatches in rounds, one from each rank, and when their gradients are exchanged.
 
 Without FSDP2 a rank runs neighbouring microbatches, adds up their gradients as far as the tree
-allows, and exchanges what remains after the last one. Under FSDP2, whose units reduce gradients in
-each backward, the ranks take turns, so that a round's microbatches are neighbours, and units are
-exchanged after each: a shard's owner then keeps few nodes of a shard's size. Both give the same
-bits, and parameters outside of units can be summed under either.
+allows, and exchanges the rest after the last one. FSDP2's units reduce gradients in each backward.
+There the ranks take turns, so that a round's microbatches are neighbours, and units are exchanged
+after each round: the owner of a shard then keeps few nodes of a shard's size. Both ways give the
+same bits, and parameters outside of units can be summed either way.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Rounds:
     Args:
         plan: the step.
         ranks: the ranks with different data.
-        takes_turns: the ranks take turns.
+        takes_turns: whether the ranks take turns.
 
     Attributes:
         count: K, the microbatches of the step.
-        number: of the current round; -1 before the first.
+        number: the current round; -1 before the first.
         own_leaves: this rank's microbatches.
         whole_spans: the nodes that each rank holds when all rounds have run.
     """
@@ -42,7 +42,7 @@ class Rounds:
             for rank in range(ranks.size)
         ]
         self.own_leaves = [leaf for leaf in self._leaves[self.index] if leaf is not None]
-        # Once a step: each unit and bucket asks for them.
+        # Computed once per step, because each unit and bucket asks for them.
         self.whole_spans = [_spans_of(self.count, leaves) for leaves in self._leaves]
         self._unit_spans = [
             [_spans_of(self.count, [leaf]) for leaf in row] if takes_turns else []
@@ -59,22 +59,22 @@ class Rounds:
         return self.number + 1 == len(self._leaves[self.index])
 
     def unit_spans(self, number: int) -> list[list[Span]]:
-        """The nodes that each rank has for a unit when a round ends, where the ranks take turns."""
+        """The nodes that each rank has for a unit when a round ends, if the ranks take turns."""
         return self._unit_spans[number]
 
     def add(self, sum_: TreeSum, term: torch.Tensor) -> None:
-        """Add a term of the current microbatch; those before without a gradient have none."""
+        """Add a term of the current microbatch; earlier ones without a gradient get none."""
         if self.leaf is not None:
             _skip(sum_, (leaf for leaf in self.own_leaves if leaf < self.leaf))
             sum_.add(Span(self.leaf, self.leaf + 1), term)
 
     def complete(self, sum_: TreeSum) -> None:
-        """Bring a sum to the nodes that its spans tell of this rank, for the exchange."""
+        """Bring a sum to the nodes that this rank's spans name, for the exchange."""
         _skip(sum_, self.own_leaves)
 
 
 def _skip(sum_: TreeSum, leaves: Iterable[int]) -> None:
-    """Append those of the leaves that come after a sum's nodes, without terms."""
+    """Append the leaves that come after a sum's nodes, without terms."""
     for leaf in leaves:
         if not sum_.nodes or sum_.nodes[-1][0].stop <= leaf:
             sum_.add(Span(leaf, leaf + 1), None)

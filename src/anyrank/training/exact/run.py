@@ -1,10 +1,10 @@
-"""A loader's exact=True: all that the steps know of this room.
+"""A loader's exact=True: everything that the steps know about exact sums.
 
-It looks at what an optimizer steps: gradients of exact sums, unchanged since then.
+It also checks the gradients that an optimizer steps: they must be those of exact sums, unchanged.
 `torch.nn.utils.clip_grad_norm_` adds up the squares of FSDP2's gradients by shard, so its factor
-depends on the number of ranks, and nothing announces it. What it leaves behind can be seen: every
-gradient is multiplied by a number that is no power of two. And parameters outside of the model, of
-a loss for instance, have the gradients of a rank's own microbatches.
+depends on the number of ranks, and nothing announces that. Its trace can be seen: every gradient is
+multiplied by a number that is not a power of two. Parameters outside of the model, such as those
+of a loss, have gradients of a rank's own microbatches only.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ CORNER = 4  # elements of a sample along each dim
 WARNING = (
     "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If by "
     "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
-    "step.clip_grad_norm_(max_norm) instead. What changes each element by itself keeps the bits"
+    "step.clip_grad_norm_(max_norm) instead. Changes of each element by itself keep the bits"
 )
 
 
 class ExactRun:
-    """What a run with exact=True has to keep the same, beside its data.
+    """The conditions that a run with exact=True has to keep, beside its data.
 
     Attributes:
-        record: what the results depend on: "threads" (intra-op, of each rank), "device" (its type),
-            "cpu" (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another
-            or none, of the model that was trained first); empty until the first step.
+        record: the conditions: "threads" (intra-op, on each rank), "device" (its type), "cpu"
+            (instruction set), "torch" and "anyrank" (versions), "wrapper" (FSDP2, or another or
+            none, of the model that was trained first); empty until the first step.
         takes_turns: whether the ranks take turns in the microbatches of a step; None before the
             first step of a pass over the data.
     """
@@ -67,14 +67,14 @@ class ExactRun:
         self.takes_turns: bool | None = None
         self._judged: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._known: dict[int, ref[nn.Parameter]] = {}  # parameters that the loader trains, by id
-        self._samples: dict[int, torch.Tensor] = {}  # of gradients of some sharded ones, by id
+        self._samples: dict[int, torch.Tensor] = {}  # gradient samples of sharded parameters, by id
         self._has_begun, self._logs = False, True  # since a resume; whether this is the first rank
         self._noted: set[str] = set()
-        self._notes: list[str] = []  # of the loader, in its pass
+        self._notes: list[str] = []  # the loader's, in its current pass
 
     @contextmanager
     def watching(self, notes: list[str]) -> Generator[None, None, None]:
-        """Run a pass over the data, and look at the optimizers that step in it, for the notes.
+        """Run a pass over the data, and judge the optimizers that step in it, for the notes.
 
         Raises:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
@@ -85,7 +85,7 @@ class ExactRun:
             yield
 
     def see_step(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
-        """Judge an optimizer and its gradients before a step; raises as `watching`."""
+        """Judge an optimizer and its gradients before a step; raises like `watching`."""
         if has_stepped:
             return
         notes = self._notes
@@ -105,7 +105,7 @@ class ExactRun:
         is_first: bool,
         notes: list[str],
     ) -> GradientSync:
-        """The exchange of a model's gradients in one pass over a step's microbatches. All ranks.
+        """Open the exchange of a model's gradients for one pass over a step. All ranks.
 
         Args:
             model: wrapped or not, or a container of several.
@@ -113,10 +113,10 @@ class ExactRun:
             group: the user's group of these ranks.
             plan: the step.
             is_first: it is the model's first pass.
-            notes: gets a sentence about each difference that is found.
+            notes: receives a sentence about each difference found.
 
         Raises:
-            TypeError, ValueError, CheckpointError: as `begin` and `ExactSync`.
+            TypeError, ValueError, CheckpointError: as for `begin` and `ExactSync`.
         """
         if is_first:
             self.begin(model, ranks, notes)
@@ -132,12 +132,13 @@ class ExactRun:
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
         """Check a model before its first step. All data-parallel ranks.
 
-        Differences from what the run began with, and what cannot be seen, are noted once.
+        Differences from the beginning of the run, and conditions that cannot be seen, are noted
+        once.
 
         Raises:
             ValueError: a part of the model whose results depend on the number of ranks, or another
                 number of threads than the run began with; on all ranks.
-            CheckpointError: what results depend on differs between the ranks.
+            CheckpointError: the ranks differ in something that results depend on.
         """
         now = environment(model)
         if self._has_begun:
@@ -154,7 +155,7 @@ class ExactRun:
         self.record, self._has_begun = now, True
 
     def _tell(self, note: str, notes: list[str], anywhere: bool = False) -> None:
-        """Note a sentence, once; the first rank logs it, or `anywhere` each that finds it."""
+        """Note a sentence, once; the first rank logs it, or with `anywhere` each that finds it."""
         if note not in self._noted:
             self._noted.add(note)
             notes.append(note)
@@ -179,17 +180,17 @@ class ExactRun:
         self._samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient was changed since it was remembered, not only by a power of two."""
+        """Return whether a gradient has changed since remembered, by more than a power of two."""
         before = self._samples.get(id(parameter))
         if before is None or parameter.grad is None:
             return False
         return not _is_scaled_by_two(before, _sample_of(parameter))
 
     def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that has parameters of a model, and others. One without any may step.
+        """Refuse an optimizer that has parameters of a model and others. One without any may step.
 
         Raises:
-            ValueError: names the parameter by its place.
+            ValueError: names the parameter by its place in the optimizer.
         """
         numbered = [
             (number, index, parameter)
@@ -212,7 +213,7 @@ class ExactRun:
         check_threads(record, CheckpointError)
 
     def load(self, record: Mapping[str, Any], step: int) -> list[str]:
-        """Continue with the record of a state, empty for one without. Returns notes."""
+        """Continue with the record of a state, empty for one without; return notes."""
         if not record:
             note = f"exact=True begins at step {step}: steps before were summed in another order"
             return [note] if step else []
@@ -221,24 +222,25 @@ class ExactRun:
 
 
 def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
-    """Whether the ranks take turns in a step's microbatches, by a pass's first model.
+    """Return whether the ranks take turns in a step's microbatches, judged by a pass's first model.
 
-    FSDP2 reduces gradients in each backward, so with turns a rank keeps shards of sums alone. Other
-    gradients are exchanged after the last backward, and neighbours add up most.
+    FSDP2 reduces gradients in each backward, so with turns a rank keeps only shards of sums. Other
+    gradients are exchanged after the last backward, where neighbouring microbatches add up most.
     """
     return ranks.size > 1 and any(is_fsdp2(module) for module in model.modules())
 
 
 def _sample_of(parameter: Any) -> torch.Tensor:
-    """A corner of this rank's part of a parameter's gradient. Versions do not tell of changes:
-    operations on lists of DTensors leave them as they are.
+    """A corner of this rank's part of a parameter's gradient.
+
+    Version counters do not show changes: operations on lists of DTensors leave them as they are.
     """
     part = local(parameter.grad.detach())
     return part[tuple(slice(CORNER) for _ in part.shape)].clone()
 
 
 def _is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether all elements were multiplied by one power of two, as `GradScaler.unscale_` does."""
+    """Return whether one power of two scaled all elements, as `GradScaler.unscale_` does."""
     if before.shape != now.shape:
         return False
     before, now = (torch.view_as_real(t) if t.is_complex() else t for t in (before, now))

@@ -1,8 +1,8 @@
 """The exchange of gradients with exact=True: the same bits on any number of ranks.
 
-A microbatch's gradient depends on the weights, the microbatch and its random stream. Wrappers keep
-theirs unreduced; the terms are added up in the order of `tree_sum`, which depends on the number of
-microbatches alone. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others in
+A microbatch's gradient depends on the weights, the microbatch and its random stream. Wrappers leave
+it unreduced; the terms are added up in the order of `tree_sum`, which depends only on the number
+of microbatches. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others in
 buckets (`groups`).
 """
 
@@ -43,14 +43,14 @@ class ExactSync(GradientSync):
         model: wrapped or not, or a container of several.
         ranks: the ranks with different data.
         group: the user's group of these ranks.
-        rounds: of the step.
-        is_first: it is the model's first pass: whole buffers are compared.
-        compare: looks whether the gradients of parameters are those that were remembered.
+        rounds: the rounds of the step.
+        is_first: this is the model's first pass: compare whole buffers.
+        compare: checks that the gradients of parameters are those that were remembered.
         remember: remembers them.
 
     Raises:
-        TypeError, ValueError: as `GradientSync`; a model whose sums cannot be ordered; units of
-            FSDP2 behind a first model without.
+        TypeError, ValueError: as for `GradientSync`; a model whose sums cannot be ordered; FSDP2
+            units after a first model without any.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ExactSync(GradientSync):
         self.is_unsynced = False
 
     def rounded(self, summed: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
-        """To what FSDP2 would round the sums of parameters that are summed here instead."""
+        """The dtypes to which FSDP2 would round the sums of parameters that are summed here."""
         dtypes = {
             id(parameter.sharded_param): reduction_dtype(parameter)
             for _, group in self.trainable_units()
@@ -137,7 +137,7 @@ class ExactSync(GradientSync):
         self.sums.end_microbatch()
 
     def drop_unfinished(self) -> None:
-        """Drop the terms, and restore the gradients from before the pass, which was not ended."""
+        """Drop the terms of a pass that was not ended, and restore the gradients from before it."""
         for parameter in self.sums.parameters.values():
             parameter.grad = None
         self.sums.restore()
@@ -152,12 +152,13 @@ class ExactSync(GradientSync):
         return replace(record, states=self.sums.states(), used=used, refusal=refusal)
 
     def finish(self, records: Sequence[StepRecord], factor: float | None) -> None:
-        """Exchange the sums and put them in place, then scale all gradients. All ranks."""
+        """Exchange the sums and set them as gradients, then scale all gradients. All ranks."""
         self.sums.exchange(used_on_any_rank(self.summed, records))
         for (_, group, reduction), *used_by_rank in zip(
             self.reductions, *(record.used for record in records), strict=True
         ):
-            # FSDP2 gave zeros to parameters that no microbatch used: as without it, they have none.
+            # FSDP2 gave zeros to parameters that no microbatch used: without it they have no
+            # gradient.
             for number, param in enumerate(group.fsdp_params):
                 if number in reduction.without and not any(number in used for used in used_by_rank):
                     param.sharded_param.grad = None
@@ -172,7 +173,7 @@ class ExactSync(GradientSync):
     @contextmanager
     def clipping(self) -> Generator[None, None, None]:
         parameters = [*self.named.values()]
-        self.compare(parameters)  # now, as clipping hides what was changed before
+        self.compare(parameters)  # now, because clipping hides earlier changes
         yield
         self.remember(parameters)
 
@@ -186,8 +187,8 @@ class ExactSync(GradientSync):
             )
         if self.is_unsynced:
             return (
-                "set_requires_gradient_sync(False) was called in the loop over microbatches(), so "
-                "FSDP2 adds up gradients in an order of its own: remove the call, the loop "
+                "set_requires_gradient_sync(False) was called in the loop over microbatches(), "
+                "so FSDP2 adds up gradients in an order of its own: remove the call, the loop "
                 "exchanges gradients when it has to"
             )
         if not all(reduction.is_complete for _, _, reduction in self.reductions):

@@ -1,8 +1,8 @@
-"""Sums whose order depends on the number of terms alone: a balanced binary tree over their index.
+"""Sums whose order depends only on the number of terms: a balanced binary tree over their index.
 
 The terms 0 to K - 1 are the leaves. Each inner node is the sum of its left and its right half, the
-left one larger by a term where their number is odd. Floating-point addition is commutative but not
-associative, so a node has the same bits wherever it is computed, and whoever holds a run of
+left one larger by a term if their number is odd. Floating-point addition is commutative but not
+associative, so a node has the same bits wherever it is computed. Whoever holds a run of
 neighbouring leaves can add them up as far as the tree allows and send the few nodes that remain.
 """
 
@@ -37,7 +37,7 @@ def _inner_nodes(count: int) -> frozenset[tuple[int, int, int]]:
 
 
 class TreeSum:
-    """The nodes of one sum that are known here, from left to right, merged as far as possible.
+    """The known nodes of one sum, from left to right, merged as far as possible.
 
     Args:
         count: K, the number of leaves of the whole sum.
@@ -48,7 +48,7 @@ class TreeSum:
         self.nodes: list[tuple[Span, torch.Tensor | None]] = []
 
     def add(self, span: Span, value: torch.Tensor | None) -> None:
-        """Append a node to the right of those known.
+        """Append a node to the right of the known ones.
 
         Args:
             span: the leaves that it covers.
@@ -66,18 +66,18 @@ class TreeSum:
         self.nodes.append((span, value))
 
     def extend(self, nodes: Iterable[tuple[Span, torch.Tensor | None]]) -> None:
-        """Append nodes, in order, to the right of those known."""
+        """Append nodes, in order, to the right of the known ones."""
         for span, value in nodes:
             self.add(span, value)
 
     def skip_to(self, leaf: int) -> None:
-        """Append the leaves up to `leaf` that are not there, without terms."""
+        """Append the missing leaves up to `leaf`, without terms."""
         start = self.nodes[-1][0].stop if self.nodes else 0
         for skipped in range(start, leaf):
             self.add(Span(skipped, skipped + 1), None)
 
     def release(self) -> None:
-        """Copy nodes that are parts of larger tensors, whose memory would be kept with them."""
+        """Copy nodes that are parts of larger tensors, which would otherwise stay in memory."""
         for number, (span, value) in enumerate(self.nodes):
             if value is not None and value.untyped_storage().nbytes() > value.nbytes:
                 self.nodes[number] = (span, value.clone())
@@ -89,7 +89,7 @@ class TreeSum:
     def total(self) -> torch.Tensor | None:
         """The whole sum, without negative zeros; None if there was no term.
 
-        A missing term and a zero give the same bits so: x + 0 is x, but for x = -0.
+        A missing term and a zero then give the same bits: x + 0 is x, but for x = -0.
         """
         (span, value) = self.nodes[0]
         assert len(self.nodes) == 1
@@ -113,12 +113,12 @@ def merged(count: int, spans: Iterable[Span]) -> list[Span]:
 
 
 def ordered(parts: Sequence[TreeSum], count: int) -> TreeSum:
-    """One sum of the nodes of several."""
+    """The nodes of several sums as one sum."""
     tree = TreeSum(count)
     tree.extend(sorted((node for part in parts for node in part.nodes), key=_first_leaf))
     return tree
 
 
 def _first_leaf(node: tuple[Span, torch.Tensor | None]) -> int:
-    """Where a node stands in the order."""
+    """The position of a node in the order."""
     return node[0].start

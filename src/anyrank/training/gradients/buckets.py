@@ -15,7 +15,7 @@ from torch import nn
 
 from anyrank.tensors.torch_classes import is_dtensor
 
-BUCKET_BYTES = 4 << 20  # of gradients exchanged together
+BUCKET_BYTES = 4 << 20  # gradients that are exchanged together
 MAX_STARTED = 2  # buckets in flight, each in two copies or more
 
 
@@ -24,12 +24,12 @@ def buckets(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     nbytes: int = BUCKET_BYTES,
 ) -> Iterator[list[str]]:
-    """The names of each bucket of those that are trained, as the backward comes to them.
+    """The names of trained parameters in each bucket, in the order of the backward.
 
     Args:
         parameters: by name, in the order of the forward.
-        dtype_of: in which a parameter's gradient is exchanged; a bucket has one.
-        nbytes: from which a bucket is full.
+        dtype_of: the dtype in which a parameter's gradient is exchanged; a bucket has only one.
+        nbytes: size from which a bucket is full.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name in reversed(list(parameters)):
@@ -78,7 +78,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _start_average(parts: list[torch.Tensor], size: int, group: Any) -> Callable[[], None]:
-    """Begin to average some gradients; what waits for it, and puts them in place."""
+    """Begin to average some gradients; return a function that waits and writes them back."""
     first = parts[0]
     is_flat = len(parts) == 1 and (first.layout != torch.strided or first.is_contiguous())
     flat = first if is_flat else torch.cat([part.reshape(-1) for part in parts])

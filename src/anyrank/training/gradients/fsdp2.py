@@ -1,8 +1,8 @@
-"""What the exchange of gradients has to know of FSDP2 and torch has no public way to ask for.
+"""Facts about FSDP2 that the exchange of gradients needs and torch has no public way to ask for.
 
 An FSDP2 module keeps its parameters in groups; a group is gathered, and its gradients are reduced,
-as one. The names that are read here are compared with the installed torch before a model's first
-step, so that another version is one error on every rank, and no AttributeError in a step.
+as one. The names used here are compared with the installed torch before a model's first step, so
+that another version gives one error on every rank, not an AttributeError in the middle of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from anyrank.tensors.torch_classes import fsdp2_class
 
-# What is read of a parameter's record, and of a group with exact=True.
+# The names that are read of a parameter's record, and of a group with exact=True.
 GROUP_NAMES = (
     "_reduce_scatter_comm",
     "all_reduce_grads",
@@ -46,7 +46,7 @@ def check_names(modules: Sequence[Any], is_exact: bool) -> None:
 
     Args:
         modules: the FSDP2 modules of a model; the first one that has parameters answers for all.
-        is_exact: whether what exact=True reads of a group is needed too.
+        is_exact: whether the names that exact=True reads of a group are needed too.
 
     Raises:
         RuntimeError: names the class, the name and torch's version; or exact=True on a torch
@@ -54,8 +54,9 @@ def check_names(modules: Sequence[Any], is_exact: bool) -> None:
     """
     if modules and is_exact and not hasattr(fsdp2_class(), "set_reduce_scatter_unused_params"):
         raise RuntimeError(
-            "exact=True under FSDP2 needs torch 2.13 or newer, as FSDP2 leaves out the gradients "
-            f"of unused parameters before; this is torch {torch.__version__}: use "
+            "exact=True under FSDP2 needs torch 2.13 or newer, because FSDP2 leaves out the "
+            "gradients of unused parameters before; this is torch "
+            f"{torch.__version__}: use "
             "DistributedDataParallel, or exact=False"
         )
     group = next((group for module in modules for group in parameter_groups(module)), None)
@@ -83,12 +84,14 @@ def _unknown_torch(owner: str, name: str) -> RuntimeError:
 def drop_accumulated(module: Any) -> None:
     """Drop gradients that an FSDP2 module has added up and not exchanged.
 
-    They lie beside the gradients that `zero_grad` resets, and would be part of the next step.
+    They are stored beside the gradients that `zero_grad` resets, and would be part of the next
+    step.
     """
     for parameter in (param for group in parameter_groups(module) for param in group.fsdp_params):
         whole = getattr(parameter, "unsharded_param", None)
         if whole is not None:
             whole.grad = None
-        # Until torch 2.14 a sum in a wider dtype lies apart; later it is the gradient above.
+        # Until torch 2.14 a sum in a wider dtype is stored separately; later it is the gradient
+        # above.
         if "unsharded_accumulated_grad" in vars(parameter):
             parameter.unsharded_accumulated_grad = None

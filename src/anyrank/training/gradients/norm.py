@@ -1,8 +1,8 @@
 """The norm of all gradients, with bits that depend on neither the ranks nor the sharding.
 
-Every power of an element is rounded to a multiple of one number, which the largest element of all
-gives; sums of such multiples are exact in integers, so no order matters (Demmel and Nguyen,
-"Parallel Reproducible Summation", 2015, with one bin of 60 bits).
+Every power of an element is rounded to a multiple of one number, derived from the largest element
+of all. Sums of such multiples are exact in integers, so their order does not matter (Demmel and
+Nguyen, "Parallel Reproducible Summation", 2015, with one bin of 60 bits).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import nn
 from anyrank.tensors.torch_classes import is_dtensor
 
 SLAB = 1 << 22  # elements that are converted at a time
-BITS = 60  # of the largest power
-LIMB_BITS = 20  # of the parts that are summed: no overflow below 2**43 elements
-SMALLEST_EXPONENT = -1000  # elements below are 0 here
+BITS = 60  # for the largest power
+LIMB_BITS = 20  # of each summed part: no overflow below 2**43 elements
+SMALLEST_EXPONENT = -1000  # smaller elements count as 0
 EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of a dtype are added up in: at least float32."""
+    """The dtype in which gradients of a dtype are added up: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -35,9 +35,9 @@ class _ShardedGradients:
     """Gradients that are sharded over the same axes of the same mesh.
 
     Attributes:
-        mesh: None for whole tensors.
-        axes: those of the mesh over which the parts are disjoint.
-        parts: of this rank; real numbers.
+        mesh: the mesh; None for whole tensors.
+        axes: the axes of the mesh over which the parts are disjoint.
+        parts: this rank's parts, as real numbers.
     """
 
     mesh: Any
@@ -45,19 +45,19 @@ class _ShardedGradients:
     parts: list[torch.Tensor]
 
     def device(self) -> torch.device:
-        """Where the mesh communicates."""
+        """The device type on which the mesh communicates."""
         kind = self.parts[0].device if self.mesh is None else self.mesh.device_type
         return torch.device(kind)
 
     def reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
-        """Values of all parts. All ranks of the mesh."""
+        """Reduce values over all parts. All ranks of the mesh."""
         for axis in self.axes:
             dist.all_reduce(values, op=op, group=self.mesh.get_group(axis))
         return values
 
 
 def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
-    """The gradients' local parts, by how they are sharded; in the same order on all ranks."""
+    """The gradients' local parts, by their sharding; in the same order on all ranks."""
     groups: dict[Any, _ShardedGradients] = {}
     for gradient in gradients:
         mesh, axes, part = None, (), gradient
@@ -103,7 +103,7 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
 
 
 def _largest_element(group: _ShardedGradients) -> tuple[float, float]:
-    """Whether an element is nan (0 or 1), and the largest of the others. All ranks of the mesh."""
+    """Return whether an element is nan (0 or 1), and the largest of the others. All mesh ranks."""
     norms = [
         torch.linalg.vector_norm(part, math.inf).double().to(group.device())
         for part in group.parts
@@ -150,10 +150,10 @@ def clip_gradients(
         is_finite: raise for a norm that is not finite.
 
     Returns:
-        The norm before, 0-d, on the CPU.
+        The norm before scaling, 0-d, on the CPU.
 
     Raises:
-        RuntimeError: the norm is not finite; on all ranks, nothing is scaled then.
+        RuntimeError: the norm is not finite; raised on all ranks, and nothing is scaled.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(gradients, norm_type)

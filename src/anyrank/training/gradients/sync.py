@@ -1,4 +1,4 @@
-"""The exchange of gradients in a step: when, and by what they are divided.
+"""The exchange of gradients in a step: when it happens, and by what they are divided.
 
 DDP and FSDP2 average over their ranks in every backward; here they do so in the step's last
 microbatch only. Parameters without a wrapper are averaged once, after the last microbatch.
@@ -35,15 +35,16 @@ class GradientSync:
         group: the user's group of these ranks, whose backend supports the model's device.
 
     Attributes:
-        modules: of the model, by name; looked up in each pass, as they may change between two.
-        named: its parameters, by name.
-        summed: those whose gradients are summed here, by no wrapper; frozen ones too, as ranks that
-            freeze different parameters must still meet, and compare.
-        exchanged: those that DDP averages.
-        meets: whether the ranks meet at the end of each step; else their wrappers do, in backward.
+        modules: the model's modules by name; looked up in each pass, because they may change.
+        named: the model's parameters by name.
+        summed: parameters whose gradients are summed here, not by a wrapper; frozen ones too,
+            because ranks that freeze different parameters must still meet, and compare.
+        exchanged: parameters whose gradients DDP averages.
+        meets: whether the ranks meet at the end of each step; otherwise their wrappers do, in
+            backward.
         is_whole_in_last: whether gradients of losses without weights are the step's as soon as the
             last microbatch's backward has run.
-        divides_by: what the exchange divides the sum of the ranks' gradients by.
+        divides_by: divisor that the exchange applies to the sum of the ranks' gradients.
 
     Raises:
         TypeError: FSDP1.
@@ -64,7 +65,7 @@ class GradientSync:
         reshard(self.fsdp)
         self.named = _parameters_of(self.modules)
         self.parameters = [param for param in self.named.values() if param.requires_grad]
-        # By its own names: a container may hold what a wrapper wraps under another name, too.
+        # By its own names: a container may hold a wrapped module under another name, too.
         inner = [(module, dict(module.module.named_parameters())) for module in self.ddp]
         wrapped = {id(param) for _, named in inner for param in named.values()}
         if self.fsdp:
@@ -131,7 +132,7 @@ class GradientSync:
             module.set_requires_gradient_sync(is_on, recurse=False)
 
     def drop_gradients(self) -> None:
-        """Drop what an earlier try at the step has left."""
+        """Drop the rest of an earlier try at the step."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -151,14 +152,14 @@ class GradientSync:
         return {n: f"{list(p.shape)} {content_hash(local(p))}" for n, p in alone.items()}
 
     def has_gradients(self) -> bool:
-        """Whether any gradient on this rank is not zero."""
+        """Return whether any gradient on this rank is not zero."""
         return any(map(squares, self.parameters))
 
     def complete(self, record: StepRecord, is_first: bool) -> StepRecord:
-        """A record of this rank with what it has of the gradients, when its microbatches have run.
+        """Complete this rank's record with the state of its gradients, after its microbatches.
 
         Args:
-            record: of the microbatches.
+            record: record of the microbatches.
             is_first: measure the gradients too, so that the ranks see whether each is exchanged.
         """
         record = replace(record, states=self.states())
@@ -168,11 +169,11 @@ class GradientSync:
         return replace(record, squared_norm=norm, squares=[*map(squares, self.exchanged.values())])
 
     def states(self) -> bytes:
-        """Of each parameter that is summed here: frozen, without a gradient, or with one."""
+        """The state of each parameter summed here: frozen, without a gradient, or with one."""
         return bytes(map(_state_of, self.summed.values()))
 
     def finish(self, records: Sequence[StepRecord], factor: float | None) -> None:
-        """Scale all gradients, and average those that no wrapper has. All data-parallel ranks.
+        """Scale all gradients, and average those that no wrapper averages. All data-parallel ranks.
 
         Args:
             records: of all ranks.
@@ -190,13 +191,13 @@ class GradientSync:
             average(used, self.ranks.size, self.group)
 
     def check_norm_type(self, norm_type: float) -> None:
-        """Refuse a norm that gradients cannot be clipped by; raises ValueError."""
+        """Refuse a norm by which gradients cannot be clipped; raises ValueError."""
         if not norm_type >= 1:
             raise ValueError(f"norm_type is {norm_type}: give at least 1, or inf")
 
     @contextmanager
     def clipping(self) -> Generator[None, None, None]:
-        """Clip the gradients of this exchange within."""
+        """A context in which the gradients of this exchange may be clipped."""
         yield
 
     def scale(self, factor: float) -> None:
@@ -208,7 +209,7 @@ class GradientSync:
 
 
 def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """As `nn.Module.named_parameters`, of modules that are known: each by its first name."""
+    """The parameters of known modules as `named_parameters` gives them: each by its first name."""
     names: dict[nn.Parameter, str] = {}
     for prefix, module in modules.items():
         for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -219,7 +220,7 @@ def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 def used_on_any_rank(
     summed: Mapping[str, nn.Parameter], records: Sequence[StepRecord]
 ) -> dict[str, nn.Parameter]:
-    """Those of the parameters that have a gradient on some rank."""
+    """The parameters that have a gradient on some rank."""
     rows = zip(summed.items(), *(record.states for record in records), strict=True)
     return {name: parameter for (name, parameter), *states in rows if GRADIENT in states}
 
@@ -231,7 +232,7 @@ def _state_of(parameter: nn.Parameter) -> int:
 
 
 def squares(parameter: nn.Parameter) -> float:
-    """Sum of the squares of a parameter's gradient on this rank; 0 where there is none."""
+    """Sum of the squares of a parameter's gradient on this rank; 0 if there is none."""
     if parameter.grad is None:
         return 0.0
     grad = local(parameter.grad)
@@ -239,7 +240,7 @@ def squares(parameter: nn.Parameter) -> float:
 
 
 def reshard(units: Iterable[Any]) -> None:
-    """Make the parameters of FSDP2's units the sharded ones, which have the gradients.
+    """Make the sharded parameters of FSDP2's units current, because they have the gradients.
 
     Its root keeps its parameters whole after a forward that had no backward.
     """

@@ -1,7 +1,7 @@
 """Random streams in a checkpoint: exact on the same ranks, derived where the ranks changed.
 
-On the same ranks, and where it was equal on all of them, a stream continues exactly. Else new
-streams are derived, which no rank has drawn from: one for each data index where the ranks with the
+A stream continues exactly on the same ranks, and if it was equal on all ranks. Otherwise new
+streams are derived, which no rank has drawn from: one for each data index if the ranks with the
 same data had the same stream, otherwise one for each rank. The states are JSON in the manifest,
 each state once. Nothing here communicates: the caller gathers.
 """
@@ -25,10 +25,10 @@ StreamState = dict[str, Any]  # the `algorithm` of a stream and its `state`, as 
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Where a rank is.
+    """The position of a rank.
 
     Attributes:
-        rank: among all.
+        rank: global rank.
         world_size: the number of ranks.
         data_index: the data-parallel coordinate; equal on ranks with the same data.
         data_size: the number of data-parallel coordinates.
@@ -46,9 +46,9 @@ class RankCoords:
 
 
 class StreamOutcome(NamedTuple):
-    """What happened to a stream at a resume, and why.
+    """The outcome for a stream at a resume, and its reason.
 
-    "unused" is a stream that is derived, and that nobody had drawn from or seeded: no news.
+    "unused" is a derived stream that nobody had drawn from or seeded: not worth a note.
     """
 
     how: Literal["exact", "derived", "unused", "skipped"]
@@ -60,7 +60,7 @@ class SavedStreams:
     """The random streams of a checkpoint.
 
     Attributes:
-        coords: of every rank that saved, in the order of ranks.
+        coords: coordinates of every rank that saved, in the order of ranks.
         digests: for each of these ranks, stream -> digest of its state.
         states: digest -> state.
         unused: streams that no rank had drawn from or seeded since its state was made.
@@ -72,7 +72,7 @@ class SavedStreams:
     unused: list[str] = field(default_factory=list[str])
 
     def scope(self, name: str) -> Scope:
-        """Which of several ranks had the same stream."""
+        """The ranks that had the same stream: all, those with the same data, or none."""
         data = [coords.data_index for coords in self.coords]
         states = [row.get(name) for row in self.digests]
         count = len(states)
@@ -88,7 +88,7 @@ class SavedStreams:
         return {name: self.states[digest] for name, digest in self.digests[rank].items()}
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest holds."""
+        """The entries of the manifest."""
         rows = [
             {"data_index": coords.data_index, "data_size": coords.data_size, "streams": digests}
             for coords, digests in zip(self.coords, self.digests, strict=True)
@@ -115,10 +115,10 @@ def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
 
 
 def capture(generators: Mapping[str, torch.Generator]) -> dict[str, StreamState]:
-    """Stream -> the state that it has on this rank now.
+    """Return stream -> its present state on this rank.
 
     Args:
-        generators: name -> generators of the user's own.
+        generators: name -> the user's own generators.
     """
     return {
         stream.name: {"algorithm": stream.algorithm, "state": stream.to_json(stream.get())}
@@ -127,7 +127,7 @@ def capture(generators: Mapping[str, torch.Generator]) -> dict[str, StreamState]
 
 
 def undrawn(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Streams with the digests from before: every process has the ambient ones, used or not."""
+    """Streams whose digests have not changed: every process has the ambient ones, used or not."""
     return [name for name in now if before.get(name) == now[name]]
 
 
@@ -142,7 +142,7 @@ def digests_of(states: Mapping[str, StreamState]) -> dict[str, str]:
 
 
 def coordinate(scope: Scope, coords: RankCoords) -> tuple[str, int]:
-    """Equal on the ranks that share a derived stream of this scope, different on all others."""
+    """A value that is equal on ranks that share a derived stream, and differs on all others."""
     return ("dp", coords.data_index) if scope == "dp" else ("rank", coords.rank)
 
 
@@ -157,11 +157,11 @@ def restore(
     """Set this rank's streams, exactly or derived. No collectives.
 
     Args:
-        saved: of all ranks that saved.
-        coords: of this rank, now.
-        seed: of the run.
+        saved: the streams of all ranks that saved.
+        coords: this rank's position now.
+        seed: seed of the run.
         samples: committed samples of the run.
-        generators: name -> generators of the user's own.
+        generators: name -> the user's own generators.
 
     Returns:
         Stream -> outcome. "skipped" are saved streams that this process does not have.
@@ -204,7 +204,7 @@ def derive_all(
 
 
 def _choose(stream: Stream, saved: SavedStreams, coords: RankCoords) -> tuple[Any, StreamOutcome]:
-    """The state to put back and why that can be, or None and why a new one has to be derived."""
+    """The state to restore and the reason, or None and why a new one has to be derived."""
     is_known = coords in saved.coords
     states = saved.states_on(coords.rank if is_known else 0)
     if stream.name not in states:

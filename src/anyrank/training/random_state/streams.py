@@ -1,7 +1,7 @@
 """The random streams of a process: Python's, numpy's, torch's on the CPU and on the rank's device.
 
-Each can be read, put back and seeded. `seeded` puts all of them under a seed for the time of a
-block; a microbatch gets random numbers that do not depend on the rank by such seeds.
+Each can be read, restored and seeded. `seeded` puts all of them under a seed while a block runs; by
+such seeds a microbatch gets random numbers that do not depend on the rank.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from anyrank.errors import RankError
 from anyrank.tensors.hashing import derive
 from anyrank.world.device import rank_device
 
-MT_WORDS = 624  # of a Mersenne twister's state
+MT_WORDS = 624  # in the state of a Mersenne twister
 
 
 class Source(Protocol):
-    """What random numbers come from."""
+    """A source of random numbers."""
 
     def get(self) -> Any:
         """Its state, in its owner's own form."""
         ...
 
     def put(self, state: Any) -> None:
-        """Go on from a state that `get` or `from_json` returned."""
+        """Continue from a state that `get` or `from_json` returned."""
         ...
 
 
 class Stream(Source, Protocol):
-    """One source of random numbers, of which a process has one.
+    """A source of random numbers of which each process has one.
 
     Attributes:
-        name: as checkpoints and reports call it.
-        algorithm: what its state is the state of, the kind of device included.
+        name: its name in checkpoints and reports.
+        algorithm: the algorithm whose state it has, including the kind of device.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Stream(Source, Protocol):
         ...
 
     def from_json(self, value: Any) -> Any:
-        """The inverse of `to_json`; raises some built-in exception for what is no state."""
+        """The inverse of `to_json`; raises a built-in exception for anything else."""
         ...
 
 
@@ -91,7 +91,7 @@ class PythonStream:
     def from_json(self, value: Any) -> Any:
         version, words, gauss = value
         state = (version, tuple(array("I", base64.b64decode(words))), gauss)
-        random.Random().setstate(state)  # noqa: S311 - raises for what is no state
+        random.Random().setstate(state)  # noqa: S311 - raises for anything that is not a state
         return state
 
 
@@ -121,16 +121,16 @@ class NumpyStream:
         if not 0 <= position <= MT_WORDS:
             raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
         state = ("MT19937", array("I", base64.b64decode(words)), position, has_gauss, gauss)
-        sys.modules["numpy"].random.RandomState().set_state(state)  # raises for what is no state
+        sys.modules["numpy"].random.RandomState().set_state(state)  # raises if it is not a state
         return state
 
 
 class _StateOfTorch:
-    """How a state of one of torch's generators is saved: its bytes, in base64."""
+    """The saved form of the state of a torch generator: its bytes, in base64."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
-        # States of two names do not fit each other.
+        # States with different names are incompatible.
         self.algorithm = "mt19937" if device.type == "cpu" else f"{device.type} philox"
 
     def to_json(self, state: Any) -> Any:
@@ -138,12 +138,12 @@ class _StateOfTorch:
 
     def from_json(self, value: Any) -> Any:
         state = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
-        torch.Generator(self.device).set_state(state)  # raises for what is no state
+        torch.Generator(self.device).set_state(state)  # raises if it is not a state
         return state
 
 
 class TorchStream(_StateOfTorch):
-    """A generator of torch: the CPU's default one, or one that a user made."""
+    """A torch generator: the CPU's default one, or one that a user made."""
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
         super().__init__(name, generator.device)
@@ -165,7 +165,7 @@ class _DeviceStream(_StateOfTorch):
     def __init__(self, device: torch.device) -> None:
         super().__init__("device", device)
         self.module: Any = torch.get_device_module(device)
-        # Of one device only, without a number
+        # MPS has one device only, which takes no number
         self.where = () if device.type == "mps" else (device,)
 
     def get(self) -> Any:
@@ -178,12 +178,12 @@ class _DeviceStream(_StateOfTorch):
         self.put(torch.Generator(self.device).manual_seed(number).get_state())
 
 
-# Made once: a microbatch asks for them twice.
+# Made once, because a microbatch asks for them twice.
 _PYTHON, _TORCH = PythonStream(), TorchStream("torch", torch.default_generator)
 
 
 def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
-    """The process's streams: Python's, numpy's where it is loaded, torch's on CPU and `devices`."""
+    """The process's streams: Python's, numpy's if loaded, torch's on the CPU and on `devices`."""
     streams: list[Stream] = [_PYTHON]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
@@ -193,7 +193,7 @@ def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
 
 
 def own_accelerator() -> list[torch.device]:
-    """The rank's own accelerator where the process uses it already, else nothing."""
+    """The rank's own accelerator if the process already uses it, else nothing."""
     try:
         device = rank_device()
     except RankError:  # ranks that share devices have none of their own
@@ -208,7 +208,10 @@ def accelerators_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.devi
 
 
 def is_in_use(device: torch.device) -> bool:
-    """Whether it is an accelerator that this process has initialised. Initialises nothing."""
+    """Return whether a device is an accelerator that this process has initialised.
+
+    Initialises nothing.
+    """
     if device.type in ("cpu", "meta"):
         return False
     check = getattr(torch.get_device_module(device), "is_initialized", None)
@@ -217,7 +220,7 @@ def is_in_use(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
-    """Run a block under streams that depend on a 64-bit number alone, then go on as before."""
+    """Run a block under streams that depend only on a 64-bit number, then go on as before."""
     with kept(devices):
         reseed(number, devices)
         yield
@@ -225,7 +228,7 @@ def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None,
 
 @contextmanager
 def kept(devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
-    """Run a block, then put all streams back to where they were before."""
+    """Run a block, then restore all streams to their former states."""
     before = [(stream, stream.get()) for stream in ambient(devices)]
     try:
         yield
@@ -235,13 +238,13 @@ def kept(devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
 
 
 def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
-    """Set all streams by a 64-bit number, which is random itself."""
+    """Set all streams by a 64-bit number, which is itself random."""
     for stream in ambient(devices):
-        # Not the same number for all: Python and numpy would draw alike from the same twister.
+        # Not the same number for all: Python and numpy would draw the same numbers from it.
         stream.seed(number ^ _salt(stream.name))
 
 
 @functools.cache
 def _salt(name: str) -> int:
-    """What tells the seed of one stream from those of the others."""
+    """A number that tells the seed of one stream from those of the others."""
     return derive(name)
