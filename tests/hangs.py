@@ -1,4 +1,5 @@
-"""Twelve ways in which a job of three ranks hangs, as scripts that know nothing of anyrank.
+"""Ways in which a job hangs, as scripts that know nothing of anyrank: twelve on three ranks, and
+four on any number of them.
 
 The line at which the culprit stands is marked `# HERE`.
 """
@@ -31,7 +32,7 @@ if len(sys.argv) > 1:
     anyrank.watch(sys.argv[1], exit=True, report=sys.argv[2])
 torch.manual_seed(0)
 x = torch.ones(4)
-parts = [torch.ones(4) for _ in range(3)]
+parts = [torch.ones(4) for _ in range(dist.get_world_size())]
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -433,6 +434,67 @@ for number in range(100):
         dist.send(x, 0)
     dist.all_gather(parts, x)  # HERE
 """,
+    ),
+}
+
+# On any number of ranks, of which the last holds up the others.
+ON_MANY_RANKS = {
+    "asleep": Hang(
+        -1,
+        ("slow",),
+        """
+def evaluate():
+    time.sleep(1000)  # HERE
+
+for number in range(100):
+    step(x)
+    if number == 5 and rank == dist.get_world_size() - 1:
+        evaluate()
+""",
+    ),
+    "another collective": Hang(
+        -1,
+        ("mismatch",),
+        """
+for number in range(100):
+    step(x)
+    if number == 5 and rank == dist.get_world_size() - 1:
+        dist.all_gather(parts, x)  # HERE
+""",
+    ),
+    "in a loader": Hang(
+        -1,
+        ("loader",),
+        """
+class Data(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index == 20 and rank == dist.get_world_size() - 1:
+            time.sleep(1000)  # HERE
+        return x
+
+for batch in DataLoader(Data(), batch_size=4):
+    step(batch)
+""",
+    ),
+    "killed": Hang(
+        -1,
+        ("killed",),
+        """
+for number in range(100):
+    if number == 5 and rank == dist.get_world_size() - 1:
+        if os.fork() == 0:  # has its sockets
+            for _ in range(120):
+                if not os.path.exists("out"):
+                    time.sleep(1)
+            time.sleep(10)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(x)
+""",
+        has_line=False,
+        outlives=True,
     ),
 }
 

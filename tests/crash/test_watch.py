@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hangs import ASYNCHRONOUS, HANGS, MESSAGES, PRELUDE, Hang, within_a_run
+from tests.hangs import ASYNCHRONOUS, HANGS, MESSAGES, ON_MANY_RANKS, PRELUDE, Hang, within_a_run
 from tests.scripts import TORCHRUN as TORCHELASTIC
 from tests.scripts import exit_code, fork, our_frames
 
-from anyrank.testing import RankPool
+from anyrank.testing import RankPool, run_ranks
 from anyrank.testing.pool import find_port
 from anyrank.watching.launched import run_program
 from anyrank.watching.system import descendants
@@ -73,10 +73,11 @@ def read(report: Path) -> dict[str, Any]:
     return dict(json.loads(report.read_text()))
 
 
-def check(report: dict[str, Any], hang: Hang, script: Path) -> None:
-    assert report["culprits"] == [hang.culprit]
+def check(report: dict[str, Any], hang: Hang, script: Path, ranks: int = 3) -> None:
+    culprit = hang.culprit % ranks
+    assert report["culprits"] == [culprit]
     assert report["kind"] in hang.kinds
-    assert report["waiting"] == [rank for rank in range(3) if rank != hang.culprit]
+    assert report["waiting"] == [rank for rank in range(ranks) if rank != culprit]
     if hang.has_line:
         assert (report["file"], report["line"] in hang.lines) == (str(script), True), report
     else:
@@ -134,6 +135,54 @@ def test_a_hang_names_its_rank_and_line(name: str, hung: dict[str, tuple[Path, l
     assert 124 in codes, log
     assert len(screens(log)) == 1, log
     check(read(folder / "out"), TOGETHER[name], folder / "train.py")
+
+
+MANY = 24  # ranks of a job, on the cores of one machine
+
+
+def many_hang(folders: list[str], ports: list[int]) -> list[list[int]]:
+    """The exit codes of the ranks of jobs that hang at once."""
+    jobs = [
+        [
+            fork(
+                f"{folder}/log",
+                run_train,
+                [folder, LONGER, "out"],
+                **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+                **{name: str(MANY) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+                MASTER_PORT=str(port),
+            )
+            for rank in range(MANY)
+        ]
+        for folder, port in zip(folders, ports, strict=True)
+    ]
+    return [
+        [end_of(pid, Path(folder, "out")) for pid in job]
+        for folder, job in zip(folders, jobs, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_of_many_ranks_the_right_one_is_named(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ON_MANY_RANKS]
+    for folder, hang in zip(folders, ON_MANY_RANKS.values(), strict=True):
+        folder.mkdir()
+        (folder / "train.py").write_text(hang.script)
+    ports = [find_port() for _ in folders]
+    codes = run_ranks(
+        1, many_hang, [*map(str, folders)], ports, init=False, env=TORCHELASTIC, timeout=LIMIT_SEC
+    )[0]
+    for folder, hang, ended in zip(folders, ON_MANY_RANKS.values(), codes, strict=True):
+        log = (folder / "log").read_text(errors="replace")
+        assert (124 in ended, len(screens(log))) == (True, 1), log
+        check(read(folder / "out"), hang, folder / "train.py", MANY)
+        late_sec = (folder / "out").stat().st_mtime - last_step(folder) - float(LONGER[:-1])
+        assert late_sec < 20, log
+
+
+def last_step(folder: Path) -> float:
+    """When any rank of a job has stepped last."""
+    return max(path.stat().st_mtime for path in folder.glob("step-*"))
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """`anyrank.watch`: a job that hangs says which rank holds it up, and at which line.
 
-One thread on each rank publishes how many steps it has made. When they stand still, the lowest rank
-that answers has all of them look at themselves, looks at those of its machine that do not answer,
-and concludes. Nothing of this waits for the main thread.
+One thread on each rank publishes how many steps it has made. When they stand still, one rank has
+all of them look at themselves, looks at those of its machine that do not answer, and concludes.
+Nothing of this waits for the main thread, and signs of life go on meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -25,27 +26,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anyrank.errors import AnyrankError
 from anyrank.training.steps.step_listeners import on_step
-from anyrank.watching.looks import Eyes, Look, look_from_outside
+from anyrank.watching.beats import ABSENT, LEFT, Beats
+from anyrank.watching.looks import Look, SelfObserver, look_from_outside
 from anyrank.watching.mismatch import CallDigests, calls_of_block
 from anyrank.watching.options import EXIT_CODE, VERDICT, read_options
+from anyrank.watching.orders import CALLS, EXIT, LOOK, STACKS, Order, Orders
 from anyrank.watching.ras import look_by_nccl
 from anyrank.watching.slow import FIRST_SEC, SlowRanks
 from anyrank.watching.system import descendants
 from anyrank.watching.verdict import Verdict, conclude, conclude_mismatch
 from anyrank.world.first_ranks import name_ranks
 from anyrank.world.group import default_store, lacks_group
-from anyrank.world.store import Store
+from anyrank.world.store import Store, StoreLost
 
 log = logging.getLogger("anyrank.watching")
 
 TICK_SEC = 1.0
-SILENT_SEC = 5.0  # without a sign of life, after which a rank is looked at from outside
-ANSWER_SEC = 4.0  # for a look beyond its own two seconds, on a busy machine
+LOOK_SEC = 6.0  # for a first answer: a tick, and two seconds of looking on a busy machine
+NEXT_SEC = 4.0  # for another answer, while answers come
+POLL_SEC = 0.2  # between looks at the answers
 END_SEC = 4.0  # for the thread, at the end of the script
-LEAVE_SEC = 2.0  # for all to hear of the exit: errors of sockets that close would follow it
+LEAVE_SEC = 10.0  # for all to hear of the exit, before some leave
+LAST_SEC = 2.0  # for the others, before a rank leaves that may have the store
 AGAIN_SEC = 4.0  # between looks while somebody is at work
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
-LEFT = "left"  # the last sign of life of a rank whose watch has ended
 RUNNING: list[Watching] = []  # the watch of this process, if there is one
 
 
@@ -111,40 +115,6 @@ def _own_connection(has_group: bool) -> Any:
         ) from error
 
 
-class Beat(NamedTuple):
-    """A rank's last sign of life.
-
-    Attributes:
-        text: as the store has it: steps, seconds since the last, and what makes it a new one; LEFT;
-            or "" without any.
-        time: when it was heard first.
-    """
-
-    text: str = ""
-    time: float = 0.0
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the rank gives no sign of life, or none any more."""
-        is_old = self.text != LEFT and time.monotonic() - self.time > SILENT_SEC
-        return is_old or not self.text
-
-    @property
-    def lives(self) -> bool:
-        """Whether the rank watches."""
-        return not self.is_silent and self.text != LEFT
-
-    @property
-    def steps(self) -> int:
-        """That the rank has made."""
-        return int(self.text.split()[0]) if self.text and self.text != LEFT else 0
-
-    @property
-    def idle_sec(self) -> float:
-        """Since the last step of a rank that lives."""
-        return float(self.text.split()[1]) + time.monotonic() - self.time
-
-
 class Watching:
     """A watch that runs. `close()` ends it; so does the end of the script.
 
@@ -167,15 +137,15 @@ class Watching:
         self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
         self._digests = CallDigests(self._store, self._rank, self._size)
         self._tick_sec = min(TICK_SEC, after_sec / 4)
-        self._eyes = Eyes(self._rank, self._stopped, round(after_sec / self._tick_sec))
-        self._process = self._eyes.describe()
+        self._observer = SelfObserver(self._rank, round(after_sec / self._tick_sec))
+        self._process = self._observer.describe()
         self._verdict_file = os.memfd_create(
             VERDICT
         )  # for `anyrank stacks`, which may see no stacks
         self._steps, self._last_step = 0, time.monotonic()
-        self._beats = [Beat()] * self._size
-        self._last_order = 0  # that this rank has followed
-        self._next_look = 0.0
+        self._beats = Beats(self._store, self._rank, self._size)
+        self._orders = Orders(self._store, self._rank)
+        self._last_beat = self._next_look = 0.0
         self._steps_at_verdict = -1  # of all ranks: one verdict for each hang
         self._has_warned = False
         Watching._count_steps()
@@ -219,12 +189,12 @@ class Watching:
             while self._pauses(pause_sec) and self._has_group == _has_group():
                 self._tick()
                 pause_sec = FIRST_SEC if self._slow.tick() else self._tick_sec
-            self._store.set(f"beat/{self._rank}", LEFT)
+            self._beats.leave()
         except Exception as error:  # of ours, which must not end in somebody's training
             name = type(error).__name__
             log.warning("the watch of rank %d ends: %s: %s", self._rank, name, error)
         finally:
-            self._eyes.close()
+            self._observer.close()
             os.close(self._verdict_file)
             atexit.unregister(self.close)
             RUNNING.remove(self)
@@ -236,154 +206,157 @@ class Watching:
         return not self._stopped.is_set()
 
     def _tick(self) -> None:
-        self._eyes.tick()
+        self._observer.tick()
         self._beat()
-        if order := self._store.get("order"):
-            self._follow(order)
+        if order := self._orders.next():
+            self._orders.answer(order, self._see(order))
+            if order.what == EXIT:
+                with contextlib.suppress(StoreLost):  # the rank that has it may have left
+                    self._store.wait([EXIT], LEAVE_SEC)
+                self._exit()
         if differing := self._digests.tick():
             self._tell_mismatch(differing)
-        if self._idle_sec() > self._after_sec / 2:
-            self._listen()
-            if self._is_first() and self._is_due():
-                self._conclude()
+        if self._idle_sec() > self._after_sec / 2 and self._beats.find_judge():
+            self._beats.listen()
+            self._warn_of_absent()
+            if self._is_due():
+                self._judge()
 
     def _beat(self) -> None:
         """Give a sign of life."""
-        text = f"{self._steps} {self._idle_sec():.3f} {time.monotonic()}"
-        self._store.set(f"beat/{self._rank}", text)
+        self._last_beat = time.monotonic()
+        self._beats.give(self._steps, self._idle_sec())
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, and go on giving signs of life."""
+        self._stopped.wait(seconds)
+        if time.monotonic() > self._last_beat + self._tick_sec:
+            self._beat()
 
     def _idle_sec(self) -> float:
         """Since this rank's last step."""
         return time.monotonic() - self._last_step
 
-    def _follow(self, order: str) -> None:
-        """Do what the first rank has told all ranks to do, once."""
-        number, _, what = order.partition(" ")
-        if int(number) <= self._last_order:
-            return
-        self._last_order = int(number)
-        if what == "exit":
-            self._exit()
-        self._beat()  # the look takes time, and on a busy machine much
-        self._store.set(f"look/{number}/{self._rank}", self._see(what).to_json())
+    def _see(self, order: Order) -> Look:
+        """What an order asks for: a look at this process, or its calls."""
+        if order.what == LOOK:
+            return self._observer.look(self._pause)
+        if order.what == EXIT:
+            return Look(self._rank)
+        if order.block:
+            group, block = order.block
+            calls = calls_of_block(str(group), int(block), with_stacks=order.what == STACKS)
+            return Look(self._rank, calls=calls)
+        return self._observer.read_calls()
 
-    def _see(self, what: str) -> Look:
-        """Look at this process, or at its calls of the block that an order names."""
-        if what == "look":
-            return self._eyes.look()
-        return Look(self._rank, calls=calls_of_block(*json.loads(what)))
+    # -- the rank that judges ---------------------------------------------------------------------
 
-    # -- the others' signs of life ----------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Read all ranks' signs of life."""
-        now = time.monotonic()
-        keys = [f"beat/{rank}" for rank in range(self._size)]
-        if self._store.has(keys):
-            values = self._store.call(lambda store: store.multi_get(keys))
-            texts = [value.decode() for value in values]
-        else:
-            texts = [self._store.get(key) for key in keys]
-        self._beats = [
-            beat if beat.text == text else Beat(text, now)
-            for beat, text in zip(self._beats, texts, strict=True)
-        ]
-        missing = [rank for rank, text in enumerate(texts) if not text]
+    def _warn_of_absent(self) -> None:
+        """Say once which ranks give no signs of life, as they have never begun to watch."""
+        missing = [rank for rank, beat in enumerate(self._beats.last) if beat.text == ABSENT]
         limit_sec = min(JOIN_SEC, self._after_sec)
         if missing and not self._has_warned and self._idle_sec() > limit_sec:
             self._has_warned = True
-            if self._is_first():
-                log.warning(
-                    "%s never called anyrank.watch: call it on every rank; of others no stack can "
-                    "be had",
-                    name_ranks(missing),
-                )
-
-    def _is_first(self) -> bool:
-        """Whether this is the first rank that watches."""
-        return not any(beat.lives for beat in self._beats[: self._rank])
+            log.warning(
+                "%s never called anyrank.watch: call it on every rank; of others no stack can "
+                "be had",
+                name_ranks(missing),
+            )
 
     def _is_due(self) -> bool:
         """Whether no rank has stepped for the limit, and nothing was said of it."""
-        is_new = self._all_steps() != self._steps_at_verdict and time.monotonic() >= self._next_look
-        return is_new and self._all_idle_sec() >= self._after_sec
+        is_new = self._beats.steps() != self._steps_at_verdict
+        is_time = time.monotonic() >= self._next_look
+        return is_new and is_time and self._beats.idle_sec() >= self._after_sec
 
-    def _all_steps(self) -> int:
-        """Of all ranks together."""
-        return sum(beat.steps for beat in self._beats)
-
-    def _all_idle_sec(self) -> float:
-        """Since the last step of any rank."""
-        return min((beat.idle_sec for beat in self._beats if beat.lives), default=0.0)
-
-    # -- a look, and what follows -----------------------------------------------------------------
-
-    def _conclude(self) -> None:
-        """Have all ranks look, conclude, and say it. The first rank alone."""
-        beats, steps, idle_sec = self._beats, self._all_steps(), self._all_idle_sec()
-        looks = self._gather("look")
-        looks |= {rank: self._look_at(rank) for rank in range(self._size) if rank not in looks}
-        self._listen()
+    def _judge(self) -> None:
+        """Have all ranks look, conclude, and say it."""
+        steps, idle_sec = self._beats.steps(), self._beats.idle_sec()
+        looks = self._collect(LOOK, range(self._size))
+        looks |= self._look_at_silent([r for r in range(self._size) if r not in looks])
+        verdict = self._conclude(looks, idle_sec)
+        if verdict is not None and verdict.unread:
+            for rank, look in self._collect(STACKS, verdict.unread).items():
+                looks[rank].calls = look.calls
+            verdict = self._conclude(looks, idle_sec)
+        self._beats.listen()
         self._next_look = time.monotonic() + AGAIN_SEC
-        silent = [rank for rank, look in looks.items() if look.state == "gil"]
-        if any(self._beats[rank] != beats[rank] for rank in silent) or self._all_steps() != steps:
-            return  # one was only late, or somebody has stepped meanwhile
-        verdict = conclude([looks[rank] for rank in sorted(looks)], idle_sec)
-        if verdict is None:
-            return
+        if verdict is None or self._beats.steps() != steps or not self._beats.find_judge():
+            return  # somebody is at work, has stepped meanwhile, or has taken this rank's place
         self._steps_at_verdict = steps
         if self._store.count(f"verdicts/{steps}") > 1:
-            return  # another rank took this one for silent
+            return  # the rank that judged before has said it
         self._say(verdict)
         if self._ends_job:
-            self._order("exit")
+            self._end_job()
+
+    def _conclude(self, looks: dict[int, Look], idle_sec: float) -> Verdict | None:
+        """What the looks at all ranks say."""
+        return conclude([looks[rank] for rank in sorted(looks)], idle_sec)
 
     def _tell_mismatch(self, differing: tuple[str, int]) -> None:
         """Have all ranks show their calls of a block that differs, and say it. The first rank."""
-        self._listen()
-        looks = self._gather(json.dumps(differing))
+        self._beats.listen()
+        looks = self._collect(CALLS, range(self._size), differing)
         verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
+        if verdict is not None and verdict.unread:
+            looks |= self._collect(STACKS, verdict.unread, differing)
+            verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
         if verdict is None:  # the recorder had lost it meanwhile
             log.warning(
                 "ranks have made different calls in group %s, by their digests", differing[0]
             )
         elif self._ends_job:
             self._say(verdict)
-            self._order("exit")
+            self._end_job()
         else:
             log.warning("%s", verdict.screen)
 
-    def _order(self, what: str) -> int:
-        """Tell all ranks what to do at their next tick; returns the order's number."""
-        number = self._store.count("orders")
-        self._store.set("order", f"{number} {what}")
-        return number
-
-    def _gather(self, what: str) -> dict[int, Look]:
-        """What ranks see, this one included; those that do not answer in time are missing."""
-        number = self._last_order = self._order(what)
-        looks = {self._rank: self._see(what)}
-        for rank, beat in enumerate(self._beats):
-            if rank != self._rank and beat.text in ("", LEFT):
-                looks[rank] = Look(rank, "left" if beat.text else "absent")
-        end = time.monotonic() + ANSWER_SEC
-        pending = {*range(self._size)} - looks.keys()
-        while pending:
-            for rank in pending:
-                if text := self._store.get(f"look/{number}/{rank}"):
-                    looks[rank] = Look.from_json(text)
-            pending -= looks.keys()
-            is_vain = all(self._beats[rank].is_silent for rank in pending)
-            if is_vain or time.monotonic() > end or self._stopped.wait(0.1):
+    def _collect(
+        self, what: str, ranks: Sequence[int], block: Sequence[str | int] = ()
+    ) -> dict[int, Look]:
+        """What ranks see, this one included, of those that answer in time. Answers are waited for
+        as long as some come, and as silent ranks are not the only ones that are missing.
+        """
+        order = self._orders.give(what, [] if len(ranks) == self._size else ranks, block)
+        looks = {self._rank: self._see(order)} if self._rank in ranks else {}
+        awaited = {rank for rank in ranks if self._beats.last[rank].watches} - {self._rank}
+        answers: dict[int, str] = {}
+        next_listen, end = 0.0, time.monotonic() + LOOK_SEC
+        while awaited - answers.keys() and not self._stopped.is_set():
+            before, now = len(answers), time.monotonic()
+            answers = self._orders.answers(order)
+            if len(answers) > before:
+                end = max(end, now + NEXT_SEC)
+            if now > next_listen:
+                self._beats.listen()
+                next_listen = now + self._tick_sec
+            pending = awaited - answers.keys()
+            if now > end or not any(self._beats.last[rank].lives for rank in pending):
                 break
-        return looks
+            self._pause(POLL_SEC)
+        return looks | self._orders.take(order, answers)
 
-    def _look_at(self, rank: int) -> Look:
-        """Look at a rank that does not answer: through the system, if it is on this machine."""
-        process = json.loads(self._store.get(f"process/{rank}"))
-        if any(self._process[key] != process[key] for key in ("boot", "pid_namespace")):
-            return look_by_nccl(rank, self._size)
-        return look_from_outside(rank, process)
+    def _look_at_silent(self, ranks: Sequence[int]) -> dict[int, Look]:
+        """Look at ranks that do not answer: through the system, if they are on this machine."""
+        looks: dict[int, Look] = {}
+        local: dict[int, dict[str, Any]] = {}
+        beats = self._beats.last
+        for rank in ranks:
+            if not beats[rank].watches:
+                looks[rank] = Look(rank, "left" if beats[rank].text == LEFT else "absent")
+                continue
+            process = json.loads(self._store.get(f"process/{rank}"))
+            if any(self._process[key] != process[key] for key in ("boot", "pid_namespace")):
+                looks[rank] = look_by_nccl(rank, self._size)
+            else:
+                local[rank] = process
+        looks |= look_from_outside(local, self._pause)
+        self._beats.listen()
+        for rank, look in looks.items():
+            if look.state in ("gil", "lost") and self._beats.last[rank].lives:  # only late
+                looks[rank] = Look(rank, "no core", stack=look.stack, text=look.text)
+        return looks
 
     def _say(self, verdict: Verdict) -> None:
         """Print the screen, and write the report: whole, or not at all."""
@@ -403,9 +376,15 @@ class Watching:
                 os.unlink(partial)
             log.warning("the report %s cannot be written: %s", path, error.strerror)
 
+    def _end_job(self) -> None:
+        """End all ranks at once, as those that stay would raise errors of closed connections."""
+        self._collect(EXIT, range(self._size))
+        self._store.set(EXIT, "")
+        time.sleep(LAST_SEC)
+        self._exit()
+
     def _exit(self) -> None:
         """End this process, and those that it has started."""
-        time.sleep(LEAVE_SEC)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

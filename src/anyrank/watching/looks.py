@@ -7,17 +7,27 @@ thread that waits in C is not woken by a look, so it takes no time of a core.
 from __future__ import annotations
 
 import collections
+import contextlib
 import faulthandler
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from anyrank.watching.recorder import Call, calls_of, own_calls, read_entries, switched_off
+from anyrank.watching.recorder import (
+    Call,
+    calls_of,
+    note_line,
+    own_calls,
+    read_entries,
+    switched_off,
+)
 from anyrank.watching.stacks import (
     Frame,
     Stack,
@@ -33,6 +43,7 @@ from anyrank.watching.system import (
     Workers,
     bytes_moved,
     catches,
+    core_times,
     end_of,
     oom_kills,
     pid_namespace,
@@ -50,6 +61,9 @@ MOST_CHARACTERS = 6000  # of a rank's stacks in a report
 WORKER_LOOP = "_worker_loop"  # of torch; what is outside of it are the parent's lines
 MOST_WORKERS = 8  # of a rank's DataLoaders, that are looked at
 SIGNAL_SEC = 1.5  # for a stack that a signal asks for
+WRITE_SEC = 0.3  # for it to be whole; and for a second one to be another
+THREAD = re.compile(r"\b0x([0-9a-f]+)(?=.*\(most recent)")
+T = TypeVar("T")
 Functions = tuple[tuple[str, str, int], ...]
 
 
@@ -60,7 +74,7 @@ class Look:
     Attributes:
         rank: it is of.
         state: "answers", or what keeps it from that: "killed", "lost" (on another machine),
-            "stopped", "gil", "left" (its group), "absent" (it has never called watch).
+            "stopped", "gil", "no core", "left" (its group), "absent" (it has never called watch).
         stack: of its main thread, the innermost frame first; empty where there is none.
         at_work: whether it moves, reads, writes or computes.
         is_busy: whether it wants a core.
@@ -70,7 +84,8 @@ class Look:
         recorder: the variable that has switched the flight recorder off.
         calls: what it has called, the oldest first.
         detail: signal, exit code or limit, in words.
-        text: all threads' stacks.
+        text: all threads' stacks. Threads have numbers there, as their addresses differ on ranks
+            that are alike.
     """
 
     rank: int
@@ -87,16 +102,20 @@ class Look:
     text: str = ""
 
     def to_json(self) -> str:
-        """As text for the store."""
-        return json.dumps(asdict(self))
+        """As text for the store, which is the same for ranks that see the same."""
+        plain = asdict(self)
+        del plain["rank"]
+        for call in plain["calls"]:
+            del call["time_ns"]
+        return json.dumps(plain)
 
     @staticmethod
-    def from_json(text: str) -> Look:
-        """Back from the store."""
+    def from_json(rank: int, text: str) -> Look:
+        """A rank's, back from the store."""
         plain: dict[str, Any] = json.loads(text)
         plain["stack"] = tuple(Frame(*frame) for frame in plain["stack"])
         plain["calls"] = [Call(**call) for call in plain["calls"]]
-        return Look(**plain)
+        return Look(rank, **plain)
 
 
 def look_at_process(rank: int, pid: int) -> Look:
@@ -109,7 +128,7 @@ def look_at_process(rank: int, pid: int) -> Look:
     return Look(rank)
 
 
-class Eyes:
+class SelfObserver:
     """A rank's view of itself, with the file that its stacks go into.
 
     The file is in memory, and other processes of this machine read it by its number: a signal makes
@@ -117,13 +136,14 @@ class Eyes:
 
     Args:
         rank: this process's.
-        stopped: set when there is no time left.
         ticks: in the time without a step that makes a hang.
     """
 
-    def __init__(self, rank: int, stopped: threading.Event, ticks: int) -> None:
-        self.rank, self.stopped = rank, stopped
-        self.stood_in = collections.deque[Functions](maxlen=ticks)  # the main thread, at each tick
+    def __init__(self, rank: int, ticks: int) -> None:
+        self.rank = rank
+        self.recent_positions = collections.deque[Functions](
+            maxlen=ticks
+        )  # the main thread, at each tick
         self.file = os.memfd_create("anyrank-stacks")
         self.signal = _free_signal()
         if self.signal:
@@ -150,23 +170,31 @@ class Eyes:
     def tick(self) -> None:
         """Note where the main thread is, and which workers there are."""
         self.workers.tick()
-        self.stood_in.append(_functions(read_faulthandler(self._dump()).get(self.main, ())))
+        self.recent_positions.append(_functions(read_faulthandler(self._dump()).get(self.main, ())))
 
-    def look(self) -> Look:
-        """Look for two seconds at this process."""
+    def look(self, pause: Callable[[float], None]) -> Look:
+        """Look for two seconds at this process.
+
+        Stacks of calls that the recorder has kept are left out: the first one makes torch import
+        its compiler, which takes a second of a core. `read_calls` gives them, where they tell more.
+
+        Args:
+            pause: waits for some seconds.
+        """
         stacks: list[Stack] = []
         before = calls_of(read_entries(with_stacks=False, is_still=False))
         start, wanted, moved = time.monotonic(), seconds_wanted(self.thread), bytes_moved()
         text = ""
         for _ in range(LOOKS):
-            self.stopped.wait(PAUSE_SEC)
+            pause(PAUSE_SEC)
             text = self._dump()
             moved += 2 * len(text)  # that were written and read
             stacks.append(read_faulthandler(text).get(self.main, ()))
         is_busy = seconds_wanted(self.thread) - wanted > BUSY * (time.monotonic() - start)
         after = calls_of(read_entries(with_stacks=False, is_still=False))
         stack = _most_common(stacks)
-        calls = calls_of(read_entries(with_stacks=True, is_still=len({*stacks}) == 1))
+        calls = calls_of(read_entries(with_stacks=False, is_still=len({*stacks}) == 1))
+        note_line(calls, stack)
         calls += own_calls(stack)
         is_waiting = any(not call.is_done for call in calls)
         waiting_in = collective_of(stack)
@@ -175,7 +203,9 @@ class Eyes:
         computes = is_busy and waiting_in.endswith("()") and not is_waiting and not switched_off()
         at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
         # A pause that follows on work is as long as the limit before it counts.
-        at_work |= self.stood_in.count(_functions(stack)) < STANDS * len(self.stood_in)
+        at_work |= self.recent_positions.count(_functions(stack)) < STANDS * len(
+            self.recent_positions
+        )
         kills = oom_kills() - self.killed_before
         return Look(
             self.rank,
@@ -184,26 +214,35 @@ class Eyes:
             is_busy=is_busy,
             has_finished=not threading.main_thread().is_alive(),
             dead_workers=self.workers.find_dead(),
-            workers=[] if at_work or is_waiting or waiting_in else self._workers_at(),
+            workers=[] if at_work or is_waiting or waiting_in else self._workers_at(pause),
             calls=calls,
             recorder=switched_off(),
             detail=f"its cgroup killed {kills} for memory" if kills else "",
-            text=text[-MOST_CHARACTERS:],
+            text=_numbered(text[-MOST_CHARACTERS:]),
         )
 
-    def _workers_at(self) -> list[str]:
+    def read_calls(self) -> Look:
+        """This rank's calls with their stacks, and how it has come to the one that it waits in."""
+        stack = read_faulthandler(self._dump()).get(self.main, ())
+        is_still = _functions(stack) == (self.recent_positions or [()])[-1]
+        calls = calls_of(read_entries(with_stacks=True, is_still=is_still))
+        return Look(self.rank, calls=calls + own_calls(stack))
+
+    def _workers_at(self, pause: Callable[[float], None]) -> list[str]:
         """Where the worker processes of this rank's DataLoaders stand, of those in own lines."""
-        lines: list[str] = []
         process = self.describe()
-        for pid in sorted(self.workers.known - self.workers.dead.keys())[:MOST_WORKERS]:
-            if self.signal and catches(pid, self.signal):  # was forked after the watch began
-                stacks = read_faulthandler(_stacks_by_signal(pid, process)).values()
-                inner = itertools.takewhile(
-                    lambda frame: frame.function != WORKER_LOOP, next(iter(stacks), ())
-                )
-                lines += [
-                    f"worker process {pid} is at {frame}" for frame in own_frames(tuple(inner))[:1]
-                ]
+        pids = sorted(self.workers.known - self.workers.dead.keys())[:MOST_WORKERS]
+        forked = [pid for pid in pids if self.signal and catches(pid, self.signal)]  # after us
+        lines: list[str] = []
+        texts = _stacks_by_signal({pid: process | {"pid": pid} for pid in forked}, pause)
+        for pid, text in texts.items():
+            inner = itertools.takewhile(
+                lambda frame: frame.function != WORKER_LOOP,
+                next(iter(read_faulthandler(text).values()), ()),
+            )
+            lines += [
+                f"worker process {pid} is at {frame}" for frame in own_frames(tuple(inner))[:1]
+            ]
         return lines
 
     def _dump(self) -> str:
@@ -214,42 +253,72 @@ class Eyes:
         return os.pread(self.file, 1 << 20, 0).decode(errors="replace")
 
 
-def look_from_outside(rank: int, process: dict[str, Any]) -> Look:
-    """Look at a rank of this machine that does not answer, as the system shows it.
+def look_from_outside(
+    processes: Mapping[int, dict[str, Any]], pause: Callable[[float], None]
+) -> dict[int, Look]:
+    """Look at ranks of this machine that do not answer, as the system shows them; all at once.
 
     Args:
-        rank: it is of.
-        process: what its `Eyes.describe` said.
+        processes: of each of them, what its `SelfObserver.describe` said.
+        pause: waits for some seconds.
     """
-    pid, main = int(process["pid"]), int(process["main"])
-    look = look_at_process(rank, pid)
-    if look.state == "answers":
-        before, text = _stacks_by_signal(pid, process), _stacks_by_signal(pid, process)
-        look.state, look.text = "gil", text
-        look.stack = read_faulthandler(text).get(main, ())
-        look.at_work = look.stack != read_faulthandler(before).get(main, ())
-        # A signal is answered without the GIL: a process that does not has had no core.
-        look.at_work |= bool(process["signal"]) and not text and state_of(pid) != IN_KERNEL
-    return look
+    looks = {rank: look_at_process(rank, int(p["pid"])) for rank, p in processes.items()}
+    silent = {rank: p for rank, p in processes.items() if looks[rank].state == "answers"}
+    pids = {rank: int(process["pid"]) for rank, process in silent.items()}
+    start = time.monotonic()
+    before = {rank: core_times(pid, pid) for rank, pid in pids.items()}
+    first = _stacks_by_signal(silent, pause)
+    second = _stacks_by_signal({rank: silent[rank] for rank in first}, pause)
+    seconds = time.monotonic() - start
+    for rank, process in silent.items():
+        look, text = looks[rank], second.get(rank, "")
+        look.state, look.text = "gil", _numbered(text)
+        texts = first.get(rank, ""), text
+        stacks = [read_faulthandler(dump).get(int(process["main"]), ()) for dump in texts]
+        look.stack, look.at_work = stacks[1], stacks[0] != stacks[1]
+        after = core_times(pids[rank], pids[rank])
+        ran, waited = (now - then for now, then in zip(after, before[rank], strict=True))
+        # A signal is answered without the GIL: a process that does not answer has had no core.
+        is_deaf = bool(process["signal"]) and not text and state_of(pids[rank]) != IN_KERNEL
+        if is_deaf or waited > max(ran, BUSY * seconds):
+            look.state, look.at_work = "no core", False
+    return looks
 
 
-def _stacks_by_signal(pid: int, process: dict[str, Any]) -> str:
-    """A process's stacks, which a signal makes it write although the GIL is held; or ""."""
-    path = f"/proc/{pid}/fd/{process['file']}"
+def _stacks_by_signal(
+    processes: Mapping[T, dict[str, Any]], pause: Callable[[float], None]
+) -> dict[T, str]:
+    """The stacks of processes, which a signal makes them write although the GIL is held; of those
+    that do so in time.
+    """
+    asked: dict[T, tuple[str, int]] = {}
+    for key, process in processes.items():
+        path = f"/proc/{process['pid']}/fd/{process['file']}"
+        with contextlib.suppress(OSError):
+            if process["signal"]:
+                asked[key] = path, os.stat(path).st_mtime_ns
+                os.kill(int(process["pid"]), process["signal"])
+    written: set[T] = set()
     deadline = time.monotonic() + SIGNAL_SEC
-    try:
-        before = os.stat(path).st_mtime_ns
-        if not process["signal"]:
-            return ""
-        os.kill(pid, process["signal"])
-        while os.stat(path).st_mtime_ns == before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.3)  # to its end; and for a second look to be another one
-        with open(path, encoding="utf-8", errors="replace") as file:
+    while len(written) < len(asked) and time.monotonic() < deadline:
+        pause(0.05)
+        for key, (path, before) in asked.items():
+            with contextlib.suppress(OSError):
+                written |= {key} if os.stat(path).st_mtime_ns != before else set()
+    if asked:
+        pause(WRITE_SEC)
+    texts: dict[T, str] = {}
+    for key in written:
+        with contextlib.suppress(OSError), open(asked[key][0], errors="replace") as file:
             text = file.read()
-    except OSError:
-        return ""
-    return text[text.rfind("Current thread") :] if "Current thread" in text else text
+            texts[key] = text[max(text.rfind("Current thread"), 0) :]
+    return texts
+
+
+def _numbered(text: str) -> str:
+    """A dump in which each thread has a number."""
+    numbers: dict[str, int] = {}
+    return THREAD.sub(lambda match: str(numbers.setdefault(match[1], len(numbers) + 1)), text)
 
 
 def _most_common(stacks: list[Stack]) -> Stack:

@@ -100,7 +100,7 @@ def _digest(calls: dict[int, list[Call]], block: int) -> str:
     return hashlib.blake2b(repr(lines).encode(), digest_size=6).hexdigest()
 
 
-def calls_of_block(group: str, block: int) -> list[Call]:
-    """This rank's calls of a block, with the lines at which they were made."""
-    calls = read_calls(with_stacks=True)
+def calls_of_block(group: str, block: int, with_stacks: bool) -> list[Call]:
+    """This rank's calls of a block, and the lines at which they were made."""
+    calls = read_calls(with_stacks)
     return [call for call in calls if (call.group, call.number // BLOCK) == (group, block)]

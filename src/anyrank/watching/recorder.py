@@ -34,7 +34,7 @@ AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
 MESSAGES = "messages "  # how those begin that stand for one direction between two ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 ONE_ENDED = ("send", "recv", WAIT)  # within a name by a stack: there is no record of these
-USUAL, OTHER, FIRST = "usual", "other", "first"
+USUAL, OTHER, FIRST, UNREAD = "usual", "other", "first", "unread"
 COALESCED = "coalesced"  # an entry that ends with all calls of its number, which never do
 
 
@@ -48,7 +48,8 @@ class Call:
         name: "all_gather", or what an agreement is for; none where it is not known any more.
         shown: the public function that was called, as all_gather_object.
         time_ns: when, by the rank's clock.
-        arrival: how the rank has come to it: USUAL, by OTHER calls than ever, or the FIRST time.
+        arrival: how the rank has come to it: USUAL, by OTHER calls than ever, or the FIRST time;
+            UNREAD where the calls have no stacks, by which calls are told apart.
         operation: its number among all that the rank has called in the group: messages too.
         sizes, dtypes: of its tensors; none where ranks may have others.
         is_done: whether it has ended on this rank.
@@ -185,8 +186,9 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
     """The calls of a recorder's entries that are under way, and of each group the newest others."""
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
+    has_stacks = any(entry.get("frames") for entry in entries)
     for call in active[:1]:  # in which the rank waits
-        call.arrival = _arrival(calls[: calls.index(call) + 1])
+        call.arrival = _arrival(calls[: calls.index(call) + 1]) if has_stacks else UNREAD
     groups = dict.fromkeys(call.group for call in calls)
     ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
     members = {group: _members(group.rpartition(" ")[2]) for group in groups}
@@ -199,8 +201,8 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
 def _arrival(calls: Sequence[Call]) -> str:
     """How a rank has come to the last of its calls, beside how it came there before.
 
-    Calls of one line that follow on each other are one, and how many: a loop over parameters. Only
-    as many as ever before are usual.
+    Consecutive calls from one line count as one step with a length, as in a loop over parameters.
+    Only lengths up to the longest before are usual.
     """
     steps: list[object] = []
     begun: dict[str, int] = {}  # messages, by group
@@ -275,6 +277,20 @@ def _members(group: str) -> list[int]:
         return dist.get_process_group_ranks(c10d._resolve_process_group(group))
     except (AttributeError, RuntimeError, ValueError):
         return []
+
+
+def note_line(calls: Sequence[Call], stack: Stack) -> None:
+    """Note the line of the only call that is under way, where the main thread stands in it.
+
+    Args:
+        calls: without stacks.
+        stack: of the main thread.
+    """
+    active = [call for call in calls if not call.is_done]
+    shown = collective_of(stack)
+    is_ours = shown == AGREEMENT or any(word in shown for word in ONE_ENDED)
+    if len(active) == 1 and not active[0].on_device and not is_ours and not VAGUE.fullmatch(shown):
+        active[0].shown, active[0].stack = shown, own_frames(stack)[:FRAMES]
 
 
 def own_calls(stack: Stack) -> list[Call]:

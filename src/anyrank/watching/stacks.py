@@ -1,4 +1,4 @@
-"""Python stacks as text: read, told apart, and what the source says about a line. No process group.
+"""Python stacks as text: read, and told apart. No process group.
 
 A stack is read from what `faulthandler` or py-spy writes. Lines are the user's own unless their
 file belongs to Python, to an installed package or to anyrank.
@@ -6,7 +6,6 @@ file belongs to Python, to an installed package or to anyrank.
 
 from __future__ import annotations
 
-import ast
 import functools
 import itertools
 import json
@@ -32,13 +31,6 @@ PIPELINES = re.compile(r"torch/distributed/pipelining/")  # wait for messages al
 # What a thread waits in, where no function has its name.
 AGREEMENT, STORE, WAIT = "an agreement of anyrank", "store.wait()", "wait()"
 END = "destroy_process_group"
-# In the test of an `if` that asks for the rank; lora_rank is none.
-RANK = re.compile(
-    r"\b(?!lora|low)(\w+_)?rank\b|(rank|global|process)_zero"
-    r"|(main|master)_process|\bis_(main|master)\b|process_index"
-)
-NEGATED = re.compile(r"\bnot\b|!=")
-LETS_IN, KEEPS_OUT = "lets in", "keeps out"
 
 
 class Frame(NamedTuple):
@@ -138,72 +130,6 @@ def fetches(stack: Stack) -> bool:
     return any(FETCHING.search(frame.file) for frame in stack)
 
 
-# -- what the source says -------------------------------------------------------------------------
-
-
-class Branch(NamedTuple):
-    """An `if` that a line is within.
-
-    Attributes:
-        line: of the `if`.
-        test: as text.
-        is_else: whether the line is in its `else`.
-        effect: of a test that asks for the rank, by a usual name: LETS_IN one rank, or KEEPS_OUT
-            one, as an `else` or a `not` does; of another "".
-    """
-
-    line: int
-    test: str
-    is_else: bool
-    effect: str
-
-    def __str__(self) -> str:
-        return f'{"the else of " if self.is_else else ""}"if {self.test}"'
-
-
-def branches_around(frame: Frame) -> list[Branch]:
-    """Each `if` of its function that a frame's line is within, the outermost first."""
-    branches: list[Branch] = []
-    for parent, child in itertools.pairwise(_nodes_around(frame)):
-        if isinstance(parent, ast.If):
-            test, is_else = ast.unparse(parent.test), child in parent.orelse
-            effect = LETS_IN if is_else == bool(NEGATED.search(test)) else KEEPS_OUT
-            asks_for_rank = RANK.search(test.lower())
-            branches.append(Branch(parent.lineno, test, is_else, effect if asks_for_rank else ""))
-    return branches
-
-
-def branches_apart(stack: Stack, other: Stack) -> list[Branch]:
-    """Each `if` that one call is within, and another is not, where their ways part; further in,
-    those that ask for the rank.
-    """
-    branches: list[Branch] = []
-    have_parted = False
-    others = itertools.chain(other[::-1], itertools.repeat(None))
-    for frame, beside in zip(stack[::-1], others, strict=False):
-        is_beside = not have_parted and beside and beside[::2] == frame[::2]  # in one function
-        shared = branches_around(beside) if beside and is_beside else []
-        around = [branch for branch in branches_around(frame) if branch not in shared]
-        branches += around if is_beside else [branch for branch in around if branch.effect]
-        have_parted = frame != beside
-    return branches
-
-
-def _nodes_around(frame: Frame) -> list[ast.AST]:
-    """The statements of its function around a frame's line, the outermost first; none where the
-    source cannot be read.
-    """
-    nodes: list[ast.AST] = []
-    tree = _tree(frame.file)
-    for node in ast.walk(tree) if tree else ():  # a walk comes to what is outside first
-        is_statement = isinstance(node, ast.stmt | ast.ExceptHandler)
-        if is_statement and node.lineno <= frame.line <= (node.end_lineno or 0):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                nodes.clear()
-            nodes.append(node)
-    return nodes
-
-
 def _source_line(stack: Stack) -> str:
     """The text of a stack's innermost line; "" where it cannot be read."""
     lines = _text(stack[0].file).splitlines() if stack else []
@@ -217,11 +143,3 @@ def _text(file: str) -> str:
             return opened.read()
     except (OSError, ValueError):
         return ""
-
-
-@functools.lru_cache(64)
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse(_text(file))
-    except (SyntaxError, ValueError, RecursionError):
-        return None

@@ -123,10 +123,16 @@ def program_of(pid: int) -> str:
     return os.path.basename(_link(f"/proc/{pid}/exe"))
 
 
+def core_times(thread: int, pid: int | None = None) -> tuple[float, float]:
+    """Seconds that a thread ran, and that it waited for a core; of this process, or of another."""
+    counts = _text(f"/proc/{pid or 'self'}/task/{thread}/schedstat").split()[:2]
+    ran, waited = map(int, counts or ("0", "0"))
+    return ran / 1e9, waited / 1e9
+
+
 def seconds_wanted(thread: int, pid: int | None = None) -> float:
     """Seconds that a thread ran, or waited for a core; of this process, or of another."""
-    ran_and_waited = _text(f"/proc/{pid or 'self'}/task/{thread}/schedstat").split()[:2]
-    return sum(map(int, ran_and_waited)) / 1e9
+    return sum(core_times(thread, pid))
 
 
 def bytes_moved() -> int:

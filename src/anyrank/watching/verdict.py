@@ -13,15 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from anyrank.watching.looks import Look
-from anyrank.watching.recorder import OTHER, USUAL, Call
+from anyrank.watching.recorder import FIRST, OTHER, UNREAD, Call
 from anyrank.watching.stacks import (
-    KEEPS_OUT,
-    LETS_IN,
     STORE,
     Frame,
     Stack,
-    branches_apart,
-    branches_around,
     collective_of,
     ends,
     fetches,
@@ -39,6 +35,7 @@ DOES = {
     "lost": "does not answer, on another machine: see `anyrank stacks` there",
     "stopped": "is stopped (SIGSTOP, a debugger, or a batch system)",
     "gil": "holds the GIL in C",
+    "no core": "has had no core",
     "absent": "has never called anyrank.watch",
     "left": "has ended its group",
     "worker": "has lost a worker of its DataLoader, and stands",
@@ -77,6 +74,7 @@ class Verdict:
         collective: that the culprit is in, else that they wait in: "all_gather #412".
         stacks: of every rank, as text.
         screen: what a person reads.
+        unread: ranks whose recorded stacks would tell more, for another look.
     """
 
     culprits: list[int]
@@ -88,11 +86,12 @@ class Verdict:
     collective: str | None
     stacks: str
     screen: str = field(default="", repr=False)
+    unread: Sequence[int] = ()
 
     def to_json(self) -> str:
         """The report."""
         plain = asdict(self)
-        del plain["screen"]
+        del plain["screen"], plain["unread"]
         return json.dumps(plain, indent=2)
 
 
@@ -106,18 +105,21 @@ def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
         looks: at every rank.
         idle_sec: seconds since the last step, where it is known.
     """
-    scene = _Scene(looks, idle_sec)
-    for state in ("killed", "lost", "stopped", "gil"):
-        silent = [look.rank for look in looks if look.state == state]
-        if silent and state == "gil" and any(look.at_work for look in looks):
-            return None
-        if silent:
-            return scene.verdict(silent, "killed" if state == "lost" else state)
-    if any(look.at_work for look in scene.answering):
+    snapshot = JobSnapshot(looks, idle_sec)
+    for state in ("killed", "lost", "stopped"):
+        if silent := [look.rank for look in looks if look.state == state]:
+            return snapshot.verdict(silent, "killed" if state == "lost" else state)
+    if any(look.at_work for look in looks):
         return None
-    if dispute := scene.disputed_calls():
-        return scene.verdict(_odd_ranks(dispute), "mismatch", dispute)
-    return scene.judge_free() or scene.judge_waiting()
+    silent = [look for look in looks if look.state == "gil"]
+    if holding := [look.rank for look in silent if not collective_of(look.stack)]:
+        return snapshot.verdict(holding, "gil")
+    verdict = snapshot.verdict_of_answers()
+    if verdict is not None and verdict.culprits:
+        return verdict
+    if silent:  # within a collective, which may hold the GIL too, if nobody else stands apart
+        return snapshot.verdict([look.rank for look in silent], "gil")
+    return None if any(look.state == "no core" for look in looks) else verdict
 
 
 def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
@@ -126,15 +128,15 @@ def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
     Args:
         looks: with the calls of one group.
     """
-    scene = _Scene(looks, None)
+    snapshot = JobSnapshot(looks, None)
     for key in sorted({call.key for look in looks for call in look.calls}):
-        calls = {rank: call for rank, call in scene.calls_of(key).items() if call.name}
+        calls = {rank: call for rank, call in snapshot.calls_of(key).items() if call.name}
         if len({call.signature for call in calls.values()}) > 1:
-            return scene.verdict(_odd_ranks(calls), "mismatch", calls, hangs=False)
+            return snapshot.verdict(_odd_ranks(calls), "mismatch", calls, hangs=False)
     return None
 
 
-class _Scene:
+class JobSnapshot:
     """All looks, and what each rank waits in.
 
     Args:
@@ -146,9 +148,21 @@ class _Scene:
         self.looks, self.idle_sec = looks, idle_sec
         self.by_rank = {look.rank: look for look in looks}
         self.answering = [look for look in looks if look.state == "answers"]
+        self.stacks = {
+            (call.key, call.signature): call.stack
+            for look in reversed(self.answering)
+            for call in look.calls
+            if call.stack
+        }
         self.pending = {look.rank: call for look in self.answering if (call := _pending_call(look))}
         self.waits_for = {rank: self._behind(call) for rank, call in self.pending.items()}
-        self.blamed = set[int]().union(*self.waits_for.values())
+        self.awaited = set[int]().union(*self.waits_for.values())
+
+    def verdict_of_answers(self) -> Verdict | None:
+        """Who holds up the job, of the ranks that have answered."""
+        if dispute := self.disputed_calls():
+            return self.verdict(_odd_ranks(dispute), "mismatch", dispute)
+        return self.idle_ranks_verdict() or self.waiting_ranks_verdict()
 
     def _behind(self, call: Call) -> set[int]:
         """Ranks that have never made a call; by stacks alone, those that are not in it."""
@@ -190,13 +204,13 @@ class _Scene:
                 calls[look.rank] = call
         return calls
 
-    def judge_free(self) -> Verdict | None:
+    def idle_ranks_verdict(self) -> Verdict | None:
         """Those in no collective hold up the others; None where all are, or have ended."""
         free = [look for look in self.answering if look.rank not in self.pending]
-        if bereft := [look.rank for look in free if look.dead_workers]:
-            return self.verdict(bereft, "worker")
-        if self.blamed:
-            free = [look for look in free if look.rank in self.blamed]
+        if with_dead_workers := [look.rank for look in free if look.dead_workers]:
+            return self.verdict(with_dead_workers, "worker")
+        if self.awaited:
+            free = [look for look in free if look.rank in self.awaited]
         if not self.pending:  # those at their end hold up nobody
             free = [look for look in free if not _is_ending(look)]
         if not free:
@@ -208,19 +222,19 @@ class _Scene:
             kind = "loader"
         return self.verdict([look.rank for look in free], kind)
 
-    def judge_waiting(self) -> Verdict | None:
+    def waiting_ranks_verdict(self) -> Verdict | None:
         """Where all wait: ranks that others wait for and that wait for nobody, those that do not
         watch, or the odd ones of a ring.
         """
         if not self.pending:
             return None
-        last = [rank for rank in self.pending if rank in self.blamed and not self.waits_for[rank]]
+        last = [rank for rank in self.pending if rank in self.awaited and not self.waits_for[rank]]
         if last and len(last) < len(self.pending):
             return self.verdict(last, "skipped")
         if missing := [look for look in self.looks if look.state in ("absent", "left")]:
             kind = "ending" if missing[0].state == "left" else "skipped"
             return self.verdict([look.rank for look in missing], kind)
-        ring = {rank: call for rank, call in self.pending.items() if rank in self.blamed}
+        ring = {rank: call for rank, call in self.pending.items() if rank in self.awaited}
         ring = ring or self.pending
         if any(call.is_message for call in ring.values()):
             culprits = self._without_message(ring)
@@ -275,6 +289,7 @@ class _Scene:
         line = self.line(culprits[0], calls) if culprits else None
         shown = [calls[rank] for rank in (*culprits[:1], *waiting) if rank in calls]
         stacks = [f"rank {look.rank}, {look.state}\n{look.text}" for look in self.looks]
+        screen = _Screen(self, calls, culprits, waiting, kind)
         return Verdict(
             [*culprits],
             kind,
@@ -282,14 +297,34 @@ class _Scene:
             waiting,
             shown[0].describe() if shown else None,
             "\n".join(stacks),
-            _Screen(self, calls, culprits, waiting, kind).text(hangs),
+            screen.text(hangs),
+            self._unread(calls, culprits, screen.first_ranks()),
         )
+
+    def _unread(self, calls: Calls, culprits: Sequence[int], shown: Iterable[int]) -> list[int]:
+        """Ranks whose recorded stacks would tell more: a line of the screen, or, where the calls
+        alone do not tell it, which rank is wrong.
+        """
+        deciding: Iterable[int] = ()
+        if any(call.is_message for call in calls.values()):
+            deciding = calls
+        elif not culprits:
+            deciding = [group[0] for group in _groups_of(calls)]
+        unread = {rank for rank in deciding if calls[rank].arrival == UNREAD}
+        for rank in shown:
+            call = calls.get(rank)
+            unread |= {rank} if call and call.is_counted and call.name and not call.stack else set()
+        return sorted(unread)
 
     def line(self, rank: int, calls: Calls) -> Frame | None:
         """The innermost own line of a rank's call, else of its main thread."""
         call = calls.get(rank)
-        stack = (call.stack if call else ()) or own_frames(self.by_rank[rank].stack)
+        stack = (self.stack_of(call) if call else ()) or own_frames(self.by_rank[rank].stack)
         return stack[0] if stack else None
+
+    def stack_of(self, call: Call) -> Stack:
+        """The lines of a call, or of the same call of another rank, as not all ranks tell them."""
+        return call.stack or self.stacks.get((call.key, call.signature), ())
 
 
 def _pending_call(look: Look) -> Call | None:
@@ -314,36 +349,32 @@ def _is_ending(look: Look) -> bool:
 def _odd_ranks(calls: Calls) -> list[int]:
     """The ranks outside the largest group that has made one call.
 
-    Where several are as large it is those that have come there as never before, or that an `if` has
-    let in or kept out by their rank, and nobody where that does not tell one group from the others.
+    Where several are as large it is those that have come there as never before, and nobody where
+    that does not tell one group from the others.
     """
-    groups: dict[object, list[int]] = collections.defaultdict(list)
-    signatures = {(call.key, call.signature) for call in calls.values()}
-    for rank, call in calls.items():
-        signature = call.signature if len(signatures) > 1 else call.is_done
-        groups[call.key, signature].append(rank)
-    most = max(map(len, groups.values()))
-    largest = [group for group in groups.values() if len(group) == most]
-    for is_odd in (
-        lambda call: call.arrival != USUAL,
-        lambda call: _is_within(call, LETS_IN),
-        lambda call: not _is_within(call, KEEPS_OUT),
-    ):
-        odd = [group for group in largest if is_odd(calls[group[0]])]
-        if len(odd) == 1 and len(largest) > 2:
-            return odd[0]
-        if len(odd) == len(largest) - 1:
-            largest = [group for group in largest if group not in odd]
-    if len(signatures) == 1 and any(call.name in ROOTED for call in calls.values()):
+    groups = _groups_of(calls)
+    most = max(map(len, groups))
+    largest = [group for group in groups if len(group) == most]
+    odd = [group for group in largest if calls[group[0]].arrival in (OTHER, FIRST)]
+    if len(odd) == 1 and len(largest) > 2:
+        return odd[0]
+    if len(odd) == len(largest) - 1:
+        largest = [group for group in largest if group not in odd]
+    is_one_call = len({(call.key, call.signature) for call in calls.values()}) == 1
+    if is_one_call and any(call.name in ROOTED for call in calls.values()):
         return []  # one that only sends has gone on, whoever is wrong
     if len(largest) != 1 or len(groups) == 1:
         return []
     return [rank for rank in calls if rank not in largest[0]]
 
 
-def _is_within(call: Call, effect: str) -> bool:
-    """Whether a call is within an `if` that asks for the rank, with this effect."""
-    return any(branch.effect == effect for frame in call.stack for branch in branches_around(frame))
+def _groups_of(calls: Calls) -> list[list[int]]:
+    """The ranks of each call; where all have made the same, those that are done with it apart."""
+    groups: dict[object, list[int]] = collections.defaultdict(list)
+    is_one_call = len({(call.key, call.signature) for call in calls.values()}) == 1
+    for rank, call in calls.items():
+        groups[call.key, call.is_done if is_one_call else call.signature].append(rank)
+    return [*groups.values()]
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -354,14 +385,14 @@ class _Screen:
     """What a person reads: a clause for each group of ranks that do the same, the culprits first.
 
     Attributes:
-        scene: that it is of.
+        snapshot: that it is of.
         calls: that it is about, by rank.
         culprits: ranks.
         waiting: ranks that wait.
         kind: a key of ADVICE.
     """
 
-    scene: _Scene
+    snapshot: JobSnapshot
     calls: Calls
     culprits: Sequence[int]
     waiting: Sequence[int]
@@ -370,9 +401,9 @@ class _Screen:
     def text(self, hangs: bool) -> str:
         """All of it; of a job that hangs, or goes on with other calls."""
         head = self._hang() if hangs else f"{self._clauses(self.calls)}: the result is wrong"
-        looks = [self.scene.by_rank[rank] for rank in self.culprits[:1]]
+        looks = [self.snapshot.by_rank[rank] for rank in self.culprits[:1]]
         details = [d for look in looks for d in (*look.dead_workers, *look.workers, look.detail)]
-        off = {look.recorder for look in self.scene.answering if look.recorder}
+        off = {look.recorder for look in self.snapshot.answering if look.recorder}
         notes = [f"torch's flight recorder is off ({name}): only stacks are seen" for name in off]
         waiting = [self.calls[rank] for rank in self.waiting if rank in self.calls]
         advice = MESSAGE_ADVICE if any(call.is_message for call in waiting) else ADVICE[self.kind]
@@ -381,7 +412,7 @@ class _Screen:
 
     def _hang(self) -> str:
         """The sentence of a job that hangs."""
-        idle_sec = self.scene.idle_sec
+        idle_sec = self.snapshot.idle_sec
         since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
         called = [rank for rank in self.waiting if rank in self.calls]
         waiting = self._alike(sorted(called, key=lambda rank: not self.calls[rank].is_message))
@@ -398,9 +429,9 @@ class _Screen:
         first = self.waiting[0]
         return (
             f"all ranks wait in {self.calls[first].describe()} {since}, at "
-            f"{self.scene.line(first, self.calls)}, and none is missing: look at the network, at "
-            "ranks that are not in this group, and at roots and reduce operations, of which there "
-            "is no record"
+            f"{self.snapshot.line(first, self.calls)}, and none is missing: look at the network, "
+            "at ranks that are not in this group, and at roots and reduce operations, of which "
+            "there is no record"
         )
 
     def _orders(self) -> str:
@@ -414,9 +445,14 @@ class _Screen:
         """The ranks, those that do the same together."""
         groups: dict[object, list[int]] = collections.defaultdict(list)
         for rank in ranks:
-            call, line = self.calls.get(rank), self.scene.line(rank, self.calls)
+            call, line = self.calls.get(rank), self.snapshot.line(rank, self.calls)
             groups[(call.key, call.signature) if call else line].append(rank)
         return [*groups.values()]
+
+    def first_ranks(self) -> list[int]:
+        """The first rank of each group that the sentence is about: its line stands for them all."""
+        groups = self._alike((*self.culprits, *self.waiting) if self.culprits else self.calls)
+        return [group[0] for group in groups[:SHOWN_RANKS]]
 
     def _clauses(self, ranks: Iterable[int]) -> str:
         """What ranks do, each group of them for itself; the culprits first."""
@@ -425,10 +461,10 @@ class _Screen:
 
     def _clause(self, ranks: Sequence[int]) -> str:
         """What ranks do that do the same, and at which line."""
-        call, line = self.calls.get(ranks[0]), self.scene.line(ranks[0], self.calls)
+        call, line = self.calls.get(ranks[0]), self.snapshot.line(ranks[0], self.calls)
         where = f" at {line}" if line else ""
         if call is None:
-            does = self._does(self.scene.by_rank[ranks[0]])
+            does = self._does(self.snapshot.by_rank[ranks[0]])
             verb, _, rest = does.partition(" ")
             verb = PLURALS[verb] if len(ranks) > 1 else verb
             return f"{name_ranks(ranks)} {verb} {rest}{where}"
@@ -438,10 +474,7 @@ class _Screen:
             for other in others
         )
         verb = "called" if call.is_counted else "waits in" if len(ranks) == 1 else "wait in"
-        elsewhere = next((other.stack for other in others if other.stack != call.stack), None)
-        branches = branches_apart(call.stack, elsewhere) if elsewhere else []
-        under = f", under {', '.join(map(str, branches))}" if branches else ""
-        return f"{name_ranks(ranks)} {verb} {call.describe(with_sizes)}{where}{under}"
+        return f"{name_ranks(ranks)} {verb} {call.describe(with_sizes)}{where}"
 
     def _does(self, look: Look) -> str:
         """What a rank does that is in no call."""
@@ -451,10 +484,11 @@ class _Screen:
     def _stacks(self) -> list[str]:
         """The user's own lines of each group of ranks, the largest group first."""
         groups: dict[tuple[str, Stack, Stack], list[int]] = collections.defaultdict(list)
-        for look in self.scene.looks:
+        for look in self.snapshot.looks:
             call = self.calls.get(look.rank)
             shown = call.describe() if call else look.state.replace("answers", "in no collective")
-            groups[shown, call.stack if call else (), own_frames(look.stack)].append(look.rank)
+            lines_of_call = self.snapshot.stack_of(call) if call else ()
+            groups[shown, lines_of_call, own_frames(look.stack)].append(look.rank)
         lines: list[str] = []
         for group, ranks in sorted(groups.items(), key=lambda item: -len(item[1]))[:SHOWN_RANKS]:
             shown, call_lines, main_lines = group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import signal
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 import anyrank
-from anyrank.watching import looks, mismatch, system
-from anyrank.watching.looks import Eyes, Look, look_from_outside, works
+from anyrank.watching import looks as looks_module
+from anyrank.watching import mismatch, system
+from anyrank.watching.looks import Look, SelfObserver, look_from_outside, works
 from anyrank.watching.mismatch import CallDigests
 from anyrank.watching.options import read_options
 from anyrank.watching.ras import look_by_nccl
@@ -29,7 +31,6 @@ from anyrank.watching.stacks import (
     WAIT,
     Frame,
     Stack,
-    branches_around,
     collective_of,
     fetches,
     is_own,
@@ -146,52 +147,11 @@ def test_a_loader_is_torchs_or_anyranks() -> None:
     assert not fetches((main_at(1),))
 
 
-SOURCE = """
-def main():
-    for step in steps:
-        if step < 3:
-            continue
-        if rank == 0:
-            save()
-            gather()
-        else:
-            gather()
-            save()
-        try:
-            reduce()
-        except ValueError:
-            log()
-def other():
-    reduce()
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (5, ['"if step < 3"']),
-        (7, ['"if rank == 0"']),
-        (10, ['the else of "if rank == 0"']),
-        (13, []),
-        (16, []),
-        (99, []),
-    ],
-)
-def test_the_source_says_what_a_line_hangs_on(
-    line: int, expected: list[str], tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SOURCE)
-    frame = Frame(str(script), line, "main")
-    assert [str(branch) for branch in branches_around(frame)] == expected
-
-
 @pytest.mark.parametrize("text", ["def (", "\x00", ""])
 def test_a_source_that_cannot_be_read_says_nothing(text: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     for file in (str(script), "<string>"):
-        assert branches_around(Frame(file, 1, "main")) == []
         assert collective_of((Frame(file, 1, "main"),)) == ""
 
 
@@ -223,36 +183,37 @@ def test_what_takes_a_core_in_a_library_is_at_work(file: str) -> None:
 def test_a_pause_that_follows_on_work_counts_once_it_is_as_long_as_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(looks, "LOOKS", 4)
-    eyes = Eyes(0, threading.Event(), 4)
+    monkeypatch.setattr(looks_module, "LOOKS", 4)
+    observer = SelfObserver(0, 4)
     for _ in range(4):
-        eyes.tick()  # the main thread is in here
+        observer.tick()  # the main thread is in here
     with ThreadPoolExecutor(1) as pool:
-        jobs = eyes.look, lambda: [eyes.tick() for _ in range(4)], eyes.look
+        look = functools.partial(observer.look, time.sleep)
+        jobs = look, lambda: [observer.tick() for _ in range(4)], look
         first, _, second = [pool.submit(job).result() for job in jobs]
-    eyes.close()
+    observer.close()
     assert isinstance(first, Look)
     assert isinstance(second, Look)
     assert (first.at_work, second.at_work) == (True, False)
 
 
 def test_a_process_that_answers_no_signal_may_only_have_no_core(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A signal is answered without the GIL; so of one that is not, nothing is concluded yet."""
-    monkeypatch.setattr(looks, "SIGNAL_SEC", 0.1)
+    monkeypatch.setattr(looks_module, "SIGNAL_SEC", 0.1)
     ignores = f"import signal, time; signal.signal({signal.SIGRTMIN + 5}, signal.SIG_IGN); "
-    command = [sys.executable, "-c", f"{ignores}print(flush=True); time.sleep(60)"]
+    (tmp_path / "stacks").write_text(DUMP)  # an old one
+    opens = f"file = open({str(tmp_path / 'stacks')!r}); print(file.fileno(), flush=True); "
+    command = [sys.executable, "-c", f"{ignores}{opens}time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
-        child.stdout.readline()
-        process = {"pid": child.pid, "main": 0, "file": 0, "signal": signal.SIGRTMIN + 5}
-        silent = look_from_outside(1, process)
-        unasked = look_from_outside(1, process | {"signal": 0})
+        file = int(child.stdout.readline())
+        process = {"pid": child.pid, "main": 0, "file": file, "signal": signal.SIGRTMIN + 5}
+        looks = look_from_outside({1: process, 2: process | {"signal": 0}}, time.sleep)
         child.kill()
-    assert (silent.state, silent.at_work) == ("gil", True)
-    assert (unasked.state, unasked.at_work) == ("gil", False)
-    assert conclude([waits(0), silent], 61) is None
+    assert (looks[1].state, looks[2].state) == ("no core", "gil")
+    assert conclude([waits(0), looks[1]], 61) is None
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -324,6 +285,19 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
     ),
     "the GIL, two looks unlike": ([waits(0), elsewhere(1, "gil", at_work=True)], None),
     "the GIL, two looks alike": ([waits(0), elsewhere(1, "gil")], ([1], "gil", 30, [])),
+    "no core, beside one that stands apart": (
+        [waits(0), elsewhere(1), Look(2, "no core"), elsewhere(3, "no core")],
+        ([1], "slow", 30, ["rank 2: no core"]),
+    ),
+    "no core, and nobody stands apart": ([waits(0), waits(1), Look(2, "no core")], None),
+    "silent in a call, beside one that stands apart": (
+        [waits(0, state="gil"), waits(1), elsewhere(2)],
+        ([2], "slow", 30, []),
+    ),
+    "silent in a call, and nobody stands apart": (
+        [waits(0, state="gil"), waits(1), waits(2)],
+        ([0], "gil", 10, []),
+    ),
     "all at their end": ([Look(0, has_finished=True), Look(1, has_finished=True)], None),
     "one at its end": ([waits(0), Look(1, has_finished=True)], ([1], "ending", None, [])),
     "all in one place": ([waits(0), waits(1)], ([], "mismatch", None, ["none is missing"])),
@@ -600,76 +574,6 @@ def test_a_rank_that_reads_a_value_waits_for_no_message(tmp_path: Path) -> None:
         assert verdict.culprits == culprits
 
 
-@pytest.mark.parametrize(
-    ("test", "culprit"),
-    [
-        ("rank == 0", 1),
-        ("dist.get_rank() == 0", 1),
-        ("args.local_rank in (-1, 0)", 1),
-        ("master_process", 1),
-        ("trainer.is_global_zero", 1),
-        ("config.lora_rank > 4", None),
-        ("step % 10 == 0", None),
-        ("not (rank == 2 and step == 5)", 2),
-        ("rank != 2", 2),
-    ],
-)
-def test_of_two_ranks_that_are_alike_an_if_that_asks_for_the_rank_tells(
-    test: str, culprit: int | None, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"if {test}:\n    gather()\nreduce()\n")
-    under = Look(1, stack=in_collective("all_gather", Frame(str(script), 2, "<module>")))
-    other = Look(2, stack=in_collective("all_reduce", Frame(str(script), 3, "<module>")))
-    verdict = conclude([under, other], 61)
-    assert verdict is not None
-    assert verdict.culprits == ([culprit] if culprit else [])
-    assert verdict.kind == "mismatch"
-    assert f'under "if {test}"' in verdict.screen
-    assert ("nothing tells which rank is wrong" in verdict.screen) == (culprit is None)
-
-
-SAVE = """\
-def save():
-    if world > 1:
-        if args.rank == 2:
-            gather()
-if step == 4:
-    if loss > 9:
-        save()
-    reduce()
-"""
-HELPER = """\
-def sync():
-    if world > 1:
-        gather()
-reduce()
-sync()
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "wait", "within", "words"),
-    [
-        (SAVE, 8, [(4, "save"), (7, "<module>")], '"if loss > 9", "if args.rank == 2";'),
-        (HELPER, 4, [(3, "sync"), (5, "<module>")], ""),
-    ],
-    ids=["each that parts the ranks", "none of a helper"],
-)
-def test_an_if_that_parts_the_ranks_is_named_and_further_in_one_that_asks_for_the_rank(
-    text: str, wait: int, within: list[tuple[int, str]], words: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    others = in_collective("all_reduce", Frame(str(script), wait, "<module>"))
-    own = in_collective("all_gather", *(Frame(str(script), *place) for place in within))
-    verdict = conclude([Look(0, stack=others), Look(1, stack=others), Look(2, stack=own)], 61)
-    assert verdict is not None
-    assert (verdict.culprits, verdict.kind) == ([2], "mismatch")
-    assert words in verdict.screen
-    assert ("under" in verdict.screen) == bool(words)
-
-
 # An entry of NCCL, by hand after the fields of torch's FlightRecorder; none was recorded on a GPU.
 def entry(number: int, name: str = "all_reduce", **more: Any) -> dict[str, Any]:
     own = {"filename": "/u/train.py", "line": number, "name": "main"}
@@ -935,7 +839,7 @@ def test_the_report_has_the_keys_that_the_page_names() -> None:
 def test_a_look_travels_as_text() -> None:
     look = waits(3)
     look.calls = [called("barrier", 1, members=[0, 3])]
-    assert Look.from_json(look.to_json()) == look
+    assert Look.from_json(3, look.to_json()) == look
 
 
 # -- arguments, and the system --------------------------------------------------------------------
