@@ -1,4 +1,4 @@
-"""What docs/look.md takes for granted: a folder of the Trainer with one flipped bit."""
+"""What docs/files.md takes for granted: a folder of the Trainer with one flipped bit."""
 
 from __future__ import annotations
 

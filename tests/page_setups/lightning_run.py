@@ -1,4 +1,4 @@
-"""What docs/integrations-lightning.md takes for granted: a module, its data, a quiet trainer."""
+"""What docs/frameworks.md takes for granted: a module, its data, a quiet trainer."""
 
 from __future__ import annotations
 

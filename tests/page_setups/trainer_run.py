@@ -1,4 +1,4 @@
-"""What docs/integrations-transformers.md takes for granted: a Trainer, with its model and data."""
+"""What docs/frameworks.md takes for granted: a Trainer, with its model and data."""
 
 from __future__ import annotations
 

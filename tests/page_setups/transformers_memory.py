@@ -1,4 +1,4 @@
-"""What docs/memory-transformers.md takes for granted: a small Llama, and its gradients."""
+"""What docs/memory.md takes for granted: a small Llama, and its gradients."""
 
 from __future__ import annotations
 

@@ -565,7 +565,7 @@ def test_what_is_not_told_of_is_found() -> None:
 @pytest.mark.parametrize("knob", settings.KNOBS, ids=lambda knob: knob.name)
 def test_knobs_are_told_of_with_their_units_and_defaults(knob: settings.Knob) -> None:
     row = next(
-        row for row in read("settings.md").splitlines() if row.startswith(f"| `{knob.name}`")
+        row for row in read("reference.md").splitlines() if row.startswith(f"| `{knob.name}`")
     )
     assert row.split("|")[2].strip().split()[0] == str(knob.default)
     assert re.fullmatch(r"ANYRANK_[A-Z_]+_(BYTES|SEC|THREADS)", knob.name)
