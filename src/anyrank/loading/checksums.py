@@ -1,4 +1,4 @@
-"""A source's files against the checksums that came with them."""
+"""Compares a source's files with the checksums that came with them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def mismatches(
     count: int = 1,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[tuple[str, str]]:
-    """What differs in one of `count` equal parts of the files: the path, and what it is.
+    """Yield the differences in one of `count` equal parts of the files: path and description.
 
     A file with checksums of its blocks is left at its first difference.
 
     Args:
         listing: the source.
-        number: of the part.
-        count: of the parts.
-        progress: called with the bytes that were compared, `bytes_to_compare` in all.
+        number: number of the part.
+        count: number of parts.
+        progress: called with the number of compared bytes, `bytes_to_compare` in all.
 
     Raises:
         LoadError: a file cannot be read.
@@ -58,7 +58,7 @@ def mismatches(
 
 
 def bytes_to_compare(listing: Listing) -> int:
-    """Bytes that `mismatches` reads of all parts together."""
+    """Bytes that `mismatches` reads for all parts together."""
     sizes = {info.path: info.size for info in listing.files}
     return (
         sum(sizes[path] for path, _ in _published(listing))
@@ -70,7 +70,7 @@ def bytes_to_compare(listing: Listing) -> int:
 def _record_mismatches(
     listing: Listing, number: int, count: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, str]]:
-    """As `mismatches`, of the CRC-32s alone that the format itself keeps."""
+    """Compare the CRC-32s that the format itself keeps, like `mismatches`."""
     for record in listing.checksums[number::count]:
         path = listing.files[record.file].path
         crc = 0
@@ -87,7 +87,7 @@ def _record_mismatches(
 
 
 def compared(*listings: Listing) -> list[str]:
-    """What `mismatches` compares of these together, in words."""
+    """List the kinds and numbers of checksums that `mismatches` compares in these listings."""
     numbers = {
         ("SHA-256", "file"): sum(len(_published(listing)) for listing in listings),
         ("CRC-32", "record"): sum(len(listing.checksums) for listing in listings),
@@ -97,7 +97,7 @@ def compared(*listings: Listing) -> list[str]:
 
 
 def _blocks(path: str, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes [start, stop) of a file, a block at a time, in memory that is used again."""
+    """The bytes [start, stop) of a file, a block at a time, in memory that is reused."""
     block = memoryview(bytearray(BLOCK_BYTES))
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, BLOCK_BYTES):

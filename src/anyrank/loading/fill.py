@@ -1,10 +1,10 @@
 """The one way to fill a model: allocate, move, rebuild, put in place.
 
-Loads, syncs, adopted checkpoints and first values differ in where the values come from, which is
-their `Side`. Until the last step tensors on meta stay as they are, on every rank, as an error on
-one rank before is every rank's. The last step is each rank's by itself: it swaps tensors, all or
-none, hashes frozen parts, moves buffers and calls the modules' `set_extra_state`. If it fails on a
-rank, the model has its new values elsewhere, and the error says so.
+Loads, syncs, adopted checkpoints and first values differ in where the values come from: each has
+its own `Side`. Until the last step tensors on meta stay as they are on every rank, because until
+then an error on one rank is every rank's. The last step runs on each rank alone: it swaps tensors,
+all or none, hashes frozen parts, moves buffers and calls the modules' `set_extra_state`. If it
+fails on a rank, the model has its new values on the others, and the error says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLACED = (
 
 
 class Moved(NamedTuple):
-    """Bytes that one rank has moved; those of buffers and a group on its device; by what lane."""
+    """Bytes that one rank moved; the share of buffers, and of a group on its device; the lane."""
 
     read: int = 0
     sent: int = 0
@@ -42,7 +42,7 @@ class Moved(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a fill took on one rank."""
+    """Measurements of a fill on one rank."""
 
     moved: Moved
     host_peak_bytes: int
@@ -51,10 +51,10 @@ class Measured(NamedTuple):
 
 
 class Side:
-    """Where the values come from, as one rank has it. This one has none: all come from rules.
+    """The origin of the values on one rank. This base class has none: all values come from rules.
 
     Attributes:
-        preparing, moving: what is done in these two steps, for messages.
+        preparing, moving: names of these two steps, for messages.
         is_one_model: whether all ranks fill the same model, and know each other's report.
     """
 
@@ -63,43 +63,43 @@ class Side:
     is_one_model = True
 
     def prepare(self, share: ModelShare) -> None:
-        """Have all that is needed before the first tensor is written to. Each rank by itself."""
+        """Acquire all that is needed before the first tensor is written to. Each rank alone."""
         share.allocate()
 
     def compare(self) -> None:
-        """Refuse what has to be equal already, and is not. All ranks."""
+        """Refuse values that must be equal already, but are not. All ranks."""
 
     def move(self) -> None:
-        """Fill this rank's share; ends only when the other ranks have what they need of it."""
+        """Fill this rank's share; return only when the other ranks have what they need from it."""
 
     def check(self) -> None:
-        """Compare what was moved. All ranks."""
+        """Compare the moved values. All ranks."""
 
     def finish(self) -> None:
-        """Do what else can fail before the model is changed. All ranks."""
+        """Do everything else that can fail before the model is changed. All ranks."""
 
     def moved(self) -> Moved:
-        """Bytes so far."""
+        """Bytes moved so far."""
         return Moved()
 
     def damage_note(self) -> str:
-        """What an error in `move` or `check` says of the model."""
+        """The sentence about the model in an error of `move` or `check`."""
         return ""
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close open files and connections."""
 
 
 @dataclass(frozen=True)
 class FillResult:
-    """What a fill did, beyond what its plan says. Equal on all ranks.
+    """The result of a fill, beyond its plan. Equal on all ranks.
 
     Attributes:
-        rules: tensors that were initialised -> the rule.
+        rules: initialised tensor -> its rule.
         rebuilt: non-persistent buffers -> the rule that filled them.
         renewed: tensors whose objects could not be kept.
-        own_code: what became of the modules' own code.
-        measured: of every rank.
+        own_code: the outcome for the modules' own code.
+        measured: measurements of every rank.
     """
 
     rules: dict[str, str]
@@ -114,7 +114,7 @@ class FillResult:
         return [measured.moved for measured in self.measured]
 
     def fields(self) -> dict[str, Any]:
-        """Those of a report that every fill knows."""
+        """The fields of a report that every fill knows."""
         return {
             "initialised": self.rules,
             "rebuilt": self.rebuilt,
@@ -130,13 +130,13 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
     """Fill a model. All ranks.
 
     Args:
-        share: of this rank; nothing is allocated yet.
-        side: where its values come from.
-        ranks: of the call.
+        share: this rank's share; nothing is allocated yet.
+        side: the origin of its values.
+        ranks: the ranks of the call.
         rebuild: whether any rank has non-persistent buffers on meta.
 
     Raises:
-        AnyrankError: of any rank, on all ranks.
+        AnyrankError: an error of any rank, on all ranks.
     """
     with closing(side):
         ranks.run(side.preparing, lambda: side.prepare(share))
@@ -144,7 +144,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
 
         def move() -> None:
             side.move()
-            # Bytes go past torch: a graph that has saved these tensors must not be run backwards.
+            # Bytes bypass autograd: a graph that has saved these tensors must not be run backwards.
             filled = (target.tensor for target in share.filled() if not target.is_meta)
             increment_version([tensor for tensor in filled if not tensor.is_inference()])
             share.initialise()
@@ -181,7 +181,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
 
 @contextmanager
 def _with_consequence(left: str) -> Generator[None]:
-    """Add to an error what the model is after it."""
+    """Add the state of the model after an error to its message."""
     try:
         yield
     except AnyrankError as error:

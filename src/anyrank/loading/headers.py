@@ -1,4 +1,4 @@
-"""What ranks were given as a source, who of them sees it, and what its headers say."""
+"""The ranks' sources: what each was given, who can see it, and what the headers say."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from anyrank.models.frozen_parts import FrozenSource, frozen_sources
 from anyrank.sources.source import Source, list_source
 from anyrank.world.ranks import Ranks
 
-SMALL_BYTES = 64 << 10  # of headers that go with the first message; longer ones are broadcast
+SMALL_BYTES = 64 << 10  # headers up to this go with the first message; longer ones are broadcast
 
 
 @dataclass(frozen=True)
 class Headers:
-    """What one rank has read for all.
+    """The headers that one rank has read for all.
 
     Attributes:
-        listing: what the source holds; None where all ranks know it already.
-        parts: what the sources of frozen parts hold.
+        listing: contents of the source; None if all ranks know it already.
+        parts: contents of the sources of frozen parts.
     """
 
     listing: Listing | None
@@ -37,15 +37,15 @@ class Headers:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What a rank was given as a source, and whether it is there.
+    """The source that a rank was given, and whether the rank can see it.
 
     Attributes:
         source: the paths, or "a dict of tensors", or "" for None or an empty dict.
-        location: of local paths, where they are; ranks with others have copies.
+        location: for local paths, where they are; ranks with other locations have copies.
         visible: whether this rank can read it.
         seed: this rank's torch seed.
-        is_live: whether it is a dict that has sharded tensors, of which no rank has all bytes.
-        headers: what it holds, if this rank has read them for all, and they are few bytes.
+        is_live: whether it is a dict with sharded tensors, so that no rank has all bytes.
+        headers: its contents, if this rank has read them for all, and they are small.
     """
 
     source: str
@@ -59,11 +59,11 @@ class SourceInfo:
 def header_reader(
     model: nn.Module, source: Source | None, ranks: Ranks, known: Listing | None = None
 ) -> Callable[[], Headers]:
-    """What reads the headers of a load, once.
+    """Make a function that reads the headers of a load, once.
 
     Args:
-        model, source, ranks: of the load.
-        known: what the source holds, where all ranks know that already.
+        model, source, ranks: arguments of the load.
+        known: contents of the source, if all ranks know them already.
     """
 
     def to_send(source: Source) -> Listing:
@@ -80,10 +80,10 @@ def header_reader(
 def look_at_source(
     source: Source | None, ranks: Ranks, read_headers: Callable[[], Headers]
 ) -> SourceInfo:
-    """What this rank was given, for the others; it does not wait for them.
+    """Describe this rank's source for the others; it does not wait for them.
 
-    The first rank reads the headers at once, as it is the one whose headers count wherever it sees
-    the source. What is wrong with them is raised where all ranks ask for them.
+    The first rank reads the headers at once, because its headers count whenever it sees the source.
+    Errors in them are raised when all ranks ask for them.
 
     Raises:
         LoadError: the source cannot be reached.
@@ -120,7 +120,7 @@ def agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
 
 
 def with_file_fingerprints(headers: Headers) -> Headers:
-    """The same, by which ranks that see copies of the files know them."""
+    """Add fingerprints, by which ranks recognise copies of the files."""
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
 
@@ -149,6 +149,6 @@ def _locate(source: Source | None) -> SourceInfo:
             places.append(storage.location(path) if visible else "")
         except (AnyrankError, ImportError):
             raise
-        except Exception as error:  # each of fsspec's file systems has errors of its own
+        except Exception as error:  # each fsspec file system has its own errors
             raise LoadError(f"{path}: cannot be reached: {error}") from error
     return SourceInfo(", ".join(paths), visible, seed, ", ".join(places))

@@ -47,9 +47,9 @@ def load(
     """Load weights into a model, before or after it was wrapped, sharded, compiled or put on meta.
 
     Every rank of the group calls it with the same model and source. Each rank ends with its own
-    share and reads, where it can, nothing else. Parameter objects stay the same ones. Names,
-    shapes and dtypes are compared on all ranks before the first byte of payload moves; a model on
-    meta stays as it was when a load fails, also in the middle of reading.
+    share and, where possible, reads nothing else. Parameter objects stay the same ones. Names,
+    shapes and dtypes are compared on all ranks before the first byte of payload moves. A model on
+    meta stays as it was when a load fails, even in the middle of reading.
 
     Example::
 
@@ -63,7 +63,7 @@ def load(
         assert not missing and not unexpected
 
     Args:
-        model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, frozen in part;
+        model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, partly frozen;
             real or on meta, or half of both.
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
             folder, anyrank run), a list of files, or a dict of tensors, plain or sharded. None on
@@ -71,26 +71,26 @@ def load(
         missing: what to do with tensors that the source does not hold: "error"; "init" gives them
             the model's own initial values, the same on any number of ranks; "keep" leaves them.
         unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
-        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
-            can.
+        cast: "float" casts between floating dtypes and widens integers; "any" casts everything that
+            torch can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
-            (regex, replacement), or a callable; a key that becomes "" is left out. Of a source with
-            several tables of tensors it chooses: {"ema": ""}.
-        layout: for plain tensors that are this rank's part of a whole, as Megatron and vLLM hold
-            them: a dict of name or pattern to (mesh, placements), or a function of the name. The
-            parts are checked over the ranks: no hole, no overlap.
+            (regex, replacement), or a callable; a key that becomes "" is left out. It also chooses
+            one of several tables of tensors in a source: {"ema": ""}.
+        layout: for plain tensors that are this rank's part of a whole, as in Megatron and vLLM: a
+            dict of name or pattern to (mesh, placements), or a function of the name. The ranks'
+            parts must have no hole and no overlap.
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
-            exchange them; "scatter": one rank reads and sends each its rows; "auto" decides.
+            exchange them; "scatter": one rank reads and sends each rank its rows; "auto" decides.
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
-            Default: all, or this process alone where no group is initialised.
+            Default: all, or this process alone if no group is initialised.
         progress: True, False, or called with (bytes done, bytes in all) on the first rank.
-            Default: a bar on the first rank when a terminal is there.
+            Default: a bar on the first rank if there is a terminal.
         verify: compare the files with the checksums that came with them before anything is loaded,
             and replicas with one another afterwards; count NaN and infinities.
 
     Returns:
-        The report, equal on all ranks. `missing, unexpected = load(...)` works as well.
+        The report, equal on all ranks. `missing, unexpected = load(...)` works too.
 
     Raises:
         LoadError: the source does not fit, cannot be read, or is corrupt, or ranks were called with
@@ -131,7 +131,7 @@ def load(
             compare_ties(plan.match, plan.reading.reading_ranks, ranks)
         verified, nonfinite = list[str](), dict[str, int]()
         if verify:
-            # Files are compared before anything is filled, what they have given afterwards.
+            # Files are compared before anything is filled, the loaded values afterwards.
             verified = verify_source(plan.match, plan.reading.reading_ranks, ranks)
             result = fill_from_files(model, plan, ranks, meter, progress)
             nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
@@ -145,11 +145,11 @@ def load(
 def _report(
     plan: AgreedPlan, result: FillResult, verified: str, nonfinite: dict[str, int]
 ) -> LoadReport:
-    """The report of a load.
+    """Make the report of a load.
 
     Args:
-        plan: what was carried out.
-        result: what that did.
+        plan: the plan that was carried out.
+        result: the result of the fill.
         verified: what `verify=True` compared, in words.
         nonfinite: tensor -> number of NaN and infinite values.
     """
@@ -199,7 +199,7 @@ def fill_from_files(
     """Carry out an agreed plan. All ranks.
 
     Raises:
-        LoadError: of any rank, on all ranks.
+        LoadError: an error of any rank, on all ranks.
     """
     share = ModelShare(model, plan.match, meter, plan.seed)
     if plan.reading.flows is None:

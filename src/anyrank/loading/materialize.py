@@ -30,7 +30,7 @@ def materialize(
     init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
     process_group: Group = None,
 ) -> LoadReport:
-    """Give every tensor on meta its initial values; what is real already stays as it is.
+    """Give every tensor on meta its initial values; tensors that are real already stay as they are.
 
     Every rank of the group calls it. Values depend on the first rank's torch seed and on the
     tensors' names alone, so a model that is sharded over any number of ranks starts with the same
@@ -47,19 +47,19 @@ def materialize(
 
     Args:
         model: plain or sharded (FSDP2, tensor parallel), before or after.
-        device: where plain tensors go. Default: to the model's real parameters, else to the rank's
-            own device. Sharded tensors go where their mesh and offload policy say.
+        device: where plain tensors go. Default: to the device of the model's real parameters, else
+            to the rank's own device. Sharded tensors go where their mesh and offload policy say.
         init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
             `init_weights`); a callable is called with each module that owns a tensor to fill.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
-            Default: all, or this process alone where no group is initialised.
+            Default: all, or this process alone if no group is initialised.
 
     Returns:
         A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all
         ranks.
 
     Raises:
-        LoadError: tensors that no rule writes, named, or of a frozen part that has a source, or
+        LoadError: tensors that no rule writes (named), or of a frozen part that has a source, or
             arguments that differ between ranks; on all ranks, and nothing is changed.
         ValueError, TypeError: an argument that is wrong in itself; on all ranks.
     """
@@ -100,7 +100,7 @@ def materialize(
 
 
 def _match(tensors: list[ModelTensor]) -> ModelMatch:
-    """What rules fill: all that is on meta.
+    """Match all tensors on meta with rules that fill them.
 
     Raises:
         LoadError: a tensor whose values are in a file, or that has no rule of its own.
@@ -120,13 +120,13 @@ def _check_no_source(tensor: ModelTensor) -> None:
     if part is not None and part.anyrank_frozen.source is not None:
         raise LoadError(
             f"{tensor.name}: belongs to a frozen part whose weights are in "
-            f"{part.anyrank_frozen.source}, so initial "
-            "values would be others: call anyrank.load on the part, with that source, before"
+            f"{part.anyrank_frozen.source}, so initial values would be others: call anyrank.load "
+            "on the part, with that source, before"
         )
 
 
 def _device_of(device: torch.device | str) -> torch.device:
-    value: Any = device  # whatever it is
+    value: Any = device  # of any type
     if isinstance(value, bool) or not isinstance(value, (torch.device, str, int)):
         raise TypeError(f"device= takes a torch.device or its name, not {type(value).__name__}")
     try:

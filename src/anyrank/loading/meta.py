@@ -29,8 +29,8 @@ def meta() -> Generator[None]:
         assert model.weight.is_meta
         assert not model.running_var.is_meta
 
-    Acts on the thread that entered it only, and nests. Each rank enters by itself. A buffer that is
-    computed from a parameter is on meta too: `load` rebuilds it, or names it.
+    It acts only on the thread that entered it, and nests. Each rank enters on its own. A buffer
+    that is computed from a parameter is on meta too: `load` rebuilds it, or names it.
     """
     thread = threading.get_ident()
     # By identity and weakly: a parameter registered twice stays tied, and none lives longer than in
@@ -39,7 +39,7 @@ def meta() -> Generator[None]:
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         if threading.get_ident() != thread or parameter.is_meta or is_lazy(parameter):
-            return None  # as it is; a lazy parameter has no shape and no memory yet
+            return None  # unchanged; a lazy parameter has no shape and no memory yet
         if parameter not in on_meta:
             on_meta[parameter] = _meta_parameter(parameter)
         return on_meta[parameter]
@@ -52,10 +52,10 @@ def meta() -> Generator[None]:
 
 
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter on meta that is like this one in all but memory: type, layout and attributes."""
+    """A parameter on meta that equals this one in all but memory: type, layout and attributes."""
     empty = parameter.detach().to("meta")
     kind = type(parameter)
-    # isinstance would say yes to any tensor subclass that serves as a parameter, a DTensor say.
+    # isinstance would accept any tensor subclass that serves as a parameter, such as a DTensor.
     subclassed = kind is not nn.Parameter and nn.Parameter in kind.__mro__
     on_meta: Any = (
         empty.as_subclass(kind) if subclassed else nn.Parameter(empty, requires_grad=False)

@@ -1,7 +1,7 @@
-"""`anyrank.plan`: what a load would read, send and hold, without moving payload.
+"""`anyrank.plan`: the reads, messages and memory of a load, without moving payload.
 
-It is `load` up to the agreement, on the ranks that are there. For others, `forecast` has the
-largest share in closed form.
+It is `load` up to the agreement, on the existing ranks. For other numbers of ranks, `forecast`
+computes the largest share in closed form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from anyrank.world.ranks import Ranks, open_ranks
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a load would do. Lists have one entry per rank, in the group's order.
+    """The plan of a load. Lists have one entry per rank, in the group's order.
 
     Example::
 
@@ -45,13 +45,13 @@ class LoadPlan:
     Attributes:
         strategy, reason: who reads, and why.
         world_size: number of ranks.
-        model_bytes: of the whole model, in its own dtypes.
-        source_bytes: of the tensors wanted from the source.
-        share_bytes: what each rank holds afterwards.
-        read_bytes: what each rank reads from storage, without the holes that are read along.
-        sent_bytes: what each rank sends to others.
+        model_bytes: size of the whole model, in its own dtypes.
+        source_bytes: size of the tensors wanted from the source.
+        share_bytes: bytes that each rank holds afterwards.
+        read_bytes: bytes that each rank reads from storage, without holes that are read along.
+        sent_bytes: bytes that each rank sends to others.
         peak_bytes: most memory of each rank, share and staging together.
-        format: of the source.
+        format: format of the source.
         missing, unexpected: names.
     """
 
@@ -94,12 +94,12 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ranks that are not there would hold of the tensors of a source.
+    """The share of a source's tensors that a rank would hold, for ranks that need not exist.
 
     Attributes:
-        format: of the source.
-        source_bytes: of its tensors.
-        share_bytes: of the rank that holds most of them.
+        format: format of the source.
+        source_bytes: size of its tensors.
+        share_bytes: share of the rank that holds most of them.
         peak_bytes: most memory of that rank while it loads, its share and the buffer.
     """
 
@@ -124,10 +124,10 @@ def plan(
     progress: object = None,
     verify: bool = False,
 ) -> LoadPlan:
-    """Plan a load without payload: the same checks and the same errors as `load`, nothing changed.
+    """Plan a load without payload: the same checks and errors as `load`, and nothing is changed.
 
-    Every rank of the group calls it, and the plan is of this model on these ranks. `anyrank plan`
-    tells for ranks that do not exist yet what each would hold.
+    Every rank of the group calls it, and the plan is for this model on these ranks. `anyrank plan`
+    computes what each rank would hold for ranks that do not exist yet.
 
     Example::
 
@@ -142,11 +142,11 @@ def plan(
         model, source: as for `load`.
         missing, unexpected, cast, rename, layout, strategy, buffer_bytes, process_group: as for
             `load`.
-        progress, verify: ignored, as no payload moves; accepted so that the arguments of a load can
-            be passed on.
+        progress, verify: ignored, because no payload moves; accepted so that the arguments of a
+            load can be passed on.
 
     Raises:
-        LoadError: as `load` would.
+        LoadError: whenever `load` would raise it.
         ValueError, TypeError: an argument that is wrong in itself, as for `load`.
     """
     options = LoadOptions(
@@ -171,11 +171,11 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
 
     Args:
         source: as for `load`.
-        shards: into how many.
-        dtype: of the model's floating tensors; default: the source's.
+        shards: the number of shards.
+        dtype: dtype of the model's floating tensors; default: the source's.
 
     Raises:
-        LoadError, UnsafeFile, ValueError, TypeError: as `load`.
+        LoadError, UnsafeFile, ValueError, TypeError: as for `load`.
     """
     check_source(source)
     listing = list_source(source)
@@ -221,7 +221,7 @@ def _plan_of(plan: AgreedPlan, ranks: Ranks) -> LoadPlan:
 
 
 def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
-    """What a rank would hold, read and send."""
+    """The bytes that a rank would hold, read and send."""
     match, listing = plan.match, plan.match.listing
     share = sum(t.local_numel * t.dtype.itemsize for t in in_state_dict(match.tensors))
     flows = plan.reading.flows

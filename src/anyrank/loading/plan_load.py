@@ -1,4 +1,4 @@
-"""The plan of a load: what fills what, and who reads, agreed before the first byte of payload."""
+"""The plan of a load: what fills each tensor, and who reads, agreed before any payload moves."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from anyrank.world.ranks import Ranks
 
 @dataclass(frozen=True)
 class AgreedPlan:
-    """A load that can only fail by I/O from here on.
+    """A load that from here on can fail only by I/O.
 
     Attributes:
         match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
-        coordinates: of every rank, by global rank.
+        coordinates: coordinates of every rank, by global rank.
         reading: who reads, and why.
-        buffer_bytes: staging memory; the smallest of all ranks', since exchanges need one size.
-        seed: the first rank's torch seed, for tensors that a rule fills.
+        buffer_bytes: staging memory; the smallest of all ranks', because exchanges need one size.
+        seed: the first rank's torch seed, for tensors filled by a rule.
         rebuild: whether any rank has non-persistent buffers on meta.
         in_place: whether any rank writes into memory that held values before.
     """
@@ -58,13 +58,13 @@ class AgreedPlan:
 
 @dataclass(frozen=True)
 class _MatchSummary:
-    """What a rank lets the others know of its match.
+    """A rank's match, summarised for the other ranks.
 
     Attributes:
-        inventory: of its tensors.
-        fills: digest of what fills them; empty in a process alone.
+        inventory: inventory of its tensors.
+        fills: digest of the sources of their values; empty in a process alone.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
-        frozen: hash of each frozen part, None where it is unknown.
+        frozen: hash of each frozen part, None if unknown.
         buffer_bytes: staging memory that this rank would use.
     """
 
@@ -89,15 +89,15 @@ def plan_load(
     """Plan a load and agree on it. All ranks; nothing is changed.
 
     Args:
-        model, source, ranks, options: of the load.
-        sources: what each rank was given.
-        read_headers: of `header_reader`.
-        known: what the source holds, where all ranks know it already.
+        model, source, ranks, options: arguments of the load.
+        sources: the source that each rank was given.
+        read_headers: result of `header_reader`.
+        known: contents of the source, if all ranks know them already.
 
     Raises:
-        LoadError: of any rank, on all ranks.
+        LoadError: an error of any rank, on all ranks.
     """
-    # One rank lists the source for all: two listings could be of two states of one folder.
+    # One rank lists the source for all: two listings could show two states of one folder.
     first = agreed_reader(sources, ranks)
     headers = sources[ranks.ranks.index(first)].headers
     are_copies = len({info.location for info in sources if info.visible}) > 1
@@ -119,7 +119,7 @@ def plan_load(
         return match, _summary(model, match, options, ranks)
 
     match, summaries = ranks.run_and_gather("planning the load", match_here)
-    # Ranks with other models would fill other tensors, or wait for one another: none goes on.
+    # Ranks with other models would fill other tensors, or wait for one another: none may go on.
     inventories = [summary.inventory for summary in summaries]
     title = "the ranks' models differ"
     coordinates = check_alike(title, match.tensors, inventories, ranks, LoadError)
@@ -133,7 +133,7 @@ def plan_load(
     _compare_frozen([summary.frozen for summary in summaries], ranks)
     if options.layout is not None:
         check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
-    # Ranks exchange blocks of one size, so the least memory of any rank counts for all.
+    # Ranks exchange blocks of one size, so the smallest memory of any rank counts for all.
     buffer_bytes = min(summary.buffer_bytes for summary in summaries)
     visible = [info.visible for info in sources]
     caches = caches_of(ranks.ranks, ranks.nodes, [info.path for info in listing.files])
@@ -158,7 +158,7 @@ def plan_load(
 
 
 def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTensor] | None:
-    """The tensors of the model, if `layout=` says what they are parts of."""
+    """The tensors of the model, if `layout=` says of which wholes they are parts."""
     if options.layout is None:
         return None
     return tensors_with_layout(model, options.layout, ranks)
@@ -169,7 +169,7 @@ def _summary(
 ) -> _MatchSummary:
     tensors = match.tensors
     left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
-    # All ranks get the same for a part that is filled; of others each keeps its own.
+    # All ranks get the same values for a part that is filled; other parts keep each rank's own.
     kept = {part for t in left for registration in t.registrations for part in registration.path}
     return _MatchSummary(
         inventory=inventory_of(tensors, ranks),
@@ -186,7 +186,7 @@ def _summary(
 
 
 def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> None:
-    """Nobody broadcasts frozen parts, so they must be equal to begin with.
+    """Compare frozen parts: nobody broadcasts them, so they must be equal to begin with.
 
     Raises:
         LoadError: a part whose hash, taken when it was frozen, differs between ranks.
@@ -200,6 +200,6 @@ def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> 
 
 
 def _digest(match: ModelMatch) -> str:
-    """Of what fills the tensors, by their positions."""
+    """A digest of what fills the tensors, by their positions."""
     dtypes = sorted((index, str(stored.dtype)) for index, stored in match.stored.items())
     return digest_of([dtypes, sorted(match.compared), sorted(match.initialise)])

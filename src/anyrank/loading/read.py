@@ -1,4 +1,4 @@
-"""A source in files, or in a dict: each rank reads its own bytes."""
+"""A source in files, or in a dict, of which each rank reads its own bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ProgressTo: TypeAlias = "bool | Callable[[int, int], None] | None"
 
 
 def read_own(wanted: Sequence[TensorFill], reader: Reader, ranks: Ranks) -> None:
-    """Fill this rank's shares from the files, which are open. Each rank by itself.
+    """Fill this rank's shares from the open files. Each rank alone.
 
     Ranks start at different files, so that they do not all wait for the same file.
 
@@ -51,9 +51,9 @@ class OwnBytes(Side):
     """A source in files, or in a dict, of which each rank reads its own bytes.
 
     Args:
-        plan: what all ranks agreed on.
-        ranks: of the call.
-        meter: of the load.
+        plan: the plan on which all ranks agreed.
+        ranks: the ranks of the call.
+        meter: the meter of the load.
         progress: as for `load`.
     """
 
@@ -67,7 +67,7 @@ class OwnBytes(Side):
         self.stack = ExitStack()
         self.share: ModelShare
         self.wanted: list[TensorFill] = []
-        self.to_compare: dict[int, torch.Tensor] = {}  # what the source holds of frozen parts
+        self.to_compare: dict[int, torch.Tensor] = {}  # the source's values of frozen parts
         nbytes = sum(
             self.match.tensors[index].local_numel * stored.dtype.itemsize
             for index, stored in self.match.stored.items()
@@ -108,15 +108,15 @@ class OwnBytes(Side):
         self.wanted = self._wanted()
 
     def open_files(self) -> None:
-        """Open those that hold what is wanted.
+        """Open the files that hold wanted tensors.
 
         Raises:
-            LoadError: one changed.
+            LoadError: a file changed.
         """
         self.reader.open({chunk.file for _, stored in self.match.wanted for chunk in stored.chunks})
 
     def move(self) -> None:
-        """Read.
+        """Read the shares, and compare frozen parts.
 
         Raises:
             LoadError: this rank failed to read; or a frozen part holds other values.
@@ -126,7 +126,7 @@ class OwnBytes(Side):
         self.meter.sample()
 
     def fill_shares(self) -> None:
-        """Fill what is wanted, from files that are open.
+        """Fill the wanted tensors from open files.
 
         Raises:
             LoadError: this rank failed to read.
@@ -140,10 +140,10 @@ class OwnBytes(Side):
         return [TensorFill(match.tensors[i], s, local, match.listing, i) for i, s, local in rows]
 
     def _compare_frozen(self) -> None:
-        """Refuse a source that holds other values of a frozen part.
+        """Refuse a source that holds other values for a frozen part.
 
         Raises:
-            LoadError: it does; the part is left as it is.
+            LoadError: the values differ; the part stays as it is.
         """
         for index, stored_value in self.to_compare.items():
             target = self.match.tensors[index]
@@ -160,11 +160,11 @@ class OwnBytes(Side):
         own_code.read_extras(self.match.listing, self.ranks, reader)
 
     def moved(self) -> Moved:
-        """Bytes so far."""
+        """Bytes moved so far."""
         return Moved(self.reader.bytes_read)
 
     def damage_note(self) -> str:
-        """What an error says of the model."""
+        """The sentence about the model in an error."""
         return OVERWRITTEN if self.plan.in_place else ""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Who reads the bytes of a load: each rank its own, unless something speaks against it."""
+"""Decides who reads the bytes of a load: each rank its own, unless there is a reason against it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ONE_MACHINE = "all ranks share one machine, whose page cache holds each byte onc
 
 @dataclass(frozen=True)
 class Reading:
-    """A strategy, the reason in words, and what comes of it.
+    """A strategy, the reason in words, and its flows.
 
     Attributes:
         strategy: "own": each rank reads its own bytes. "stripe": ranks that want the same bytes, or
             columns of the same rows, read disjoint parts and exchange them. "scatter": the ranks
             that see the source read, and send each rank its own part.
         reading_ranks: global ranks that read.
-        flows: what passes between ranks; None where each reads its own bytes.
+        flows: the exchange between ranks; None if each reads its own bytes.
     """
 
     strategy: str
@@ -31,15 +31,15 @@ class Reading:
 
 
 def why_own(strategy: str, caches: Sequence[int], sees: Sequence[bool]) -> str | None:
-    """Why each rank reads its own bytes; None where that has yet to be decided.
+    """Return why each rank reads its own bytes; None if that has yet to be decided.
 
     Args:
-        strategy: what the caller asked for, of `model.options.STRATEGIES`.
+        strategy: the caller's choice among `model.options.STRATEGIES`.
         caches: which page cache serves each rank: its machine's, or one of its own.
-        sees: whether each sees the source.
+        sees: whether each rank sees the source.
     """
     if len(sees) == 1:
-        return ONE_MACHINE  # there is nobody to pass bytes to, whatever was asked for
+        return ONE_MACHINE  # there is nobody to exchange bytes with, whatever the caller asked for
     if not all(sees) or strategy not in ("own", "auto"):
         return None
     if strategy == "own":
@@ -48,5 +48,5 @@ def why_own(strategy: str, caches: Sequence[int], sees: Sequence[bool]) -> str |
 
 
 def caches_of(ranks: Sequence[int], nodes: Sequence[int], paths: Sequence[str]) -> Sequence[int]:
-    """Which page cache serves each rank: its machine's, or none but its own for a remote source."""
+    """Which page cache serves each rank: its machine's, or for a remote source only its own."""
     return ranks if any("://" in path for path in paths) else nodes

@@ -1,4 +1,4 @@
-"""What a load or a sync did, or would do: equal on all ranks and printable as one screen."""
+"""The report of a load or a sync: equal on all ranks and printable as one screen."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SHOWN = 5
 
 
 def mib_by_rank(values: list[int]) -> str:
-    """Bytes of each rank, in words."""
+    """Bytes of each rank, as text."""
     shown = " ".join(f"{value / MIB:.1f}" for value in values[:16])
     more = f" ... (max {max(values) / MIB:.1f})" if len(values) > 16 else ""
     return f"{shown}{more} MiB by rank"
 
 
 def _group_line(title: str, items: list[str]) -> str:
-    """One line of a report: how many, and the first few."""
+    """One line of a report: the number of items, and the first few."""
     return f"  {title:<12} {len(items)}: {join_first(items, SHOWN, '; ')}"
 
 
@@ -50,7 +50,7 @@ class FillReport:
         return json.dumps(asdict(self), indent=2)
 
     def lines(self, others: Mapping[str, list[str]]) -> list[str]:
-        """What happened to tensors, a line for each title that has any; and what was verified."""
+        """Lines on the tensors, one for each title that has any; and what was verified."""
         groups = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -68,7 +68,7 @@ class FillReport:
 
 @dataclass(frozen=True)
 class LoadReport(FillReport):
-    """What a load did. Equal on all ranks. Unpacks as torch's `(missing_keys, unexpected_keys)`.
+    """The report of a load. Equal on all ranks. Unpacks like `(missing_keys, unexpected_keys)`.
 
     Example::
 
@@ -81,28 +81,28 @@ class LoadReport(FillReport):
     Attributes:
         missing: tensors of the model that the source does not hold.
         unexpected: keys of the source that fill no tensor of the model.
-        initialised: tensors that a rule of the model gave their values, with the rule.
+        initialised: tensors that got their values from a rule of the model, with the rule.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
         duplicates: keys of tied tensors that the source holds more than once -> the key that was
-            loaded; they were equal.
+            loaded; their values were equal.
         cast: tensor -> "dtype in the source -> dtype in the model".
-        renewed: tensors on meta whose objects torch could not keep, as something else referred to
-            them: the model has new objects, and an optimizer built before has the old ones.
+        renewed: tensors on meta whose objects torch could not keep, because something else referred
+            to them: the model has new objects, and an optimizer built before has the old ones.
         own_code: extra state that was handed to its module.
         own_code_not_run: modules whose code (hooks, overrides) load_state_dict would have run, and
-            extra state that was not handed over -> why; values are those of the source.
+            extra state that was not handed over -> why; their values are the source's.
         frozen: parts passed to `freeze()` -> where their values came from.
-        format, tensors: of the source, and how many tensors were filled from it.
+        format, tensors: format of the source, and how many tensors were filled from it.
         strategy: "own", "stripe" or "scatter".
-        reason: why this strategy.
+        reason: the reason for this strategy.
         nonfinite: tensor -> number of NaN and infinite values; filled with `verify=True`.
         verified: what `verify=True` compared, in words; "" without it.
         skipped: files and keys that were skipped, with the reason.
-        bytes_read, bytes_sent, peak_host_bytes, peak_device_bytes: one entry a rank, in the
-            group's order. Peaks are above the state before the call.
-        seconds: of the slowest rank.
+        bytes_read, bytes_sent, peak_host_bytes, peak_device_bytes: one entry per rank, in the
+            group's order. Peaks are relative to the state before the call.
+        seconds: duration on the slowest rank.
     """
 
     own_code: list[str] = field(default_factory=list[str])
@@ -116,7 +116,7 @@ class LoadReport(FillReport):
     bytes_read: list[int] = field(default_factory=list[int])
 
     def __iter__(self) -> Iterator[list[str]]:
-        """`missing, unexpected = report`, as with `load_state_dict`."""
+        """Support `missing, unexpected = report`, as with `load_state_dict`."""
         yield self.missing
         yield self.unexpected
 
@@ -145,12 +145,12 @@ class LoadReport(FillReport):
 
 
 def log_report(report: FillReport, log: logging.Logger, source: str, model: str) -> None:
-    """Log a report; what differs from a plain, whole copy is a warning (promise 8).
+    """Log a report; every difference from a plain, whole copy is a warning (promise 8).
 
     Args:
-        report: of a load or a sync.
-        log: where to.
-        source, model: what messages call the two.
+        report: report of a load or a sync.
+        log: the logger.
+        source, model: names of the two in messages.
     """
     log.info("%s", report)
     differences = {

@@ -1,5 +1,7 @@
-"""What is read is compared: two names of one tensor with one another, in each load; with
-`verify=True` the file with its checksums, replicas with one another, values with NaN."""
+"""Compares loaded values: two names of one tensor in each load; more with `verify=True`.
+
+`verify=True` compares the file with its checksums, replicas with one another, and looks for NaN.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ NO_CHECKSUMS = "the source has no checksums, so a flipped bit in it cannot be no
 
 
 def verify_source(match: ModelMatch, reading_ranks: tuple[int, ...], ranks: Ranks) -> list[str]:
-    """Compare a source with its checksums; what was compared, in words. All ranks.
+    """Compare a source with its checksums; return what was compared, in words. All ranks.
 
     Args:
-        match: what is loaded of it.
+        match: the match, which says what is loaded of it.
         reading_ranks: the ranks that read, and share the work.
-        ranks: of the call.
+        ranks: the ranks of the call.
 
     Raises:
-        LoadError: as `_check_files`.
+        LoadError: as for `_check_files`.
     """
 
     def check() -> list[str]:
@@ -51,19 +53,19 @@ def verify_source(match: ModelMatch, reading_ranks: tuple[int, ...], ranks: Rank
 def verify_loaded(
     match: ModelMatch, coordinates: Mapping[int, Coordinates], ranks: Ranks
 ) -> dict[str, int]:
-    """Compare the replicas of what was loaded; its NaN and infinities by tensor. All ranks.
+    """Compare the replicas of loaded tensors; return NaN and infinities by tensor. All ranks.
 
     Args:
-        match: what was loaded.
-        coordinates: of every rank, by global rank.
-        ranks: of the call.
+        match: the match that was loaded.
+        coordinates: coordinates of every rank, by global rank.
+        ranks: the ranks of the call.
 
     Raises:
         LoadError: replicas differ.
     """
     known = shared(match.tensors, coordinates)
     compare_replicas((pair for pair in known if pair[0].kind != "derived"), ranks)
-    # Each element on one rank: replicas are equal.
+    # Each element is counted on one rank, because replicas are equal.
     own_tensors = [
         tensor
         for index, tensor in enumerate(match.tensors)
@@ -82,10 +84,10 @@ def _check_files(listing: Listing, number: int, count: int) -> list[str]:
         count: how many ranks share the work.
 
     Returns:
-        What was compared, in words.
+        The comparisons made, in words.
 
     Raises:
-        LoadError: a checksum differs; names the file, and the record where the format knows it.
+        LoadError: a checksum differs; names the file, and the record if the format knows it.
     """
     for path, what in mismatches(listing, number, count):
         raise LoadError(f"{path}: {what}")
@@ -93,12 +95,12 @@ def _check_files(listing: Listing, number: int, count: int) -> list[str]:
 
 
 def compare_ties(match: ModelMatch, reading_ranks: Sequence[int], ranks: Ranks) -> None:
-    """Compare what the source holds under several names of one tensor of the model. All ranks.
+    """Compare the source's values under several names of one tensor of the model. All ranks.
 
     Args:
-        match: what is loaded of the source.
+        match: the match, which says what is loaded of the source.
         reading_ranks: the ranks that read, and share the work.
-        ranks: of the call.
+        ranks: the ranks of the call.
 
     Raises:
         LoadError: two names hold different values, and the model can keep only one.
@@ -138,14 +140,14 @@ def _boxes(stored: StoredTensor) -> Iterator[Box]:
 
 
 def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether values differ in a bit; NaN equals NaN."""
+    """Return whether values differ in a bit; NaN equals NaN."""
     dtype = torch.promote_types(tensor.dtype, other.dtype)
     first, second = (t.to(dtype).reshape(-1).view(torch.uint8) for t in (tensor, other))
     return not torch.equal(first, second)
 
 
 def content_hashes(tensors: Iterable[ShardedTensor]) -> Iterable[str]:
-    """`content_hash` of what this rank holds of each."""
+    """`content_hash` of this rank's part of each tensor."""
     return (content_hash(tensor.local()) for tensor in tensors)
 
 
@@ -154,7 +156,7 @@ def compare_replicas(
     ranks: Ranks,
     digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]] = content_hashes,
 ) -> None:
-    """Compare what several ranks hold alike; for the arguments see `differing_replicas`. All ranks.
+    """Compare copies that several ranks hold; arguments as for `differing_replicas`. All ranks.
 
     Raises:
         LoadError: replicas differ; names the tensors and the ranks.
@@ -172,7 +174,7 @@ def compare_replicas(
 
 
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
-    """NaN and infinite values by tensor, of what the ranks count together. All ranks."""
+    """NaN and infinite values by tensor, counted by the ranks together. All ranks."""
 
     def count() -> dict[str, int]:
         counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Who reads which bytes, where ranks may do other than read their own: the choice, and why."""
+"""Decides who reads which bytes where ranks may share the reading, and why."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def shared_reading(
     ranks: Ranks,
     buffer_bytes: int,
 ) -> Reading:
-    """Who reads, and what passes between ranks. Every rank comes to the same.
+    """Decide who reads, and what passes between ranks. Every rank comes to the same result.
 
     Args:
-        strategy: what the caller asked for.
-        match: of this rank's model.
-        coordinates: of every rank, by global rank.
+        strategy: the caller's choice.
+        match: match of this rank's model.
+        coordinates: coordinates of every rank, by global rank.
         caches, sees: of each rank, as for `why_own`.
-        ranks: of the call.
+        ranks: the ranks of the call.
         buffer_bytes: staging memory.
 
     Raises:
-        LoadError: as `decide`.
+        LoadError: as for `decide`.
     """
     repeated = _repeated(match, coordinates, dict(zip(ranks.ranks, caches, strict=True)))
     name, reason, reading_ranks = decide(strategy, ranks.ranks, caches, sees, repeated)
@@ -48,7 +48,7 @@ def shared_reading(
         coordinates=coordinates,
         nodes=dict(zip(ranks.ranks, ranks.nodes, strict=True)),
         reading_ranks=reading_ranks,
-        stage_bytes=buffer_bytes // 2,  # the rest is the window's
+        stage_bytes=buffer_bytes // 2,  # the other half is for the window
     )
     return Reading(name, reason, reading_ranks or ranks.ranks, flows)
 
@@ -60,20 +60,20 @@ def decide(
     sees: Sequence[bool],
     repeated_bytes: int,
 ) -> tuple[str, str, tuple[int, ...] | None]:
-    """Choose who reads, where `why_own` has not.
+    """Choose who reads, if `why_own` has not decided it.
 
     Args:
-        strategy: what the caller asked for, of `model.options.STRATEGIES`.
+        strategy: the caller's choice among `model.options.STRATEGIES`.
         ranks: global ranks, in the group's order.
-        caches, sees: of each, as for `why_own`.
+        caches, sees: of each rank, as for `why_own`.
         repeated_bytes: bytes that ranks with different caches would each read.
 
     Returns:
-        The strategy, the reason in words, and the ranks that read, where not those that want a
+        The strategy, the reason in words, and the ranks that read; None if the ranks that want a
         block take turns.
 
     Raises:
-        LoadError: a strategy that needs the source where some ranks do not see it.
+        LoadError: a strategy that needs the source on ranks that do not see it.
     """
     seeing = tuple(rank for rank, sees_it in zip(ranks, sees, strict=True) if sees_it)
     blind = len(ranks) - len(seeing)
@@ -105,7 +105,7 @@ def _repeated(
     total = 0
     for index, stored in match.stored.items():
         groups = replicas(index, match.tensors[index], coordinates)
-        whole = in_one_chunk(stored)  # as many steps as there are groups
+        whole = in_one_chunk(stored)  # takes only as many steps as there are groups
         for shared in shared_reads(whole, groups, gap_bytes(stored, match.listing)):
             caches = {cache_of[rank] for rank in shared.takers}
             total += shared.read.nbytes if len(caches) > 1 else 0

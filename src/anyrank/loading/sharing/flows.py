@@ -1,8 +1,9 @@
-"""What flows from rank to rank: tensors of a file, by the blocks that each rank reads of them.
+"""The flow of file tensors between ranks, by the blocks that each rank reads of them.
 
-A file is a source that is held whole by the ranks that see it. What all ranks want of it is cut
-into blocks; each has one reader, and who wants a part of a block receives it from there. Every rank
-comes to the same rounds, each with its own transfers; in one a rank reads what it may stage.
+A file is a source that is held whole by the ranks that see it. The wanted parts of it are cut into
+blocks. Each block has one reader, from whom the ranks that want a part of it receive that part.
+Every rank computes the same rounds, each with its own transfers; in one round a rank reads as much
+as it may stage.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ MIN_BLOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One tensor that some ranks fill, or a part of it, and what this rank has to do with it.
+    """A tensor, or a part of one, that some ranks fill, and this rank's work on it.
 
     Attributes:
-        name: in the model that is filled.
-        index: among what this rank fills; -1 on a rank that fills another model, or none.
-        strips: where its elements are in the source.
-        transfers: this rank's, in the order of all ranks.
-        stored_dtype, wire_dtype, target_dtype: in the source, between the ranks, in the model.
-        nbytes: that all ranks receive of it, at most.
-        is_compared: whether it is to be equal already, and not written.
-        twin: number of the source tensor that takes the place of `dst` where two of src are
-            compared, as dst ties them; else -1.
-        reads: place of a held box -> what this rank reads of a file to give it.
+        name: name in the model that is filled.
+        index: index among the tensors that this rank fills; -1 if it fills another model, or none.
+        strips: places of its elements in the source.
+        transfers: this rank's transfers, in the order of all ranks.
+        stored_dtype, wire_dtype, target_dtype: dtypes in the source, between the ranks, in the
+            model.
+        nbytes: bytes of it that all ranks receive, at most.
+        is_compared: whether it must be equal already, and is not written.
+        twin: number of the source tensor that stands in for `dst`, if two tensors of src are
+            compared because dst ties them; else -1.
+        reads: place of a held box -> the read of a file that provides it.
     """
 
     name: str
@@ -61,8 +63,8 @@ class Wanted:
 
     Attributes:
         index: position in the list that the ranks' `Coordinates` count.
-        tensor: as this rank holds it.
-        stored: where its bytes are.
+        tensor: the tensor, as this rank holds it.
+        stored: the place of its bytes.
     """
 
     index: int
@@ -72,15 +74,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class FileFlows:
-    """Who reads which block of the files, and who receives it.
+    """Plans who reads which block of the files, and who receives it.
 
     Attributes:
         wanted: in the same order on all ranks; `Flow.index` is a position in it.
-        listing: what the source holds.
-        coordinates: of every rank, by global rank.
+        listing: contents of the source.
+        coordinates: coordinates of every rank, by global rank.
         nodes: global rank -> its machine.
-        reading_ranks: the ranks that see the files, in turn; None: who wants a block, in turn.
-        stage_bytes: that a rank reads in one round at most, or one block.
+        reading_ranks: ranks that see the files and read in turn; None: the ranks that want a block.
+        stage_bytes: limit of the bytes that a rank reads in one round, apart from one whole block.
     """
 
     wanted: Sequence[Wanted]
@@ -91,10 +93,10 @@ class FileFlows:
     stage_bytes: int
 
     def rounds(self, rank: int) -> Iterator[list[Flow]]:
-        """A rank's part of what is read, and passed on, before the ranks agree again.
+        """Yield a rank's part of the reads and transfers before each agreement of the ranks.
 
         Raises:
-            LoadError: the files hold not all of a tensor; on all ranks.
+            LoadError: the files do not hold all of a tensor; on all ranks.
         """
         turns: Counter[tuple[int, ...]] = Counter()
         staged: Counter[int] = Counter()
@@ -123,7 +125,7 @@ class FileFlows:
         groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
         turns: Counter[tuple[int, ...]],
     ) -> Iterator[tuple[Read, int]]:
-        """What is read of a tensor, and by which rank."""
+        """The reads of a tensor, each with the rank that makes it."""
         most = max(MIN_BLOCK_BYTES, self.stage_bytes // 2)
         for shared in shared_reads(wanted.stored, groups, gap_bytes(wanted.stored, self.listing)):
             ranks = shared.takers if self.reading_ranks is None else tuple(self.reading_ranks)
@@ -138,7 +140,7 @@ class FileFlows:
         groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
         blocks: Sequence[tuple[Read, int]],
     ) -> list[Transfer]:
-        """What a rank gives and takes of a tensor, block by block."""
+        """The transfers of a tensor that a rank sends or receives, block by block."""
         strip = Strip.whole(0, wanted.stored.shape)
         start = strip.start
         places = [HeldBox(read.box, {reader: start}, self.nodes) for read, reader in blocks]
@@ -155,7 +157,7 @@ def _flow(
     transfers: Sequence[Transfer],
     span: tuple[int, int],
 ) -> Flow:
-    """A tensor's flow in one round, of the blocks from one number to another."""
+    """A tensor's flow in one round, for the blocks from one number to another."""
     first, stop = span
     stored, tensor = wanted.stored, wanted.tensor
     own_reads = {n: blocks[n][0] for n in range(first, stop) if blocks[n][1] == rank}
@@ -174,7 +176,7 @@ def _flow(
 
 
 def _start(transfers: Sequence[Transfer], block: int) -> int:
-    """Where the transfers of a block begin."""
+    """The position at which the transfers of a block begin."""
     return bisect_left(transfers, block, key=lambda transfer: transfer.box_number)
 
 
@@ -184,6 +186,6 @@ def wire_dtype(stored: torch.dtype, target: torch.dtype) -> torch.dtype:
 
 
 def gap_bytes(stored: StoredTensor, listing: Listing) -> int:
-    """How long rows may be that are read whole for columns of them; in memory nothing is."""
+    """The longest row that is read whole for columns of it; 0 in memory, where nothing is read."""
     in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
     return 0 if in_memory else GAP_BYTES

@@ -1,6 +1,6 @@
-"""What passes between two ranks: messages of blocks, and where each block lies at both ends.
+"""Messages between two ranks: their blocks, and the place of each block at both ends.
 
-Every rank comes to its own messages by the same rule, in one order. They are made once for a plan
+Every rank computes its own messages by the same rule, in one order. They are made once for a plan
 and kept with it, and hold no tensors.
 """
 
@@ -17,13 +17,13 @@ from anyrank.loading.sharing.flows import Flow
 from anyrank.loading.sharing.transfers import Transfer
 from anyrank.tensors.box import Box, row_major
 
-MESSAGE_BYTES = 1 << 20  # at most, over gloo; the same on all ranks
+MESSAGE_BYTES = 1 << 20  # limit over gloo; the same on all ranks
 WHAT = "passing on the weights"
 ALIGN = 16  # of messages in memory, and of blocks in a message
 
 
 class StridedView(NamedTuple):
-    """Where a block lies in a tensor's memory: its elements' sizes, strides, and first position."""
+    """The place of a block in a tensor's memory: sizes, strides, and first position."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -32,7 +32,7 @@ class StridedView(NamedTuple):
 
     @staticmethod
     def find(view: torch.Tensor, memory: torch.Tensor) -> StridedView | None:
-        """The place of a view of some memory; None for values of their own."""
+        """The place of a view in some memory; None if the view has memory of its own."""
         if view.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
             return None
         offset = int(view.storage_offset() - memory.storage_offset())
@@ -40,7 +40,7 @@ class StridedView(NamedTuple):
         return StridedView(tuple(view.shape), view.stride(), offset, is_all)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The block in memory with the strides of that for which the place was found."""
+        """The block in memory, with the strides of the view for which the place was found."""
         if self.is_all:
             return memory
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
@@ -48,13 +48,13 @@ class StridedView(NamedTuple):
 
 @dataclass(slots=True)
 class Block:
-    """A box of one transfer, and where it lies in its message.
+    """A box of one transfer, and its place in its message.
 
     Attributes:
-        offset: in the message, in bytes.
-        nbytes: there.
+        offset: offset in the message, in bytes.
+        nbytes: size in the message.
         source, target: its places at both ends, once they are known.
-        strides: of its elements in the message.
+        strides: strides of its elements in the message.
     """
 
     flow: Flow
@@ -71,20 +71,20 @@ class Block:
 
     @property
     def number(self) -> int:
-        """Of the source tensor."""
+        """The number of the source tensor."""
         return self.flow.strips[self.transfer.strip].source
 
 
 @dataclass(slots=True)
 class Message:
-    """Blocks that follow one another between two ranks; or one that a rank copies for itself.
+    """Consecutive blocks between two ranks; or one block that a rank copies for itself.
 
     Attributes:
         sender, receiver: global ranks.
         blocks: in their order.
-        nbytes: of all of them, with the gaps that align them.
-        payload: of all of them, without.
-        target_bytes: of them in `dst`.
+        nbytes: size of all blocks, with the gaps that align them.
+        payload: size of all blocks, without gaps.
+        target_bytes: size of all blocks in `dst`.
     """
 
     sender: int
@@ -95,7 +95,7 @@ class Message:
     target_bytes: int = 0
 
     def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Where the blocks lie in the message's memory, which is uint8[nbytes] and aligned."""
+        """Views of the blocks in the message's memory, which is uint8[nbytes] and aligned."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         parts: list[torch.Tensor] = []
         for block in self.blocks:
@@ -112,12 +112,13 @@ class Message:
 def messages_of(
     flows: Iterable[Flow], most_bytes: int, piece_bytes: Callable[[Flow, Transfer, int], int]
 ) -> list[Message]:
-    """A rank's messages in their order, of at most so many bytes each; the same at both ends.
+    """A rank's messages in order, each of limited size; the same at both ends.
 
     Args:
-        flows: with this rank's transfers.
-        most_bytes: of a message between two ranks.
-        piece_bytes: of a transfer's blocks, at most; with the most of a message.
+        flows: flows with this rank's transfers.
+        most_bytes: limit of a message between two ranks.
+        piece_bytes: function that gives the limit of a transfer's blocks, given the message's
+            limit.
     """
     messages: list[Message] = []
     opened: dict[tuple[int, int], Message] = {}
@@ -141,14 +142,14 @@ def messages_of(
 
 
 def aligned(position: int) -> int:
-    """The next position at which anything may begin."""
+    """The next aligned position."""
     return -(-position // ALIGN) * ALIGN
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, with casts; of each pair of dtypes in one call.
+    """Copy each source into its target, with casts; one call for each pair of dtypes.
 
-    Between two devices one by one, as a cast then runs on the target's side.
+    Between two devices each copy is a call, because a cast then runs on the target's side.
     """
     alike: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

@@ -1,10 +1,10 @@
-"""The bytes of a load or a sync: each rank's sends, receives and copies, in a bounded window.
+"""Moves the bytes of a load or a sync: a rank's sends, receives and copies, in a bounded window.
 
 Every rank works through its own part of one order. It starts the next message as soon as the
-window has room, and finishes the oldest first, so that reading, sending and placing overlap. What
-follows one another between two ranks shares a message, whose place in the order is that of its
-first block. The ranks agree at the end of each round that none has failed; until then a rank that
-has keeps to the order, with memory of no meaning.
+window has room, and finishes the oldest first, so that reading, sending and placing overlap.
+Consecutive blocks between two ranks share a message, whose place in the order is that of its first
+block. At the end of each round the ranks agree that none has failed; until then a rank that has
+failed keeps to the order, and sends memory without meaning.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _UnderWay:
     """A message that is being sent or received.
 
     Attributes:
-        wait: for its end.
-        start, stop: its part of the window's memory; -1 where it needs none.
+        wait: waits for its end.
+        start, stop: its part of the window's memory; -1 if it needs none.
     """
 
     message: Message
@@ -57,8 +57,8 @@ class Mover:
         rounds: flows with this rank's transfers; ranks agree between two rounds that none failed.
         places: this rank's memory.
         ranks: of the call.
-        window_bytes: of messages that are under way; 0 where this rank sends and receives nothing.
-        sample: called now and then, to measure memory.
+        window_bytes: bytes of messages under way; 0 if this rank sends and receives nothing.
+        sample: called from time to time, to measure memory.
 
     Attributes:
         sent, received, copied: bytes of this rank.
@@ -86,18 +86,18 @@ class Mover:
         self.sent = self.received = self.copied = 0
 
     def run(self) -> None:
-        """Move everything. What fails in the last round is agreed on by the caller.
+        """Move everything. The caller agrees on failures of the last round.
 
         Raises:
             Interrupted: another rank failed.
-            Exception: whatever failed on this rank.
+            Exception: any failure on this rank.
         """
-        for device in self.devices:  # the caller's streams may still use what is moved
+        for device in self.devices:  # the caller's streams may still use the moved memory
             synchronize(device)
         self._move()
 
     def _move(self) -> None:
-        """All rounds. Raises as `run`."""
+        """Run all rounds. Raises like `run`."""
         for number, flows in enumerate(self.rounds):
             if number and self.ranks.any(WHAT, self.problem is not None):
                 raise self.problem or Interrupted
@@ -109,7 +109,7 @@ class Mover:
             raise self.problem
 
     def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
-        """Those of a round, by its number."""
+        """The messages of a round, by its number."""
         return messages_of(flows, self.message_bytes, self.places.piece_bytes)
 
     def _round(self, messages: Sequence[Message]) -> None:
@@ -139,7 +139,7 @@ class Mover:
         self.copied += message.target_bytes
 
     def _send(self, message: Message, passing: Passing) -> None:
-        self._make_room(message.nbytes)  # a lost connection is no error of this rank's own
+        self._make_room(message.nbytes)  # outside: a lost connection is not this rank's own error
         self._try(lambda: faults.point("sync.send"))
         memory, start = self._try(lambda: self._direct(message, is_source=True)), -1
         if memory is None:
@@ -158,7 +158,7 @@ class Mover:
         self.received += message.payload
 
     def _direct(self, message: Message, *, is_source: bool) -> torch.Tensor | None:
-        """The very memory of the tensor that a message goes from or to, where it can."""
+        """The memory of the tensor that a message goes from or to, if it can be used directly."""
         first, *others = message.blocks
         if others or (is_source and self.places.is_computed(first.flow, first.transfer)):
             return None
@@ -168,12 +168,12 @@ class Mover:
         return view.view(-1).view(torch.uint8)
 
     def _fill(self, message: Message, memory: torch.Tensor) -> None:
-        """Read what is sent into the window."""
+        """Read the values to be sent into the window."""
         self.places.pack(message, memory)
         self.places.settle()
 
     def _empty(self, message: Message, memory: torch.Tensor) -> None:
-        """Put what was received in place."""
+        """Put received values in place."""
         self.places.unpack(message, memory)
         self.places.settle()
 
@@ -198,14 +198,14 @@ class Mover:
             self._try(lambda: self._empty(message, memory))
 
     def _stage(self, message: Message) -> tuple[torch.Tensor, int]:
-        """Memory of the window, and where it starts: a ring, as the oldest message ends first."""
+        """Memory in the window, and its start: a ring, because the oldest message ends first."""
         need = aligned(message.nbytes)
         while (start := self._free_at(need)) < 0:
             self._finish_oldest()
         return self.memory[start : start + message.nbytes], start
 
     def _free_at(self, need: int) -> int:
-        """Where the ring has room after its newest part; -1 if nowhere."""
+        """The position where the ring has room after its newest part; -1 if there is none."""
         staged = [entry for entry in self.pending if entry.start >= 0]
         if not staged:
             return 0
@@ -217,7 +217,7 @@ class Mover:
         return newest.stop if newest.stop + need <= oldest.start else -1
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of the window; untouched pages cost nothing."""
+        """Memory for the window; untouched pages cost nothing."""
         if self.devices:
             return page_locked(nbytes, next(iter(self.devices)))
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

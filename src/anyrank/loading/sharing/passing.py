@@ -14,12 +14,13 @@ from anyrank.world.waits import Wait
 
 
 class Passing:
-    """Sends and receives tensors at the same time, within a `with` block. The caller waits for all
-    of them before it ends.
+    """Sends and receives tensors at the same time, within a `with` block.
+
+    The caller waits for all of them before the block ends.
 
     Args:
-        ranks: of the call; a process alone has nobody to send to.
-        what: what is sent, for messages.
+        ranks: the ranks of the call; a process alone has nobody to send to.
+        what: description of the tensors, for messages.
     """
 
     def __init__(self, ranks: Ranks, what: str) -> None:
@@ -74,13 +75,13 @@ def exchange(
     Two ranks must list the tensors that they exchange in the same order.
 
     Args:
-        ranks: of the call.
+        ranks: the ranks of the call.
         sent: contiguous CPU tensors, each with the global rank of its receiver.
         received: contiguous CPU tensors to fill, each with the global rank of its sender.
-        what: for messages.
+        what: description for messages.
 
     Raises:
-        RankError: as `Ranks.gather`.
+        RankError: as for `Ranks.gather`.
     """
     with Passing(ranks, what) as passing:
         waits = [passing.send(tensor, rank) for tensor, rank in sent]

@@ -13,15 +13,15 @@ from anyrank.loading.sharing.messages import MESSAGE_BYTES, Block, Message, Stri
 from anyrank.loading.sharing.transfers import Strip, Transfer
 from anyrank.tensors.box import Box
 
-DIMS = tuple(range(64))  # as many as a tensor may have
+DIMS = tuple(range(64))  # the most dims that a tensor may have
 
 
 class LocalMemory:
     """This rank's memory of a source and of the model that is filled.
 
     Attributes:
-        sources: number of a source tensor -> what this rank holds of it.
-        targets: position in `dst` -> what this rank has to fill of it.
+        sources: number of a source tensor -> this rank's part of it.
+        targets: position in `dst` -> this rank's part to fill.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class LocalMemory:
         self.targets = targets
 
     def begin(self, flows: Sequence[Flow]) -> None:
-        """Make ready what this rank gives in a round."""
+        """Prepare the values that this rank sends in a round."""
 
     @cached_property
     def devices(self) -> set[torch.device]:
@@ -53,14 +53,14 @@ class LocalMemory:
         return self.sources[strip.source][moved.shifted(transfer.source).slices()]
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `source_view` makes the values, so that nothing holds them: not here."""
+        """Return whether `source_view` computes the values, in no memory: not in this class."""
         return False
 
     def piece_bytes(self, flow: Flow, transfer: Transfer, most_bytes: int) -> int:
-        """How long a block may be: what a rank gives itself is copied whole.
+        """The size limit of a block: copies within a rank are made whole.
 
-        What is computed would be as large as the transfer, and so would be the temporary that a
-        cast or a strided side takes between two devices: these stay in pieces.
+        A computed value would be as large as the transfer, and so would the temporary of a cast or
+        a strided side between two devices: these stay in pieces.
         """
         if self.is_computed(flow, transfer):
             return min(MESSAGE_BYTES, most_bytes)
@@ -71,23 +71,23 @@ class LocalMemory:
 
     @property
     def is_on_one_device(self) -> bool:
-        """Whether no tensor is elsewhere than the others."""
+        """Return whether all tensors are on one device."""
         return len({t.device for t in (*self.sources.values(), *self.targets.values())}) <= 1
 
     def settle(self) -> None:
-        """Wait until the devices have come to the copies under way."""
+        """Wait until the devices have made the copies under way."""
         for device in self.devices:
             torch.accelerator.current_stream(device).synchronize()
 
     def target_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """Where this rank's `dst` has the elements of a box."""
+        """The elements of a box in this rank's `dst`."""
         into = self._target(flow)
         if into.shape == box.sizes:
             return into  # all of it
         return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]
 
     def source_of(self, block: Block) -> torch.Tensor:
-        """`source_view` of a block, whose place is kept."""
+        """`source_view` of a block, whose place is cached."""
         memory = self.sources[block.number]
         if block.source is not None:
             return block.source.view(memory)
@@ -96,7 +96,7 @@ class LocalMemory:
         return view
 
     def target_of(self, block: Block) -> torch.Tensor:
-        """`target_view` of a block, whose place is kept."""
+        """`target_view` of a block, whose place is cached."""
         memory = self._target(block.flow)
         if block.target is not None:
             return block.target.view(memory)
@@ -105,19 +105,19 @@ class LocalMemory:
         return view
 
     def pack(self, message: Message, memory: torch.Tensor) -> None:
-        """Read what a message sends into its memory, uint8 on any device, cast to go between."""
+        """Read a message's values into its memory, uint8 on any device, cast to the wire dtype."""
         self.give(message, message.parts(memory))
 
     def copy(self, message: Message) -> None:
-        """Copy what this rank gives itself."""
+        """Copy a message from this rank to itself."""
         self.give(message, [self.target_of(block) for block in message.blocks])
 
     def unpack(self, message: Message, memory: torch.Tensor) -> None:
-        """Put what a message has brought in place."""
+        """Put a received message in place."""
         copy_all([self.target_of(block) for block in message.blocks], message.parts(memory))
 
     def give(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
-        """Copy the sources of a message's blocks, those that are computed one after the other."""
+        """Copy the sources of a message's blocks; computed ones one after the other."""
         together: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for block, target in zip(message.blocks, targets, strict=True):
             view = self.source_of(block)
@@ -133,7 +133,7 @@ class LocalMemory:
 
 
 def turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
-    """What a source holds of a strip, in the order of `dst`."""
+    """A source's part of a strip, in the order of `dst`."""
     if strip.dims == DIMS[: view.dim()]:
         return view
     order = [dim for dim in strip.dims if dim >= 0]

@@ -1,4 +1,4 @@
-"""A source in files of which some ranks read blocks, and pass them on to who wants them."""
+"""A source in files: some ranks read blocks of it, and pass them on to ranks that want them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MIN_WINDOW_BYTES = 256 << 10
 
 
 class FileMemory(LocalMemory):
-    """What this rank has read of the files in a round, and what it fills.
+    """The blocks that this rank has read of the files in a round, and the memory that it fills.
 
     Args:
-        reader: of the files that this rank reads, which are open.
-        targets: position in what is wanted -> this rank's memory.
+        reader: reader of this rank's files, which are open.
+        targets: position in the wanted list -> this rank's memory.
     """
 
     def __init__(self, reader: Reader, targets: Mapping[int, torch.Tensor]) -> None:
@@ -39,7 +39,7 @@ class FileMemory(LocalMemory):
         self.blocks: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self, flows: Sequence[Flow]) -> None:
-        """Read the blocks that this rank gives in a round.
+        """Read the blocks that this rank sends in a round.
 
         Raises:
             LoadError: this rank failed to read.
@@ -62,11 +62,11 @@ class FileMemory(LocalMemory):
         return block[inside.slices()]
 
     def source_of(self, block: Block) -> torch.Tensor:
-        """`source_view` of a block, whose memory is that of one round."""
+        """`source_view` of a block, not cached: its memory lasts for one round."""
         return self.source_view(block.flow, block.transfer, block.box)
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether `source_view` makes the values: never, as they are read before."""
+        """Return whether `source_view` computes the values: never, because they are read before."""
         return False
 
 
@@ -75,7 +75,7 @@ class SharedBlocks(OwnBytes):
 
     Args:
         plan, ranks, meter, progress: as for `OwnBytes`.
-        flows: what passes between ranks.
+        flows: the exchange between ranks.
     """
 
     mover: Mover
@@ -92,15 +92,15 @@ class SharedBlocks(OwnBytes):
         self.flows = flows
 
     def prepare(self, share: ModelShare) -> None:
-        """As `OwnBytes`; and allocate the window."""
+        """Prepare like `OwnBytes`, and allocate the window."""
         super().prepare(share)
         memory = FileMemory(self.reader, dict(enumerate(fill.local for fill in self.wanted)))
-        window = max(MIN_WINDOW_BYTES, self.plan.buffer_bytes // 2)  # the rest is for blocks
+        window = max(MIN_WINDOW_BYTES, self.plan.buffer_bytes // 2)  # the other half is for blocks
         rounds = self.flows.rounds(self.ranks.rank)
         self.mover = Mover(rounds, memory, self.ranks, window, self.meter.sample)
 
     def open_files(self) -> None:
-        """Open them on the ranks that read; others may not see them."""
+        """Open the files on the ranks that read; other ranks may not see them."""
         if self.ranks.rank in self.plan.reading.reading_ranks:
             super().open_files()
 
@@ -116,5 +116,5 @@ class SharedBlocks(OwnBytes):
         self.reader.check_unchanged()
 
     def moved(self) -> Moved:
-        """Bytes so far."""
+        """Bytes moved so far."""
         return Moved(self.reader.bytes_read, self.mover.sent)

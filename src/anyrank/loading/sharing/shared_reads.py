@@ -1,4 +1,4 @@
-"""What several ranks want of the same bytes, as one read. Pure."""
+"""Reads of bytes that several ranks want. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """A box of one chunk that is read as a whole, as ranks want it or parts of it.
+    """A box of one chunk that is read as a whole, because ranks want it or parts of it.
 
     Attributes:
         read: the box; its `local` means nothing.
@@ -35,15 +35,16 @@ def shared_reads(
     groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
     gap_bytes: int = GAP_BYTES,
 ) -> list[SharedRead]:
-    """What is read of a tensor, with those who want it, or a part of it.
+    """The reads of a tensor, with the ranks that want each or a part of it.
 
     Columns of a matrix lie in so many short runs that whoever reads some of them reads the others
-    as well: what several ranks want of the same rows is one read. It takes a step for each group
-    and chunk that meet: rows meet few chunks, columns of what is stored in rows meet all of them.
+    too. So all that several ranks want of the same rows is one read. The work is a step for each
+    group and chunk that meet: rows meet few chunks, but columns of a tensor stored in rows meet all
+    of them.
 
     Args:
         stored: the tensor.
-        groups: what is wanted -> the ranks that want it.
+        groups: wanted pieces -> the ranks that want them.
         gap_bytes: rows of at most this size are read whole.
 
     Raises:
@@ -67,13 +68,13 @@ def in_one_chunk(stored: StoredTensor) -> StoredTensor:
 
 
 def _with_gaps(read: Read, gap_bytes: int) -> Box:
-    """The read's box, and what lies between its runs in the file where these are close together.
+    """The read's box, widened by the gaps between its runs in the file if these are small.
 
-    That depends on the chunk alone: all who want columns of it come to the same rows.
+    The result depends on the chunk alone, so all ranks that want columns of it get the same rows.
     """
     box, chunk = read.box, read.chunk
     offsets, sizes = list(box.offsets), list(box.sizes)
-    dense = 1  # elements from one index of the dim to the next, where the chunk has no holes
+    dense = 1  # elements from one index of the dim to the next, if the chunk has no holes
     runs = box.numel
     for dim in sorted(range(len(sizes)), key=lambda dim: chunk.strides[dim]):
         if box.sizes[dim] == chunk.box.sizes[dim] == 1:

@@ -1,9 +1,9 @@
-"""Who sends which box of a tensor to whom, when it passes from one layout into another. Pure.
+"""Plans who sends which box of a tensor to whom, from one layout into another. Pure.
 
-Every rank works out its own sends and receives, and no other rank's: the ranks need not compare
-them, as both ends of a transfer come to it by the same rule. All transfers stand in one order, by
-receiver, piece and box; a rank that works through its own part of it in that order never waits in a
-circle, since both ends of the first unfinished transfer have reached it.
+Every rank works out its own sends and receives, and no other rank's. The ranks need not compare
+them, because both ends of a transfer follow the same rule. All transfers stand in one order, by
+receiver, piece and box; a rank that works through its own part in that order never waits in a
+circle, because both ends of the first unfinished transfer have reached it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Layout, Piece, local_pieces
 from anyrank.tensors.spec import StoredTensor
 
-MIN_SPLIT = 16 << 10  # elements: a smaller box comes from one holder, though several have it
-MAX_STRIPS = 1 << 16  # of one tensor
+MIN_SPLIT = 16 << 10  # elements: a smaller box comes from one holder, even if several have it
+MAX_STRIPS = 1 << 16  # per tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A box of a wanted tensor, and where a source tensor holds its elements.
+    """A box of a wanted tensor, and the place of its elements in a source tensor.
 
     Attributes:
-        box: in the wanted tensor.
+        box: box in the wanted tensor.
         source: number of the source tensor.
-        start: of the box's first element in the source tensor.
+        start: position of the box's first element in the source tensor.
         dims: for each dim of the box the source's dim, or -1 for a dim of size 1 that it lacks.
     """
 
@@ -40,7 +40,7 @@ class Strip:
 
     @staticmethod
     def whole(source: int, shape: tuple[int, ...]) -> Strip:
-        """All of a source tensor, which is the wanted tensor as it is."""
+        """All of a source tensor, which is the wanted tensor unchanged."""
         return Strip(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))))
 
     def to_source(self, box: Box) -> Box:
@@ -63,11 +63,11 @@ class Strip:
 
 
 def strips_of(stored: StoredTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Strip, ...]:
-    """A wanted tensor as boxes of source tensors.
+    """Cut a wanted tensor into boxes of source tensors.
 
     Args:
-        stored: its chunks lie in source tensors, which are numbered as files and row-major.
-        shapes: of the source tensors, by number.
+        stored: its chunks lie in source tensors, which are numbered like files and row-major.
+        shapes: shapes of the source tensors, by number.
 
     Raises:
         LoadError: the elements of a chunk do not follow the source's dims.
@@ -109,7 +109,7 @@ def _decoded(
                 f"of shape {list(shape)}, which cannot be sent piece by piece"
             )
         room = shape[dim] - start[dim]
-        if size > room:  # goes on in the next row of the dim before
+        if size > room:  # continues in the next row of the dim before
             for part in box.split(d, room):
                 jump = (part.offsets[d] - box.offsets[d]) * stride
                 yield from _decoded(name, part, source, first + jump, strides, shape)
@@ -124,8 +124,8 @@ class HeldBox:
 
     Attributes:
         box: in the source tensor.
-        holders: global rank -> where the box starts in the rank's local tensor.
-        nodes: of each global rank.
+        holders: global rank -> start of the box in the rank's local tensor.
+        nodes: machine of each global rank.
     """
 
     box: Box
@@ -144,7 +144,7 @@ class HeldBox:
         return tuple(self.holders)
 
     def near(self, rank: int) -> tuple[int, ...]:
-        """Who may send to a rank: itself, else those on its node, else all."""
+        """The ranks that may send to a rank: itself, else those on its node, else all."""
         if rank in self.holders:
             return (rank,)
         return self._by_node.get(self.nodes[rank], self._all)
@@ -159,11 +159,11 @@ def places_of(
     coordinates: Mapping[int, Coordinate],
     nodes: Mapping[int, int],
 ) -> tuple[HeldBox, ...]:
-    """Who holds which box of a tensor.
+    """The boxes of a tensor, each with the ranks that hold it.
 
     Args:
-        shape: global.
-        layout: how the ranks below hold it; None: each of them whole.
+        shape: global shape.
+        layout: layout on the ranks below; None: each of them holds it whole.
         coordinates: global rank -> its coordinate in the layout's mesh.
         nodes: global rank -> its machine.
     """
@@ -187,10 +187,10 @@ class Transfer:
     Attributes:
         sender, receiver: global ranks.
         strip: number of the strip of the wanted tensor that the box is in.
-        box_number: of the held box that it is a part of.
-        box: in the wanted tensor.
-        source: where it starts in the sender's local tensor, in the source's dims.
-        target: where it starts in the receiver's local tensor.
+        box_number: number of the held box that it is a part of.
+        box: box in the wanted tensor.
+        source: its start in the sender's local tensor, in the source's dims.
+        target: its start in the receiver's local tensor.
     """
 
     sender: int
@@ -208,19 +208,19 @@ def transfers_of(
     places: Sequence[Sequence[HeldBox]],
     wanted: Mapping[int, Sequence[Piece]],
 ) -> list[Transfer]:
-    """What a rank sends and receives of one wanted tensor, in the order of all ranks.
+    """The transfers of one wanted tensor that a rank sends or receives, in the order of all ranks.
 
     A box that several ranks hold is cut into as many parts, and each receiver begins with another
-    holder, so that all of them send about as much.
+    holder, so that all of them send about the same amount.
 
     Args:
-        rank: global.
-        strips: of the wanted tensor.
-        places: for each strip, who holds its source tensor.
-        wanted: global rank -> the pieces of the wanted tensor that it is to have.
+        rank: global rank.
+        strips: strips of the wanted tensor.
+        places: for each strip, the holders of its source tensor.
+        wanted: global rank -> the pieces of the wanted tensor that it shall get.
 
     Raises:
-        LoadError: an element that nobody holds, for what `rank` receives.
+        LoadError: nobody holds an element that `rank` receives.
     """
     all_boxes = [_Numbered([*enumerate(boxes)]) for boxes in places]
     own_boxes = [
@@ -258,20 +258,20 @@ def transfers_of(
 
 
 class _Numbered:
-    """Some of the held boxes of a tensor, by the number of each."""
+    """Some of the held boxes of a tensor, with their numbers."""
 
     def __init__(self, boxes: Sequence[tuple[int, HeldBox]]) -> None:
         self.boxes = boxes
         self.index = BoxIndex([held_box.box for _, held_box in boxes])
 
     def common(self, box: Box) -> Iterator[tuple[int, HeldBox, Box]]:
-        """Those with elements of a box, in the order of their numbers, and these elements."""
+        """The held boxes that share elements with a box, by number, and the shared elements."""
         for n, overlap in sorted(self.index.common(box), key=lambda pair: pair[0]):
             yield *self.boxes[n], overlap
 
 
 def _shared(box: Box, senders: Sequence[int], start: int) -> Iterator[tuple[int, Box]]:
-    """The box in parts, one from each sender where it is large enough."""
+    """Cut a box into parts, one from each sender if it is large enough."""
     count = len(senders)
     if count == 1 or box.numel < MIN_SPLIT:
         yield senders[start % count], box

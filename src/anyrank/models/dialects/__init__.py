@@ -1,4 +1,4 @@
-"""What a library does to a torch model: its names, its files, its values.
+"""The changes that libraries make to a torch model: its names, its files, its values.
 
 The matcher asks each dialect that applies the same questions; `dialect.py` lists them.
 """

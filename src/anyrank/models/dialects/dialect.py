@@ -1,18 +1,18 @@
-"""Dialects: what one library does to a torch model, and the questions that a match asks them.
+"""Dialects: each is one library's changes to a torch model, and the answers to a match's questions.
 
-A dialect knows the names, the files and the values of one library. A match asks those that apply,
-each question of all of them, in the order of `DIALECTS` (`registry.py`):
+A dialect knows the names, the files and the values of one library. A match asks every dialect that
+applies, one question at a time, in the order of `DIALECTS` (`registry.py`):
 
 1. `values`: numbers that a library stores in another form become the weights that they stand for.
 2. `names`: keys become the model's names. (Then the match gives each tensor its key.)
-3. `complete`: frozen parts get the bytes of sources of their own; then parts of a whole that
-   `layout=` names are cut as the source's tensors.
-4. `needs_no_tensor`: which keys are left over rightly.
-5. `problems`: what is wrong, when all else is known; of adapters last, as they are judged by what
-   fills their base.
+3. `complete`: frozen parts get the bytes of their own sources; then parts of a whole that
+   `layout=` names are cut to match the source's tensors.
+4. `needs_no_tensor`: says which unused keys are harmless.
+5. `problems`: reports errors when everything else is known; adapters come last, because they are
+   judged by what fills their base.
 
-That order is a promise. A conversion of names may fuse weights, so they have to be weights by then;
-and a part's own source is asked for what the keys left open.
+That order is a promise. A conversion of names may fuse weights, so they must be weights by then. A
+part's own source is asked for what the keys left open.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Renamer = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Case:
-    """One model and one source, of which a match is made.
+    """One model and one source to match.
 
     Attributes:
-        model: to be filled.
-        modules, tensors: all that it has.
-        source: the weights among what the source holds, by its own keys.
-        options: what the caller allows.
-        parts: what the sources of its frozen parts hold.
-        kinds: the dialects that there are, in the order in which they are asked.
+        model: the model to fill.
+        modules, tensors: all of its modules and tensors.
+        source: the weights in the source, by its own keys.
+        options: the caller's options.
+        parts: contents of the sources of its frozen parts.
+        kinds: the existing dialects, in the order in which they are asked.
     """
 
     model: nn.Module
@@ -59,43 +59,43 @@ class Case:
 
     @property
     def is_live(self) -> bool:
-        """Whether the source is another model, and not what was stored of one."""
+        """Return whether the source is another model, not a stored one."""
         return self.source.format == LIVE
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of what a checkpoint holds of the model, by all of its names."""
+        """The dtypes of the tensors that a checkpoint holds for the model, by all their names."""
         return {name: t.dtype for t in in_state_dict(self.tensors) for name in t.flat_names()}
 
     @cached_property
     def derived(self) -> set[str]:
-        """Names of the non-persistent buffers, which no checkpoint has to hold."""
+        """Names of the non-persistent buffers, which a checkpoint need not hold."""
         derived = (tensor for tensor in self.tensors if tensor.kind == "derived")
         return {name for tensor in derived for name in tensor.flat_names()}
 
     @cached_property
     def rename(self) -> Renamer:
-        """From the source's keys to the names that the caller means."""
+        """The renaming from the source's keys to the names that the caller means."""
         return renamer(self.options.rename)
 
 
 @dataclass(frozen=True)
 class ModelMatch:
-    """What fills each tensor of a model, as this rank sees its own model and the source.
+    """The assignment of values to each tensor of a model, for this rank's own model and the source.
 
     Attributes:
         tensors: every tensor of the model; the numbers below are positions in it.
         listing: the source under the model's names, with the sources of frozen parts.
         stored: tensor -> its bytes.
-        compared: tensor of a frozen part -> bytes that must be what the tensor holds in the end.
+        compared: tensor of a frozen part -> bytes that must equal its values in the end.
         initialise: tensors that a rule fills.
         keep: missing tensors that keep their values.
         missing: names of the tensors that the source does not hold, adapters aside.
-        unexpected: keys of the source that the model has no use for.
+        unexpected: keys of the source that the model cannot use.
         duplicates: keys of a tied tensor's other ends -> the key that is loaded.
         ignored: unexpected keys that need no tensor.
-        frozen: frozen parts -> the source of their own that fills them.
-        own_code: code of modules that load_state_dict would have run.
+        frozen: frozen parts -> their own source, which fills them.
+        own_code: module code that load_state_dict would have run.
         idle: entries of `rename=` that match no key, in words.
     """
 
@@ -114,12 +114,12 @@ class ModelMatch:
     idle: list[str] = field(default_factory=list[str])
 
     def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
-        """The same match of a model with the same tensors, or of none."""
+        """The same match for a model with the same tensors, or without any."""
         return replace(self, tensors=tensors)
 
     @property
     def wanted(self) -> list[tuple[int, StoredTensor]]:
-        """Every tensor that bytes are read for: those of `stored`, then of `compared`."""
+        """Every tensor for which bytes are read: those of `stored`, then of `compared`."""
         return [*self.stored.items(), *self.compared.items()]
 
     @property
@@ -130,16 +130,16 @@ class ModelMatch:
 
     @property
     def stored_twice(self) -> dict[str, str]:
-        """Those of `duplicates` that have bytes of their own, which may be other values."""
+        """The `duplicates` that have bytes of their own, which may be other values."""
         chunks = {key: stored.chunks for key, stored in self.listing.tensors.items()}
         return {key: k for key, k in self.duplicates.items() if chunks[key] != chunks[k]}
 
 
 class Dialect:
-    """One library's dialect, opened for one match. What a dialect does not answer changes nothing.
+    """One library's dialect, opened for one match. A question without an answer changes nothing.
 
     Args:
-        case: what is matched.
+        case: the model and source to match.
     """
 
     def __init__(self, case: Case) -> None:
@@ -147,14 +147,14 @@ class Dialect:
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Whether the dialect can have something to say; a cheap test."""
+        """Return whether the dialect may have an answer; a cheap test."""
         raise NotImplementedError
 
     def values(self, listing: Listing) -> Listing:
-        """The source, by its own keys, with tensors in place of what the library stored for them.
+        """The source, by its own keys, with tensors in place of the library's stored forms.
 
         Raises:
-            LoadError: a part of what stands for a tensor is not there, or does not fit.
+            LoadError: a stored form lacks a part, or its parts do not fit.
         """
         return listing
 
@@ -162,25 +162,26 @@ class Dialect:
         """The source under the model's names, and the renaming that is left to do.
 
         Raises:
-            LoadError: a tensor of the model is not all in the source, or would be computed.
+            LoadError: a tensor of the model is only partly in the source, or would be computed.
         """
         return listing, rename
 
     def complete(self, match: ModelMatch) -> ModelMatch:
-        """The match, of which `tensors`, `listing`, `stored` and `compared` are known by now, with
-        what else fills a tensor. No tensor is changed.
+        """Add what else fills a tensor; `tensors`, `listing`, `stored`, `compared` are known.
+
+        No tensor is changed.
 
         Raises:
-            LoadError: what is to fill a tensor does not hold it.
+            LoadError: a tensor is not in the source that shall fill it.
         """
         return match
 
     def needs_no_tensor(self, key: str, name: str) -> bool:
-        """Whether a key that fills nothing is left over rightly; `name` is what it was renamed."""
+        """Return whether an unused key is harmless; `name` is the key after renaming."""
         return False
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """What is wrong with a whole match, each with its way out; nothing is changed yet."""
+        """Errors of a complete match, each with its way out; nothing is changed yet."""
         return []
 
 

@@ -9,8 +9,8 @@ from anyrank.models.dialects.peft.dialect import Adapters
 from anyrank.models.dialects.transformers.conversions import ConvertedNames
 from anyrank.models.dialects.transformers.values import QuantisedValues
 
-# Values come before names, as a conversion fuses whole weights; adapters come last, as they are
-# judged by what fills their base.
+# Values come before names, because a conversion fuses whole weights; adapters come last, because
+# they are judged by what fills their base.
 DIALECTS: list[type[Dialect]] = [
     QuantisedValues,
     ConvertedNames,

@@ -17,22 +17,22 @@ from anyrank.world.ranks import Ranks
 def rebuilt_values(
     targets: Sequence[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
 ) -> tuple[dict[str, str], list[Replacement]]:
-    """Values for each non-persistent buffer on meta, still to be put in place. All ranks.
+    """Compute values for each non-persistent buffer on meta, still to be put in place. All ranks.
 
     Args:
         targets: all tensors of the model.
-        ranks, initialiser: of the call.
+        ranks, initialiser: the call's ranks and initialiser.
         device: where plain buffers go.
 
     Returns:
-        Name -> the rule that gave its values, the union over the ranks; and this rank's buffers.
+        Name -> the rule that gave its values, merged over the ranks; and this rank's buffers.
 
     Raises:
-        LoadError: buffers that no rule fills; names each of them.
+        LoadError: no rule fills some buffers; names each of them.
     """
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
-        """The buffers of this rank; the rule of each, and those that none fills."""
+        """The buffers of this rank; the rule of each, and the buffers that no rule fills."""
         replacements: list[Replacement] = []
         rules: dict[str, str] = {}
         lost: list[str] = []

@@ -1,8 +1,9 @@
-"""Initial values by the model's own rules, the same on any number of ranks.
+"""Initial values from the model's own rules, the same on any number of ranks.
 
 Rules run on a stand-in of the model in which only the wanted tensor is real and whole. Its random
-numbers are seeded by the run's seed and the tensor's name, so values depend neither on the number
-of ranks nor on which other tensors are wanted, and a rank needs one whole tensor at a time.
+numbers are seeded with the run's seed and the tensor's name, so values depend neither on the number
+of ranks nor on which other tensors are wanted, and a rank needs memory for one whole tensor at a
+time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Initialiser:
     """Fills tensors of one model.
 
     Args:
-        model: its modules' rules are used; none of its tensors is touched.
+        model: the model whose modules' rules are used; none of its tensors is touched.
         seed: the same on all ranks.
-        init: a rule of the user's, called with each module (stand-in) that owns a wanted tensor;
-            default: what construction does, `reset_parameters` from the inside out, then
-                `_init_weights`.
+        init: the user's own rule, called with each module (stand-in) that owns a wanted tensor;
+            default: the steps of construction, `reset_parameters` from the inside out, then
+            `_init_weights`.
     """
 
     def __init__(self, model: nn.Module, seed: int, init: Init | None = None) -> None:
@@ -51,11 +52,10 @@ class Initialiser:
         """Fill this rank's share of a target.
 
         Returns:
-            The name of the rule that ran last, or None when the rules leave a part
-            unwritten.
+            The name of the rule that ran last, or None if the rules leave a part unwritten.
 
         Raises:
-            LoadError: a rule fails on the stand-in, or needs values that are not there yet.
+            LoadError: a rule fails on the stand-in, or needs values that do not exist yet.
         """
         if 0 in target.shape:
             return "nothing to fill"
@@ -69,7 +69,7 @@ class Initialiser:
     def fill_all(
         self, wanted: Iterable[tuple[ModelTensor, torch.Tensor]], sample: Callable[[], None]
     ) -> dict[str, str]:
-        """Fill this rank's shares of targets; the rule of each.
+        """Fill this rank's shares of targets; return the rule of each.
 
         Args:
             wanted: each target, and this rank's memory of it.
@@ -98,7 +98,7 @@ class Initialiser:
     def _written(
         self, target: ModelTensor, device: torch.device, fill: float
     ) -> tuple[str | None, torch.Tensor | None]:
-        """The rule that ran last, and what the rules make of a tensor that is full of `fill`."""
+        """The rule that ran last, and the rules' result for a tensor that is full of `fill`."""
         blank = torch.full(target.shape, fill, dtype=target.dtype, device=device)
         is_parameter = target.kind == "parameter"
         wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
@@ -108,7 +108,7 @@ class Initialiser:
             entry = target.registrations[0]
             value = getattr(self._stand_in(entry.module), entry.attribute)
         finally:
-            # Backwards: two places are the same one in a module that is registered twice.
+            # Backwards, because a module that is registered twice has two entries for one place.
             for entry, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
                 self._swap(entry, old)
         return name, None if value.shape != blank.shape or value.is_meta else value
@@ -134,7 +134,7 @@ class Initialiser:
         return last
 
     def _rules(self, target: ModelTensor) -> Iterator[Rule]:
-        """What construction would run for a tensor, in that order."""
+        """Yield the rules that construction would run for a tensor, in that order."""
         entry = target.registrations[0]
         if self.init is not None:
             init, owner = self.init, self._stand_in(entry.module)
@@ -173,7 +173,7 @@ class Initialiser:
                 yield f"{plain_class(module).__name__}.init_weights", rule.init_weights
 
     def _stand_in(self, module: nn.Module) -> nn.Module:
-        """The stand-in of one of the model's modules; the tree is made when it is first needed."""
+        """The stand-in of one of the model's modules; the tree is built at its first use."""
         if not self.stand_ins:
             self.stand_ins = _stand_ins_of(self.model)
         return self.stand_ins[id(module)]
@@ -187,7 +187,7 @@ class Initialiser:
 
 
 def _is_adapter_layer(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's, which a process without PEFT has not."""
+    """Return whether a module is a PEFT layer; a process without PEFT has none."""
     if "peft" not in sys.modules:
         return False
     return is_adapter_layer(module)
@@ -201,19 +201,20 @@ def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None
 
 
 def _fills(dtype: torch.dtype) -> tuple[float, ...]:
-    """What a tensor is full of before its rules run, once for each: what they write is no NaN, or
-    the same whatever was there.
+    """The values with which a tensor is filled before its rules run, once for each.
+
+    The elements that rules write are not NaN, or are equal whatever was there before.
     """
     return (float("nan"),) if dtype.is_floating_point or dtype.is_complex else (0, 1)
 
 
 def _differ(value: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether an element was left unwritten in one of two runs."""
+    """Return whether an element was left unwritten in one of two runs."""
     return other is None or not bool((value == other).all())
 
 
 def _stand_ins_of(model: nn.Module) -> dict[int, nn.Module]:
-    """Copies of a model's modules by the modules' ids: parameters on meta, buffers of their own."""
+    """Copies of a model's modules by the modules' ids, with parameters on meta and own buffers."""
     copies: dict[int, nn.Module] = {}
     plain_copy(model, copies)
     for copy in copies.values():

@@ -1,4 +1,4 @@
-"""Parametrised tensors (weight_norm), to which no rule gives first values."""
+"""Parametrised tensors (weight_norm), which get no first values from any rule."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from anyrank.wording import first_few
 
 
 def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
-    """Name parametrised tensors that need first values: the rules of modules know only the tensors
-    that the parametrisation replaced.
+    """Name parametrised tensors that need first values.
+
+    The rules of modules know only the tensors that the parametrisation replaced.
     """
     names = [
         target.name

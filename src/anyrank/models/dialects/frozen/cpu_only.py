@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.serialization import register_package
 
 CPU = torch.device("cpu")
-HOME = ("cpu", "meta")  # device types that pass as they are
-# Torch runs restorers in this order and 10 is its own first. Equal numbers make it compare the
-# functions, which fails: so a number that nobody else is likely to use.
+HOME = ("cpu", "meta")  # device types that pass unchanged
+# Torch runs restorers in this order, and its own first is 10. Equal numbers make it compare the
+# functions, which fails: so this is a number that nobody else is likely to use.
 PRIORITY = -7919
 MOVES = ("cuda", "xpu", "hpu", "mtia", "ipu")  # Tensor methods that name an accelerator
 INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index by position
@@ -23,12 +23,12 @@ INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index
 
 @contextmanager
 def cpu_only() -> Generator[None]:
-    """Keep what any third-party loader makes on the CPU.
+    """Keep everything that a third-party loader creates on the CPU.
 
-    Inside, a device that is not the CPU (or meta) becomes the CPU wherever it is named: to torch's
-    functions and methods, to `torch.load` by its argument or by the file, to safetensors, and so to
-    what is built on them. Nothing is asked of the loader. Move the result to the rank's device
-    afterwards, or wrap it, or leave that to `load`.
+    Inside, a device other than the CPU (or meta) becomes the CPU wherever it is named: in torch's
+    functions and methods, in `torch.load` by its argument or by the file, in safetensors, and so in
+    everything built on them. The loader need not cooperate. Afterwards move the result to the
+    rank's device, or wrap it, or leave that to `load`.
 
     Example::
 
@@ -38,13 +38,12 @@ def cpu_only() -> Generator[None]:
             made = torch.zeros(2, device="cuda:0")
         assert state["weight"].is_cpu and made.is_cpu
 
-    Holds for the thread that enters, nests, and ends with the block, also by an exception; the
-    current device of an accelerator that is in use is then the one from before. Each rank enters by
-    itself. What is on an accelerator already stays there. A `torch.device` made inside is the CPU
-    for good. Threads that a loader starts, calls that have no form for the CPU (`torch.cuda.init`)
-    and TorchScript files, which name their device in C++, are not redirected: give the rank its
-    device first (`torch.accelerator.set_device_index(LOCAL_RANK)`), so that what passes at least
-    lands there.
+    It holds for the thread that enters, nests, and ends with the block, also after an exception;
+    the current device of an accelerator in use is then restored. Each rank enters on its own.
+    Tensors on an accelerator stay there. A `torch.device` made inside is the CPU for good. Threads
+    that a loader starts, calls without a CPU form (`torch.cuda.init`) and TorchScript files, which
+    name their device in C++, are not redirected: give the rank its device first
+    (`torch.accelerator.set_device_index(LOCAL_RANK)`), so that these at least land there.
     """
     _register_restorer()
     backend, current = _current_device()
@@ -94,25 +93,25 @@ class _Redirect(TorchFunctionMode):
 
 
 def _redirect_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """`torch.device(...)` as it is inside: a bare index means an accelerator too."""
+    """`torch.device(...)` inside the block: a bare index means an accelerator too."""
     if any(type(value) is int for value in args[:1]):
         return CPU
     return _on_cpu(torch.device(*args, **kwargs), False)
 
 
 def _on_cpu(value: Any, may_be_index: bool) -> Any:
-    """The CPU in place of an argument that names an accelerator; any other value as it is."""
+    """The CPU in place of an argument that names an accelerator; any other value unchanged."""
     if isinstance(value, torch.device):
         return value if value.type in HOME else CPU
     if isinstance(value, str):
         return value.replace("torch.cuda.", "torch.") if _is_home(value) else "cpu"
     if isinstance(value, type) and value.__module__ == "torch.cuda":
-        return f"torch.{value.__name__}"  # torch.cuda.FloatTensor and its like
+        return f"torch.{value.__name__}"  # torch.cuda.FloatTensor and the like
     return "cpu" if may_be_index and type(value) is int else value
 
 
 def _is_home(text: str) -> bool:
-    """Whether a text names no accelerator: the CPU, meta, or no device at all."""
+    """Return whether a text names no accelerator: the CPU, meta, or no device at all."""
     try:
         return torch.device(text).type in HOME
     except RuntimeError:
@@ -123,7 +122,7 @@ def _is_home(text: str) -> bool:
 
 
 class _Thread(threading.local):
-    """How many blocks the thread is in."""
+    """The number of blocks that the thread is in."""
 
     depth = 0
 
@@ -133,10 +132,10 @@ THREAD = _Thread()
 
 @functools.cache
 def _register_restorer() -> None:
-    """Add our restorer to torch's, once a process: torch has no way to take it out again."""
+    """Add our restorer to torch's, once per process: torch cannot remove one."""
     register_package(PRIORITY, lambda storage: None, _restore_on_cpu)
 
 
 def _restore_on_cpu(storage: Any, location: str) -> Any:
-    """The storage as read, on the CPU, for a location that is an accelerator; outside, nothing."""
+    """Move a storage to the CPU if its location is an accelerator; outside of blocks do nothing."""
     return storage if THREAD.depth and location.split(":")[0] not in HOME else None

@@ -1,4 +1,4 @@
-"""Frozen parts in a match: filled from sources of their own, or compared and never written to."""
+"""Frozen parts in a match: filled from their own sources, or compared and never written to."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from anyrank.wording import listed
 
 
 class FrozenParts(Dialect):
-    """The frozen parts of a model that is filled."""
+    """The frozen parts of the model to fill."""
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Whether the model has frozen parts."""
+        """Return whether the model has frozen parts."""
         return any(owner.frozen is not None for owner in case.modules)
 
     def complete(self, match: ModelMatch) -> ModelMatch:
-        """Frozen parts take bytes of their own sources; what the source holds of them is compared.
+        """Give frozen parts the bytes of their own sources; compare those that the source holds.
 
         A live source holds them itself.
         """
         owners = reversed(self.case.modules) if not self.case.is_live else ()
         for part, name in {owner.module: owner.raw for owner in owners}.items():
             match = self._with_source(match, part, name)
-        # A part that is whole and real is never written to: what fills it is compared with it.
+        # A part that is whole and real is never written to: the stored values are compared with it.
         pinned = {i: t for i, t in match.stored.items() if match.tensors[i].is_pinned}
         stored = {i: t for i, t in match.stored.items() if i not in pinned}
         return replace(match, stored=stored, compared=match.compared | pinned)
 
     def _with_source(self, match: ModelMatch, part: nn.Module, name: str) -> ModelMatch:
-        """The match, with a part's own source for what it needs of that.
+        """Add a part's own source to the match, for the tensors that need it.
 
         Raises:
             LoadError: the source lacks tensors of the part.
@@ -60,7 +60,7 @@ class FrozenParts(Dialect):
             raise LoadError(
                 listed(f"{title} hold", lacking) + "\n  freeze it with the file that holds it"
             )
-        prefix = f"{name}/"  # no key of the source can be meant by it
+        prefix = f"{name}/"  # no key of the source can be mistaken for it
         renamed = {prefix + key: tensor for key, tensor in source.tensors.items()}
         listing = join(match.listing.format, [match.listing, source.with_tensors(renamed)])
         stored = {
@@ -78,7 +78,7 @@ class FrozenParts(Dialect):
 def _matched(
     part: nn.Module, source: Listing, kinds: Sequence[type[Dialect]]
 ) -> tuple[Listing, Mapping[int, str]]:
-    """What a part's own source holds, and the key of each of the part's tensors, by identity."""
+    """The contents of a part's own source, and the key of each of its tensors, by identity."""
     modules = find_modules(part)
     tensors = in_state_dict(tensors_of(modules))
     case = Case(part, modules, tensors, source, LoadOptions(), kinds=kinds)

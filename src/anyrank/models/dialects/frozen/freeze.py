@@ -1,16 +1,16 @@
 """`anyrank.freeze`: a part of a model that is not trained, nor saved or sharded with its parent.
 
-A frozen part keeps its class. Five of its methods are answered by functions of this file, which are
-ordinary attributes of the module: a parent that asks for its modules, parameters, buffers and state
-gets nothing of it, and whoever asks the part itself gets what it always gave. DDP, optimizers and
-checkpoints ask parents. Two public hooks see to `load_state_dict`.
+A frozen part keeps its class. Functions of this file replace five of its methods, as ordinary
+attributes of the module: a parent that asks for its modules, parameters, buffers and state gets
+nothing, and a direct caller gets the usual answer. DDP, optimizers and checkpoints ask parents. Two
+public hooks handle `load_state_dict`.
 
-FSDP2 asks no method: it goes through `children()`, which copies and moves need as well, and leaves
-out what another composable parallelism has in torch's record of them. That record is the one thing
-here that is private to torch and not its modules' (`_OwnUnit`).
-`ignored_params` is no way around it: it is an argument of a later call that somebody else makes. A
-holder that is no module would hide the part from moves and copies of its parent as well, and
-`freeze`, which is given the part alone, does not know the parents that would have to hold it so.
+FSDP2 calls no method: it walks `children()`, which copies and moves need as well, and leaves out
+modules that another composable parallelism has in torch's record of them. That record is the only
+thing used here that is private to torch rather than to its modules (`_OwnUnit`). `ignored_params`
+is no alternative: it is an argument of a later call that somebody else makes. A holder that is not
+a module would hide the part from moves and copies of its parent too, and `freeze`, which gets only
+the part, does not know the parents that would need such a holder.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Path = str | os.PathLike[str]
 def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
     """Pin a part of a model: eval mode, no gradients, out of DDP and of checkpoints.
 
-    Call it on every rank, before the parent is wrapped or sharded and its optimizer made; again to
-    add a source.
+    Call it on every rank, before the parent is wrapped or sharded and its optimizer is built; call
+    it again to add a source.
 
     - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients pass.
     - A parent's `parameters()`, `buffers()` and `modules()` leave it out, so DDP neither broadcasts
@@ -64,15 +64,14 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
     Args:
         module: any module; it keeps its type.
-        source: where its weights come from: a path, a URL or a list of files, as `load` takes it.
+        source: the origin of its weights: a path, a URL or a list of files, as for `load`.
 
     Returns:
         The same module object.
 
     Raises:
-        TypeError: no module; a TorchScript module, whose methods are not Python's; a source that is
-            no path.
-        ValueError: a source that is empty.
+        TypeError: not a module; a TorchScript module, whose methods are not Python's; a source that
+            is not a path. ValueError: a source that is empty.
     """
     check_model(module, "module")
     check_group(None)
@@ -81,7 +80,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
             "a TorchScript module cannot be frozen: its methods are not Python's; put it into a "
             "plain module and freeze that"
         )
-    # The module's own, as torch.compile's wrapper gives attributes to what it wraps.
+    # The module's own dict, because torch.compile's wrapper passes attributes on to its module.
     attributes = module.__dict__
     known: FrozenInfo = attributes.get(FROZEN, FrozenInfo())
     kept = known.source if source is None else _paths(source)
@@ -100,7 +99,7 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
 
 def _paths(source: Any) -> FrozenSource:
-    """A source as plain text, which copies and pickles."""
+    """Return a source as plain text, which can be copied and pickled."""
     if isinstance(source, str | os.PathLike):
         return check_path("source", source)
     check_type("source", source, Sequence, "a path, a URL or a list of files")
@@ -109,12 +108,13 @@ def _paths(source: Any) -> FrozenSource:
     return tuple(check_path("source", path) for path in source)
 
 
-# -- what a frozen part answers -------------------------------------------------------------------
+# -- answers of a frozen part ---------------------------------------------------------------------
 
 
 class _Method:
-    """A function in place of a module's method: it is copied and pickled with the module, and does
-    not keep it alive.
+    """A function in place of a module's method.
+
+    It is copied and pickled with the module, and does not keep the module alive.
     """
 
     def __init__(self, answer: Callable[..., Any], module: nn.Module) -> None:
@@ -129,12 +129,12 @@ class _Method:
 
 
 def _train(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Eval mode, whatever is asked for."""
+    """Stay in eval mode, whatever the caller asks for."""
     return type(module).train(module, False)
 
 
 def _requires_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
-    """No gradients, whatever is asked for."""
+    """Stay without gradients, whatever the caller asks for."""
     return type(module).requires_grad_(module, False)
 
 
@@ -144,16 +144,16 @@ def _named_modules(
     prefix: str = "",
     remove_duplicate: bool = True,
 ) -> Generator[tuple[str, nn.Module]]:
-    """As usual for a direct caller; nothing for a parent, whose recursion passes a memo.
+    """List modules for a direct caller; nothing for a parent, whose recursion passes a memo.
 
-    Sharded by FSDP2 it is listed: the root unit of the parent has to coordinate it.
+    A part sharded by FSDP2 is listed, because the root unit of the parent has to coordinate it.
     """
     if memo is None or any(is_fsdp2(part) for _, part in walk(module)):
         yield from type(module).named_modules(module, memo, prefix, remove_duplicate)
 
 
 def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As usual for a direct caller; nothing for a parent (it passes a dict), with a source."""
+    """Return the usual state to a direct caller; with a source, nothing to a parent."""
     destination = args[0] if args else kwargs.get("destination")
     if destination is not None and module.__dict__[FROZEN].source is not None:
         return destination
@@ -163,7 +163,7 @@ def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _apply(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Move or cast, as usual; a cast on purpose is no damage."""
+    """Move or cast as usual; a cast on purpose is not damage."""
     before = _whereabouts(module)
     type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage]
     after = _whereabouts(module)
@@ -171,7 +171,7 @@ def _apply(
         if after[1] != before[1]:
             remember(module)
         # A LightningModule keeps its device and dtype as attributes. It learns of a move from the
-        # root's to(), which asks modules(), which leaves the part out: so call it here.
+        # root's to(), which asks modules(), which leaves the part out: so it is called here.
         devices, dtypes = after
         module.to(
             device=devices[0] if len(devices) == 1 else None,
@@ -195,7 +195,7 @@ def unfrozen_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
-    """The devices that the part's tensors are on, and their floating dtypes, each once."""
+    """The devices of the part's tensors, and their floating dtypes, each once."""
     tensors = [
         tensor
         for _, part in walk(module)
@@ -210,11 +210,14 @@ def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtyp
 
 
 def _keep_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """With a source, put the part's own tensors into what its parent loads, so that nothing is
-    missing or changes. Called directly (only a parent has a prefix), it gets new values.
+    """With a source, put the part's own tensors into the state that its parent loads.
+
+    So nothing is missing, and nothing changes. Called directly (only a parent has a prefix), the
+    part gets new values.
 
     Raises:
-        LoadError: the parent's checkpoint holds the part, from before it was frozen, and differs.
+        LoadError: the parent's checkpoint contains the part, from before it was frozen, and
+            differs.
     """
     info = module.__dict__[FROZEN]
     if not prefix:
@@ -226,36 +229,36 @@ def _keep_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest:
         are_tensors = isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor)
         if are_tensors and value is not tensor:
             if tensor.is_meta or _is_sharded(tensor) != _is_sharded(value):
-                continue  # no value to protect yet, or torch's own error
+                continue  # no value to protect yet, or an error that torch raises itself
             if not _equal(tensor, value):
                 raise LoadError(
                     f"{key}: the checkpoint holds other values than the frozen part, whose source "
-                    f"is {info.source}: drop the keys {prefix}* from the checkpoint, or freeze the "
-                    "part without a source to load them"
+                    f"is {info.source}: drop the keys {prefix}* from the checkpoint, or freeze "
+                    "the part without a source to load them"
                 )
         state_dict[key] = tensor
 
 
 def _remember_loaded(module: nn.Module, incompatible: object) -> None:
-    """Record what was loaded, by a parent where the part has no source, or directly."""
+    """Record the loaded values, when loaded directly, or by a parent without a source for it."""
     info: FrozenInfo = module.__dict__[FROZEN]
     if info.source is None or info.tensors is None:
         remember(module)
 
 
 def _equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, once both have the dtype of the first."""
+    """Return whether two tensors have the same bits, once both have the dtype of the first."""
     left, right = _local(tensor), _local(value).to(tensor.dtype)
     return tensor.shape == value.shape and content_hash(left) == content_hash(right)
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return values_of(tensor.to_local() if _is_sharded(tensor) else tensor)
 
 
@@ -263,23 +266,23 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def remember(module: nn.Module) -> None:
-    """Record what the part holds now."""
+    """Record the present values of the part."""
     info: FrozenInfo = module.__dict__[FROZEN]
     module.__dict__[FROZEN] = FrozenInfo(info.source, _describe(module), _versions(module))
 
 
 def check_frozen(module: nn.Module, name: str = "") -> None:
-    """Compare a frozen part with what was recorded of it, before a save. Each rank by itself.
+    """Compare a frozen part with its record, before a save. Each rank alone.
 
-    Its bytes are hashed only if a tensor is another object than then, or was written to in a way
-    that torch counts (`.data` is not). Nothing is compared while it was or is on meta or sharded.
+    Its bytes are hashed only if a tensor is another object than before, or was written to in a way
+    that torch counts (`.data` is not). Nothing is compared if it was or is on meta or sharded.
 
     Args:
         module: the part.
-        name: its own, in front of those of its tensors in a message.
+        name: the part's name, put before its tensors' names in a message.
 
     Raises:
-        CheckpointError: a tensor changed, is new or is gone; names the first.
+        CheckpointError: a tensor changed, or was added or removed; names the first.
     """
     info: FrozenInfo = module.__dict__[FROZEN]
     if info.tensors is None or info.versions == _versions(module):
@@ -305,7 +308,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _describe(module: nn.Module) -> dict[str, str] | None:
-    """`FrozenInfo.tensors` of what the part holds now."""
+    """`FrozenInfo.tensors` for the present values of the part."""
     tensors = _tensors(module)
     if any(tensor.is_meta or _is_sharded(tensor) for tensor in tensors.values()):
         return None
@@ -316,7 +319,7 @@ def _describe(module: nn.Module) -> dict[str, str] | None:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """`FrozenInfo.versions` of the tensors that the part has now."""
+    """`FrozenInfo.versions` for the present tensors of the part."""
     return {name: (id(t), version_of(t)) for name, t in _tensors(module).items()}
 
 
@@ -324,16 +327,16 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _stay_whole(module: nn.Module) -> None:
-    """Keep `fully_shard` of a parent off the part, as it keeps off what `replicate` has."""
+    """Keep `fully_shard` of a parent off the part, as it keeps off modules under `replicate`."""
     key = _registry_key()
     if key is not None:
         module.__dict__.setdefault(key, _OwnUnit())
 
 
 class _OwnUnit(dict[str, Any]):
-    """The record of composable parallelisms that a module has, as torch keeps it.
+    """A module's record of composable parallelisms, as torch keeps it.
 
-    It claims `replicate` until `fully_shard` is asked to shard this very module, and enters itself.
+    It claims `replicate` until `fully_shard` is asked to shard this very module, and adds itself.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -341,9 +344,9 @@ class _OwnUnit(dict[str, Any]):
 
 
 def _registry_key() -> str | None:
-    """The attribute that holds the record: private to torch, there from 2.0 on.
+    """The attribute that holds the record: private to torch, present from 2.0 on.
 
-    Where it is missing, FSDP2 shards a frozen part with its parent: right too, if less convenient.
+    If it is missing, FSDP2 shards a frozen part with its parent: correct too, if less convenient.
     """
     try:
         from torch.distributed._composable.contract import REGISTRY_KEY

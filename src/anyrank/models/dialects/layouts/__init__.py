@@ -1,1 +1,1 @@
-"""`layout=`: tensors that are parts of a whole, as the caller says."""
+"""`layout=`: tensors that the caller declares to be parts of a whole."""

@@ -1,5 +1,7 @@
-"""`layout=`: plain tensors that are each rank's part of a whole, as vLLM and hand-written tensor
-parallelism hold them."""
+"""`layout=`: plain tensors that are each rank's part of a whole.
+
+vLLM and hand-written tensor parallelism hold such tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +27,34 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 from anyrank.world.ranks import Ranks
 
-SHOWN = 8  # places of a mesh, in a message
+SHOWN = 8  # positions in a mesh that a message lists
 log = logging.getLogger("anyrank.load")
 
 Shape: TypeAlias = "tuple[int, ...]"
 LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
 GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
-"""What `layout=` takes: name or pattern -> (mesh, placements), or a function of the name.
+"""The values of `layout=`: name or pattern -> (mesh, placements), or a function of the name.
 
-The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element says what
-the ranks hold of the sharded dim, if that is not chunks of equal size: for each place on the mesh
+The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element gives the
+ranks' parts of the sharded dim, if they are not chunks of equal size: for each position on the mesh
 axis its (start, length) pairs, in the order in which they lie in the part.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RankMesh:
-    """Ranks in a grid.
+    """A grid of ranks.
 
     Attributes:
         shape: sizes of the axes.
-        ranks: global, in row-major order.
+        ranks: global ranks, in row-major order.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank is; None outside."""
+        """The position of a rank; None outside."""
         if rank not in self.ranks:
             return None
         index = self.ranks.index(rank)
@@ -61,7 +63,7 @@ class RankMesh:
 
 
 def check_layout(layout: object) -> None:
-    """Refuse what is not a layout.
+    """Refuse a value that is not a layout.
 
     Raises:
         TypeError: neither a dict of (mesh, placements), nor a function, nor None.
@@ -79,10 +81,10 @@ def check_layout(layout: object) -> None:
 
 
 def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
-    """A layout as plain data.
+    """Return a layout as plain data.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a layout.
         ValueError: its parts overlap, or leave a hole; a rank is twice in its mesh.
         LoadError: a placement that holds no values.
     """
@@ -142,21 +144,21 @@ def _with_intervals(
 
 
 def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ranks) -> None:
-    """Make plain tensors parts of a whole, as `layout=` says; by this rank alone.
+    """Make plain tensors parts of a whole, as `layout=` says. Each rank alone.
 
-    Parts are taken to be equal in size along a dim that is sharded, or the third element of the
-    layout says what each of them is: so the part of one rank tells the shape of the whole, until a
-    load knows the source's (`cut_as_source`), or the ranks all parts (`join_parts`).
+    Along a sharded dim the parts are taken to be equal in size, or the third element of the layout
+    gives their sizes. So one rank's part determines the shape of the whole, until a load knows the
+    source's shape (`cut_as_source`), or the ranks know all parts (`join_parts`).
 
     Args:
-        tensors: of a model, which are changed in place; DTensors keep their own layout.
-        layout: as it was given to this rank.
-        ranks: of the call.
+        tensors: the tensors of a model, changed in place; DTensors keep their own layout.
+        layout: the layout given to this rank.
+        ranks: the ranks of the call.
 
     Raises:
-        LoadError: of a tensor that has no such dim, is not of the size that its layout says, or
-            whose mesh has not this rank, or others that do not take part; a function failed.
-        TypeError, ValueError: a function gave no layout.
+        LoadError: a tensor has no such dim, or another size than its layout says; its mesh lacks
+            this rank, or has ranks that do not take part; a function failed. TypeError, ValueError:
+            a function returned no layout.
     """
     for tensor, mesh, rules in _chosen(tensors, layout):
         tensor.shape = _whole(tensor.name, tuple(tensor.tensor.shape), mesh, rules, ranks)
@@ -164,33 +166,33 @@ def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ran
 
 
 def cut_as_source(tensor: ModelTensor, shape: Shape) -> None:
-    """Take a tensor with a `layout=` for a part of a whole of the source's shape, where torch would
-    cut that so.
+    """Make a tensor with a `layout=` part of a whole of the source's shape, if torch cuts so.
 
-    45 rows on two ranks are 23 and 22: the part of one rank alone does not tell how many there are.
+    45 rows on two ranks are 23 and 22: one rank's part alone does not tell how many there are.
     """
     if _is_given(tensor) and tensor.shape != shape and len(tensor.shape) == len(shape):
         assert tensor.layout is not None
         if local_shape(shape, tensor.layout, tensor.coordinate) == tuple(tensor.tensor.shape):
             tensor.shape = shape
-            tensor.__dict__.pop("_cut", None)  # what it has kept of the former shape
+            tensor.__dict__.pop("_cut", None)  # cached for the former shape
 
 
 def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
-    """Take the tensors with a `layout=` for parts of what all ranks' parts make together, as torch
-    would cut that. All ranks.
+    """Make the tensors with a `layout=` parts of the whole that all ranks' parts form. All ranks.
+
+    The parts must be cut as torch would cut that whole.
 
     Args:
         ends: tensors of one model or of several, the same models in the same order on all ranks;
             their shapes are changed in place.
-        ranks: of the call.
+        ranks: the ranks of the call.
 
     Raises:
-        LoadError: parts that torch would cut otherwise, with each place's; on all ranks.
+        LoadError: torch would cut the parts differently; lists each position's. On all ranks.
     """
     tensors = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
     parts = [(n, t.name, str(t.layout), t.coordinate, tuple(t.tensor.shape)) for n, t in tensors]
-    spots: dict[Any, dict[Any, set[Shape]]] = {}  # tensor -> place -> parts of the ranks there
+    spots: dict[Any, dict[Any, set[Shape]]] = {}  # tensor -> position -> parts of the ranks there
     for number, name, layout, spot, part in itertools.chain(
         *ranks.gather("comparing layout=", parts)
     ):
@@ -205,15 +207,15 @@ def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
 
 
 def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:
-    """The shape of the whole of which each place on the mesh holds a part.
+    """The shape of the whole of which each position in the mesh holds a part.
 
     Raises:
-        LoadError: as `join_parts`.
+        LoadError: as for `join_parts`.
     """
     layout = tensor.layout
     assert layout is not None
     if len(spots) < math.prod(layout.mesh_shape):
-        return tensor.shape  # a place without a rank is refused where the ranks are compared
+        return tensor.shape  # a position without a rank is refused when the ranks are compared
     shape = list(tensor.tensor.shape)
     axes = list(zip(layout.placements, layout.mesh_shape, strict=True))
     for dim in range(len(shape)):
@@ -237,7 +239,7 @@ def _listed(parts: Iterable[Shape]) -> str:
 
 
 def misfit_of_parts(tensor: ModelTensor, stored: StoredTensor) -> str | None:
-    """Why a part is none of the source's tensor, in words; None for tensors of other layouts."""
+    """Explain why a part does not fit the source's tensor; None for tensors of other layouts."""
     layout, part, shape = tensor.layout, list(tensor.tensor.shape), stored.shape
     if layout is None or not _is_given(tensor) or len(part) != len(shape):
         return None
@@ -252,7 +254,7 @@ def misfit_of_parts(tensor: ModelTensor, stored: StoredTensor) -> str | None:
 
 
 def _is_given(tensor: ModelTensor) -> bool:
-    """Whether a tensor is one of equal parts, or of those that torch cuts, by a `layout=`."""
+    """Return whether a `layout=` makes a tensor one of equal parts, or of those that torch cuts."""
     layout = tensor.layout
     if layout is None or not layout.is_given:
         return False
@@ -262,12 +264,13 @@ def _is_given(tensor: ModelTensor) -> bool:
 def check_parts(
     layouts: Iterable[tuple[str, Layout | None]], coordinates: Mapping[int, Coordinates]
 ) -> None:
-    """Refuse parts of which the ranks' own `layout=` make no whole: each place on the mesh is that
-    of equally many ranks.
+    """Refuse parts of which the ranks' own `layout=` make no whole.
+
+    Each position in the mesh must belong to the same number of ranks.
 
     Args:
         layouts: name and layout of each tensor.
-        coordinates: of every rank that has them.
+        coordinates: coordinates of every rank that has them.
 
     Raises:
         LoadError: names the tensor, and which ranks have the same part. The same on all ranks.
@@ -290,10 +293,10 @@ def check_parts(
 
 
 def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> list[ModelTensor]:
-    """The tensors of a model, each as the layout says what it is part of. Each rank by itself.
+    """The tensors of a model, as the parts that the layout declares. Each rank alone.
 
     Raises:
-        LoadError, TypeError, ValueError: as `apply_layout`.
+        LoadError, TypeError, ValueError: as for `apply_layout`.
     """
     tensors = find_tensors(model)
     apply_layout(tensors, layout, ranks)
@@ -302,9 +305,9 @@ def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> 
 
 
 def warn_of_unused(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
-    """Warn of names and patterns that no tensor has, where this rank has tensors of each end.
+    """Warn of names and patterns that no tensor has, if this rank has tensors of each end.
 
-    It is no error, as a layout may be given to ranks that have other parts of a model.
+    It is not an error, because ranks with other parts of a model may get the same layout.
     """
     if not isinstance(layout, Mapping) or not all(ends):
         return
@@ -320,7 +323,7 @@ def _names(tensor: ModelTensor) -> list[str]:
 
 
 def _finder(layout: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list[str]]:
-    """A function from a tensor's names to the keys that are for it: names first, then patterns."""
+    """Make a function from a tensor's names to the keys for it: names first, then patterns."""
     patterns = [
         (key, re.compile(fnmatch.translate(key)).match) for key in layout if {*key} & {*"*?["}
     ]
@@ -333,7 +336,7 @@ def _finder(layout: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list
 
 
 def _answer(function: Callable[[str], Any], name: str) -> Any:
-    """What a function of the user's says of a name."""
+    """The answer of a user's function for a name."""
     try:
         return function(name)
     except Exception as error:
@@ -348,7 +351,7 @@ def _chosen(
         return
     entries = layout if isinstance(layout, Mapping) else {}
     find = _finder(entries)
-    known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; holds what it is of
+    known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; keeps its object alive
     for tensor in tensors:
         names = _names(tensor)
         if callable(layout):
@@ -365,10 +368,10 @@ def _chosen(
 
 
 def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks) -> Shape:
-    """The shape of the tensor that this rank holds a part of.
+    """The shape of the whole of which this rank holds a part.
 
     Raises:
-        LoadError: as `apply_layout`.
+        LoadError: as for `apply_layout`.
     """
     coordinate = mesh.coordinate(ranks.rank)
     if coordinate is None:

@@ -1,8 +1,8 @@
-"""PEFT's adapters and the base under them: what is merged, and an adapter's first values.
+"""PEFT's adapters and the base under them: merged layers, and an adapter's first values.
 
-An adapter begins as PEFT makes it, which may depend on the base weights. Of plain LoRA it does not:
-A is drawn, B is zeros, or both are drawn. Every other adapter is refused where it is on meta, or
-would stay while its base is exchanged: the base is loaded first, and the adapter made after it.
+An adapter starts with PEFT's first values, which may depend on the base weights. Those of plain
+LoRA do not: A is drawn, B is zeros, or both are drawn. Every other adapter is refused if it is on
+meta, or would stay while its base is exchanged: load the base first, and make the adapter after it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from anyrank.models.wrappers import ModelTensor, Registration, plain_class
 from anyrank.tensors.spec import StoredTensor
 
 BASE_FIRST = "load the base first, then make the adapter"
-KNOWN_CHOICES = (True, False, "gaussian")  # of init_lora_weights, whose values need no base
+KNOWN_CHOICES = (True, False, "gaussian")  # init_lora_weights whose values need no base
 # Others (PiSSA, OLoRA, LoftQ, ...) take the adapter's first values out of the base weights.
 KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "mica", "orthogonal")
 INIT = "init_lora_weights"
-SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings, of which no file tells
+SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings that no file stores
 
 
 def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
-    """PEFT's layers whose base weights hold their adapters: what `unmerge` would take out of other
-    base weights, or with other adapters, is not what was put in.
+    """The names of PEFT layers whose base weights contain their adapters.
+
+    `unmerge` of other base weights, or with other adapters, would subtract something that was not
+    added.
     """
     return sorted(
         {
@@ -40,7 +42,7 @@ def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
 
 
 def is_below_merged(entry: Registration) -> bool:
-    """Whether a layer of PEFT that a tensor is in has its adapter merged into it."""
+    """Return whether a PEFT layer that contains a tensor has its adapter merged into it."""
     return any(is_peft(module) and getattr(module, "merged", False) for module in entry.path)
 
 
@@ -50,11 +52,13 @@ def unknown_adapters(
     initialise: Collection[int],
     keep: Collection[int],
 ) -> list[str]:
-    """Names of adapters that are not plain LoRA, and would need first values, or would stay on
-    another base than they were made for.
+    """Names of adapters, other than plain LoRA, that lack first values or would lose their base.
+
+    The first would need first values; the second would stay on another base than they were made
+    for.
 
     Args:
-        tensors: of the model.
+        tensors: the tensors of the model.
         stored: tensor -> what fills it.
         initialise: tensors that a rule is to fill.
         keep: tensors that keep their values.
@@ -72,7 +76,7 @@ def unknown_adapters(
         if not tensor.adapter or _is_plain_lora(entry):
             continue
         layer = _adapter_layer(entry)
-        # Or is a buffer that no file holds, and that PEFT may have computed.
+        # Or it is a buffer that no file holds, and that PEFT may have computed.
         stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
         # PiSSA and others have taken the adapter out of the base weights.
         of_rest = _choice_of(entry) not in KNOWN_CHOICES and based.get(id(layer), False)
@@ -82,19 +86,19 @@ def unknown_adapters(
 
 
 def _adapter_layer(entry: Registration) -> nn.Module | None:
-    """The PEFT layer that a tensor is below, or the whole PEFT model."""
+    """The PEFT layer above a tensor, or the whole PEFT model."""
     return next((m for m in reversed(entry.path) if is_adapter_layer(m)), None)
 
 
 def lora_rule(
     layer: nn.Module, stand_in: Any, entry: Registration
 ) -> tuple[str, Callable[[], object]] | None:
-    """PEFT's rule for a factor of a new LoRA adapter; None where it leaves what construction gave.
+    """PEFT's rule for a factor of a new LoRA adapter; None if it keeps the constructor's values.
 
     Args:
-        layer: of the model, around the module that is adapted.
-        stand_in: the same layer with memory for the tensor that is wanted.
-        entry: where the tensor is.
+        layer: the model's PEFT layer, around the adapted module.
+        stand_in: the same layer with memory for the wanted tensor.
+        entry: the place of the tensor.
 
     Raises:
         LoadError: another adapter.
@@ -109,7 +113,7 @@ def lora_rule(
 
 
 def _is_plain_lora(entry: Registration) -> bool:
-    """Whether a tensor is a factor of LoRA whose first value is known."""
+    """Return whether a tensor is a factor of LoRA whose first value is known."""
     parts = entry.raw.split(".")
     layer = _adapter_layer(entry)
     is_lora = layer is not None and plain_class(layer).__module__.startswith("peft.tuners.lora.")
@@ -117,26 +121,25 @@ def _is_plain_lora(entry: Registration) -> bool:
     if not is_lora or choice not in KNOWN_CHOICES:
         return False
     if {"lora_embedding_A", "lora_embedding_B"}.intersection(parts):
-        return choice is not False  # which leaves them as torch.randn made them
+        return choice is not False  # False leaves them as torch.randn made them
     variant = getattr(layer, "lora_variant", {}).get(_adapter_of(entry)[0])  # DoRA and others
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
 def _what_base_lost(choice: object) -> object:
-    """The `init_lora_weights` that changed the base under an adapter; None where none did."""
-    choice = choice.lower() if isinstance(choice, str) else choice  # as PEFT takes it
+    """The `init_lora_weights` that changed the base under an adapter; None if none did."""
+    choice = choice.lower() if isinstance(choice, str) else choice  # PEFT ignores case
     return None if choice in KEEP_THE_BASE else choice
 
 
 def other_settings(
     filled: Iterable[tuple[ModelTensor, StoredTensor]], saved: Mapping[int, Mapping[str, Any]]
 ) -> list[str]:
-    """The settings that scale what an adapter adds, or that changed the base which it adds to,
-    where the model has others than were saved.
+    """Settings that scale an adapter's product, or changed its base, and differ from saved ones.
 
     Args:
-        filled: tensors that get values, of which an adapter's count, and these values.
-        saved: index of their file -> the configuration beside it.
+        filled: tensors that get values, and these values; only adapters' count.
+            saved: index of their file -> the configuration beside it.
     """
     others: set[str] = set()
     for target, stored in filled if saved else ():
@@ -162,5 +165,5 @@ def _adapter_of(entry: Registration) -> tuple[str, Any]:
 
 
 def _choice_of(entry: Registration) -> Any:
-    """How the adapter that a tensor belongs to gets its first values."""
+    """The way in which the adapter that a tensor belongs to gets its first values."""
     return getattr(_adapter_of(entry)[1], INIT, True)

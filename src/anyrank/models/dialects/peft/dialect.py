@@ -13,16 +13,18 @@ from anyrank.wording import listed
 
 
 class Adapters(Dialect):
-    """The adapters of a model that is filled."""
+    """The adapters of the model to fill."""
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Whether the model has modules of PEFT."""
+        """Return whether the model has PEFT modules."""
         return any(owner.naming for owner in case.modules)
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Adapters that are in the base, that PEFT may compute from it, or that add more or less
-        than they were trained to, or to another base.
+        """Report adapters that cannot be loaded rightly.
+
+        Adapters that are merged into the base, that PEFT may compute from it, that would add more
+        or less than they were trained to, or would be added to another base.
         """
         lines: list[str] = []
         merged = merged_layers(match.tensors[index] for index, _ in match.wanted)

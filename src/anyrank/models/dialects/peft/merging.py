@@ -1,4 +1,4 @@
-"""What merging a model's LoRA adapters adds to which weight."""
+"""The products that merging a model's LoRA adapters adds to its weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from anyrank.models.dialects.peft.adapters import is_below_merged
 from anyrank.models.dialects.peft.names import is_peft
 from anyrank.models.wrappers import ModelTensor, Registration, plain_class
 
-LORA_KINDS = ("Linear", "Embedding")  # of peft.tuners.lora, whose products `merge=True` adds
+LORA_KINDS = ("Linear", "Embedding")  # classes of peft.tuners.lora that `merge=True` can add
 MERGE_BEFORE = "merge with PEFT (merge_and_unload) before"
 
 
 def is_merged(tensor: ModelTensor) -> bool:
-    """Whether PEFT has added an adapter to a base weight, and keeps it to take it off again."""
+    """Return whether PEFT has added an adapter to a base weight, and can subtract it again."""
     return any(
         "base_layer" in entry.raw and is_below_merged(entry) for entry in tensor.registrations
     )
 
 
 def scaling_of(tensor: ModelTensor) -> float | None:
-    """What PEFT multiplies the product of a LoRA layer's factors by, of which this is one."""
+    """PEFT's factor for the product of a LoRA layer's factors, of which this tensor is one."""
     if not tensor.adapter:
         return None
     path, parts = tensor.registrations[0].path, tensor.name.split(".")
@@ -39,7 +39,7 @@ class Factors:
     Attributes:
         adapter: its name.
         a, b: positions of the factors among the model's tensors.
-        scaling: as PEFT has it, with rsLoRA's root and whatever else the user has set.
+        scaling: PEFT's scaling, including rsLoRA's root and everything that the user has set.
         transposed: whether the weight is stored [in, out].
         narrows: whether the product is rounded to the weight's dtype before it is added.
     """
@@ -58,7 +58,7 @@ class Lora:
 
     Attributes:
         added: position of a weight -> its adapters, in the order in which they are added.
-        dropped: positions of tensors that a merged model has not, other than the factors above.
+        dropped: positions of tensors that a merged model lacks, other than the factors above.
     """
 
     added: Mapping[int, tuple[Factors, ...]]
@@ -66,7 +66,7 @@ class Lora:
 
 
 def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
-    """What merging the active adapters of a model adds to which weight.
+    """Find the products that merging a model's active adapters adds, and to which weight.
 
     Raises:
         LoadError: an adapter that is not plain LoRA, or a weight that is tied; named.
@@ -101,8 +101,9 @@ def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
 
 
 def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
-    """The tensors of a model whose active adapters PEFT has all merged, under the base's names;
-    None where one is not merged, or is of a method that adds to no weight.
+    """The tensors of a model whose active adapters are all merged, under the base's names.
+
+    None if an adapter is not merged, or uses a method that adds to no weight.
     """
     kept: list[ModelTensor] = []
     for tensor in tensors:
@@ -121,8 +122,8 @@ def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
 
 
 def _is_all_merged(entry: Registration) -> bool:
-    """Whether the layer that has a tensor of an adapter holds every active one in its weight."""
-    # The innermost, as a wrapper around trained rows answers for the layer in it, but in part.
+    """Return whether the layer of an adapter's tensor holds every active adapter in its weight."""
+    # The innermost, because a wrapper around trained rows answers only partly for the layer in it.
     layer: Any = next((m for m in reversed(entry.path) if hasattr(m, "merged_adapters")), None)
     if layer is None or layer.disable_adapters:
         return False
@@ -132,11 +133,11 @@ def _is_all_merged(entry: Registration) -> bool:
 
 
 def merged_name(entry: Registration) -> str:
-    """The name of a place in the merged model."""
+    """The name of a tensor's place in the merged model."""
     parts = entry.name.split(".")
     if "modules_to_save" in parts:
         n = parts.index("modules_to_save")
-        del parts[n : n + 2]  # with the adapter's name
+        del parts[n : n + 2]  # together with the adapter's name
     return ".".join(parts)
 
 
@@ -144,7 +145,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
     """The adapters of a layer that are active, and not merged yet.
 
     Raises:
-        LoadError: one that is not plain LoRA.
+        LoadError: an adapter that is not plain LoRA.
     """
     kind = plain_class(layer)
     if kind.__name__ not in LORA_KINDS or not kind.__module__.startswith("peft.tuners.lora."):
@@ -183,7 +184,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
 
 
 def _check_weight(weight: ModelTensor) -> None:
-    """Raises LoadError: a weight to which nothing can be added."""
+    """Raise LoadError for a weight to which nothing can be added."""
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(f"{weight.name}: is {weight.dtype}, to which no adapter can be added")
     first, *places = weight.registrations
@@ -197,7 +198,7 @@ def _check_weight(weight: ModelTensor) -> None:
 
 
 def _is_in_merged_model(entry: Registration) -> bool:
-    """Whether the merged model has a tensor: not the original of a copy that was trained."""
+    """Return whether the merged model has a tensor: not the original of a trained copy."""
     parts = entry.raw.split(".")
     for depth, module in enumerate(entry.path):
         copies = module.__dict__["_modules"].get("modules_to_save")

@@ -1,8 +1,8 @@
-"""What PEFT adds to a model's names, and which tensors are an adapter's.
+"""Names that PEFT adds to a model's names, and which tensors belong to adapters.
 
-PEFT has no public interface for what is asked in this room, which looks at its modules' attributes
-and, is the only one that does. What a key of a file alone says
-of PEFT is in `tensors/names.py`.
+PEFT has no public interface for these questions, so this package looks at the attributes of PEFT's
+modules, and is the only one that does. The part that a file's key alone tells about PEFT is in
+`tensors/names.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from anyrank.models.wrappers import Path, Registration, plain_of
 from anyrank.tensors.names import PEFT_SEGMENTS
 from anyrank.versions import warn_if_untested
 
-PROMPTS = ["prompt_encoder", "embedding", "weight"]  # of the prompt methods, but for the adapter
+PROMPTS = ["prompt_encoder", "embedding", "weight"]  # prompt methods' names, less the adapter's
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Whether a module's class is of PEFT."""
+    """Return whether a module's class belongs to PEFT."""
     return _is_peft_class(type(module))
 
 
@@ -29,19 +29,19 @@ def _is_peft_class(kind: type[nn.Module]) -> bool:
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer that PEFT has put around one of the model's."""
+    """Return whether a module is a layer that PEFT has put around one of the model's."""
     return is_peft(module) and hasattr(module, "active_adapters")
 
 
 class PeftNaming:
-    """What PEFT adds to names; see `Naming`."""
+    """PEFT's additions to names; see `Naming`."""
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether a module's class is of PEFT."""
+        """Return whether a module's class belongs to PEFT."""
         return is_peft(module)
 
     def hides(self, module: nn.Module, child: str) -> bool:
-        """Whether a child's name is the doing of PEFT, and not of the model's author."""
+        """Return whether a child's name comes from PEFT, not from the model's author."""
         if not is_peft(module):
             return False
         if child == "base_model":
@@ -68,8 +68,10 @@ class PeftNaming:
         return tuple(".".join(parts) for parts in names)
 
     def is_added(self, entry: Registration) -> bool:
-        """Whether a tensor belongs to an adapter: below a PEFT layer, and not in what that wraps,
-        or beside the model in what holds all of it (prompts, tables that layers share).
+        """Return whether a tensor belongs to an adapter.
+
+        Such tensors are below a PEFT layer, but not in the module that it wraps, or beside the
+        model in the PEFT module that holds all of it (prompts, tables that layers share).
         """
         parts = entry.raw.split(".")
         for depth, module in enumerate(entry.path):
@@ -85,7 +87,7 @@ class PeftNaming:
 
 
 def _is_saved_whole(encoder: nn.Module) -> bool:
-    """Whether PEFT saves the embedding of a prompt encoder, and not what others compute of it."""
+    """Return whether PEFT saves a prompt encoder's embedding itself, not values computed of it."""
     return all(name == "embedding" for name, _ in encoder.named_children()) and not any(
         True for _ in encoder.parameters(recurse=False)
     )

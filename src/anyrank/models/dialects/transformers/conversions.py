@@ -1,7 +1,7 @@
 """The key conversions that a transformers model carries, run on headers instead of tensors.
 
 transformers renames keys and fuses, stacks or splits tensors while it loads. Its own patterns and
-operations are used as they are, applied to symbolic tensors, so fused experts are read row by row
+operations are used here, applied to symbolic tensors, so that fused experts are read row by row
 like any other tensor. Used only if the process has imported transformers.
 """
 
@@ -28,8 +28,8 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested
 from anyrank.wording import listed
 
-# Formats that transformers writes, always in its file naming, by their names in FORMATS. Others may
-# hold live names as well.
+# Formats that transformers writes, always with its file naming, by their names in FORMATS. Other
+# formats may hold live names too.
 FILE_NAMED = ("safetensors",)
 # Buffers that are no longer saved; transformers ignores them in files of any model that has some.
 OLD_BUFFERS = (r"rotary_emb\.inv_freq", "position_ids")
@@ -46,11 +46,11 @@ CODE = {
 
 
 class ConvertedNames(Dialect):
-    """The names that a transformers model has in files."""
+    """The names of a transformers model's tensors in files."""
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Whether the process has models of transformers at all."""
+        """Return whether the process has transformers models at all."""
         return "transformers.modeling_utils" in sys.modules
 
     def __init__(self, case: Case) -> None:
@@ -64,7 +64,7 @@ class ConvertedNames(Dialect):
         return converted(self.inner, self.case.tensors, listing, rename)
 
     def needs_no_tensor(self, key: str, name: str) -> bool:
-        """Whether transformers ignores a key of this model, or makes the buffer by itself."""
+        """Return whether transformers ignores a key for this model, or makes the buffer itself."""
         if f"{self.prefix}.{name}" in self.case.derived:
             return True
         return any(
@@ -74,7 +74,7 @@ class ConvertedNames(Dialect):
         )
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Missing tensors that the model declares tied, and that are not: `to_empty` unties."""
+        """Report missing tensors that the model declares tied but are not: `to_empty` unties."""
         declared: dict[str, str] = getattr(self.inner, "all_tied_weights_keys", None) or {}
         pairs = [
             f"{name} = {declared[name]}"
@@ -94,10 +94,10 @@ def converted(
     """The listing under the model's names, and the renaming that is left to do.
 
     Args:
-        inner: the transformers model that is filled, of `pretrained`; None: nothing is converted.
+        inner: the transformers model to fill, from `pretrained`; None: nothing is converted.
         targets: tensors of the whole model.
         listing: the source.
-        rename: of the caller.
+        rename: the caller's renaming.
 
     Raises:
         LoadError: a conversion that computes values, or whose parts are not all in the source.
@@ -130,10 +130,10 @@ def converted(
 def _fits_as_it_is(
     targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
 ) -> bool:
-    """Whether names and shapes agree already, so that the mapping (0.3 s to build) is not needed.
+    """Return whether names and shapes agree already: building the mapping takes 0.3 s.
 
-    The only conversions that keep a name are transposes of stacked experts: 3-d tensors whose shape
-    would not change are therefore no proof.
+    The only conversions that keep a name are transposes of stacked experts, so 3-d tensors whose
+    shape would not change prove nothing.
     """
     loadable = in_state_dict(targets)
     shapes = {name: target.shape for target in loadable for name in target.flat_names()}
@@ -146,7 +146,7 @@ def _fits_as_it_is(
 
 
 def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
-    """Names of transformers models in a model -> the keys below that transformers ignores."""
+    """Names of transformers models inside a model -> patterns of keys that transformers ignores."""
     kind = _model_class()
     rules: list[tuple[str, re.Pattern[str]]] = []
     for owner in case.modules:
@@ -155,7 +155,7 @@ def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
         patterns = [*(getattr(owner.module, "_keys_to_ignore_on_load_unexpected", None) or ())]
         # Files of GPT-2 before transformers 4.30 have it beside attn.bias, which is ignored.
         patterns += [r"attn\.masked_bias"] if "attn.bias" in patterns else []
-        # Older files hold these buffers, also where other modules had them.
+        # Older files hold these buffers, even if other modules had them.
         patterns += [rf"(^|\.){buffer}$" for buffer in OLD_BUFFERS if _has_buffer(owner, buffer)]
         if patterns:
             start = f"{owner.name}." if owner.name else ""
@@ -168,7 +168,7 @@ def _has_buffer(owner: NamedModule, end: str) -> bool:
 
 
 def pretrained(model: nn.Module) -> Any:
-    """The transformers model inside the wrappers, as its class was before FSDP2 changed it."""
+    """The transformers model inside the wrappers, with its class as it was before FSDP2."""
     kind = _model_class()
     if kind is None:
         return None
@@ -185,17 +185,18 @@ def pretrained(model: nn.Module) -> Any:
 
 
 def _model_class() -> type[nn.Module] | None:
-    """The class of transformers models; None where nobody can have one: the import of transformers
-    is blocked, or another thread is still at it.
+    """The class of transformers models; None if nobody can have one.
+
+    Then the import of transformers is blocked, or another thread is still importing it.
     """
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 def conversion_code() -> Any:
-    """What is used of transformers' own conversion, by its names there, which are not public.
+    """The private parts of transformers' own conversion that are used, by their names there.
 
     Raises:
-        LoadError: a version of transformers that has one of them elsewhere.
+        LoadError: this version of transformers keeps one of them elsewhere.
     """
     warn_if_untested("transformers")
     try:
@@ -218,7 +219,7 @@ class _Converter:
     """transformers' renamings and converters for one model, on symbolic tensors.
 
     Raises:
-        LoadError: as `conversion_code`.
+        LoadError: as for `conversion_code`.
     """
 
     def __init__(self, model: Any, live: set[str]) -> None:
@@ -226,13 +227,13 @@ class _Converter:
         self.model = model
         self.live = dict.fromkeys(live, True)
         self.order, self.rename = code.dot_natural_key, code.rename_source_key
-        # It looks the classes of the modules up by their names.
+        # It looks up the classes of the modules by their names.
         mapping: list[Any] = code.get_model_conversion_mapping(plain_copy(model))
         self.renamings = [entry for entry in mapping if isinstance(entry, code.WeightRenaming)]
         self.converters = [entry for entry in mapping if isinstance(entry, code.WeightConverter)]
 
     def run(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The tensors of a source under the names that the model has."""
+        """The tensors of a source under the model's names."""
         result: dict[str, StoredTensor] = {}
         groups: dict[str, tuple[Any, dict[str, list[Any]]]] = {}
         for key in sorted(tensors, key=self.order):
@@ -250,7 +251,7 @@ class _Converter:
         return result
 
     def means_tensor(self, key: str) -> bool:
-        """Whether a key becomes a tensor of the model, or a part of one."""
+        """Return whether a key becomes a tensor of the model, or a part of one."""
         return self._renamed(key)[0] in self.live
 
     def _renamed(self, key: str) -> tuple[str, str | None]:

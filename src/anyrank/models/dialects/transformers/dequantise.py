@@ -1,5 +1,8 @@
-"""Quantised tensors, dequantised while they are read: each is a file of float32 that is computed
-from the ranges of two others, so that whatever reads files reads it."""
+"""Dequantises tensors while they are read.
+
+Each is a file of float32 that is computed from ranges of two others, so every reader of files can
+read it.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,19 @@ def dequantised(
     dtypes: Mapping[str, torch.dtype],
     rename: Callable[[str], str] = lambda key: key,
 ) -> Listing:
-    """The listing with float32 tensors in place of quantised ones, except where these are wanted.
+    """The listing with float32 tensors in place of quantised ones, unless these are wanted.
 
-    The tensor of a pair `X_blocks`, `X_scales` is X, with its last two dims swapped if there are
-    three, which is how transformers holds stacked experts. If `X_blocks` itself is wanted as a
-    floating tensor, it is that, and nothing is swapped.
+    The tensor of a pair `X_blocks`, `X_scales` is X. If it has three dims, the last two are
+    swapped, because transformers holds stacked experts like that. If `X_blocks` itself is wanted as
+    a floating tensor, it is that tensor, and nothing is swapped.
 
     Args:
         listing: the source.
-        dtypes: name -> dtype of what is to be filled; empty if everything is to be floating.
+        dtypes: name -> dtype of the tensor to fill; empty if all shall be floating.
         rename: from the source's keys to these names.
 
     Raises:
-        LoadError: scales that do not fit, or are not there.
+        LoadError: scales do not fit, or are missing.
     """
     pairs = pairs_of(listing.tensors)
     holds_small = any(map(is_small, dtypes.values()))
@@ -101,23 +104,24 @@ def without_scales(
     unused: Callable[[str], bool] | None,
     left_out: Collection[str] = (),
 ) -> list[str]:
-    """Why 8-bit tensors may not be taken for weights, in words: they, or others of the source, have
-    scales that nobody uses.
+    """Explain why 8-bit tensors may not be taken for weights: there are scales that nobody uses.
 
-    A file of 8-bit floats alone is a plain cast of weights, as image models are passed around: its
-    numbers are the weights.
+    The scales belong to them, or to other tensors of the source.
+
+    A file of 8-bit floats without scales is a plain cast of weights, as is common for image models:
+    its numbers are the weights.
 
     Args:
-        listing: the source, its known pairs dequantised.
+        listing: the source, with its known pairs dequantised.
         wanted: tensors that become weights of a larger dtype.
-        unused: whether nobody asks for a key of the source; None where this is not known.
-        left_out: keys that the caller knows to be no scales.
+        unused: tells whether nobody asks for a key of the source; None if this is not known.
+        left_out: keys that the caller knows are not scales.
     """
     small = [stored for stored in wanted if may_be_scaled(stored)]
     if not small:
         return []
     beside = (stored for key, stored in listing.beside.items() if not is_other_part(key))
-    # Of a table that the caller named, they may be known by the names within it alone.
+    # In a table that the caller named, they may be known only by the names within it.
     names = {stored.name for stored in listing.tensors.values()}
     others = [stored for stored in small if stored.name not in names]
     firsts = {stored.name.partition(".")[0] for stored in small}
@@ -151,8 +155,9 @@ def without_scales(
 
 
 def _leaving_out(scales: Sequence[str], kept: Sequence[str]) -> str:
-    """The `rename=` that leaves out scales and nothing that is kept, in words: by the name above
-    them, which is their table's, else by their last names.
+    """Describe the `rename=` that leaves out scales and nothing else.
+
+    By the name above them, if it is their table's, otherwise by their last names.
     """
     firsts = {key.partition(".")[0] for key in kept}
     lasts = {key.rpartition(".")[2] for key in kept}
@@ -171,8 +176,9 @@ def _leaving_out(scales: Sequence[str], kept: Sequence[str]) -> str:
 
 
 def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> dict[str, str]:
-    """Keys that may be scales or zero points of 8-bit tensors, whatever their names -> the key of
-    the tensor: they are in its module or below its name, and have fewer elements.
+    """Keys that may be scales or zero points of 8-bit tensors, by any name -> the tensor's key.
+
+    They are in its module or below its name, and have fewer elements.
     """
     owners, by_name = owners_of(small), {stored.name: stored for stored in small}
     smaller = {
@@ -188,7 +194,7 @@ def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> d
 
 
 def unknown_method(listing: Listing) -> str | None:
-    """Why a source cannot be read as floating weights, in words; None if it can."""
+    """Explain why a source cannot be read as floating weights; None if it can."""
     method = listing.quantisation.get("quant_method")
     if not listing.quantisation or method in METHODS:
         return None

@@ -1,5 +1,4 @@
-"""Weights that are stored as small numbers and the scales of their blocks: what they are, and
-their values."""
+"""Weights that are stored as small numbers and the scales of their blocks, and their values."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from anyrank.tensors.box import row_major
 from anyrank.tensors.spec import StoredTensor
 
 METHODS = ("mxfp4", "fp8")
-BLOCK = (128, 128)  # DeepSeek's, where no configuration says otherwise
+BLOCK = (128, 128)  # DeepSeek's size, the default without a configuration
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
-# What the name of an 8-bit weight's scale has in it, in whichever tool.
+# Words in the name of an 8-bit weight's scale, in any tool.
 SCALE_WORDS = re.compile(
     r"scale|amax|absmax|scb|quant|zero_point|(?:^|[._])(?:s|sc|sf|zp|zeros?)$", re.IGNORECASE
 )
-# Scales that are parameters of a model (CLIP, ConvNeXt), and no part of another tensor.
+# Scales that are parameters of a model (CLIP, ConvNeXt), not a part of another tensor.
 OWN_SCALES = re.compile(r"(?:^|[._])(?:logit|layer|residual)_?scale", re.IGNORECASE)
-# What the name of a weight's packed integers has in it.
+# Words in the name of a weight's packed integers.
 PACKED_WORDS = re.compile(r"weight|packed|blocks")
 SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 
@@ -34,7 +33,7 @@ SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 ITEM = torch.float32.itemsize
-MAX_NUMEL = 1 << 18  # computed at a time
+MAX_NUMEL = 1 << 18  # elements computed at a time
 
 
 class Decoded(Computed, Protocol):
@@ -42,7 +41,7 @@ class Decoded(Computed, Protocol):
 
     @property
     def unit(self) -> int:
-        """Elements that are computed together."""
+        """The number of elements that are computed together."""
         ...
 
     def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
@@ -59,13 +58,13 @@ class ComputedFile:
         self.fetch = fetch
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
-        """Fill some of the buffers, in order; never more than is computed at a time."""
+        """Fill some of the buffers, in order; never more than can be computed at a time."""
         unit, numel = self.computed.unit, self.computed.numel
         end = offset + sum(len(buffer) for buffer in buffers)
         start = offset // ITEM // unit * unit
         most = start + max(unit, MAX_NUMEL // unit * unit)
         stop = min(-(-end // ITEM // unit) * unit, most, numel)
-        values = self.computed.decode(start, stop, self.fetch)  # which `data` does not keep
+        values = self.computed.decode(start, stop, self.fetch)  # named, as `data` is only a view
         data = memory_of(values)[offset - start * ITEM :]
         done = 0
         for buffer in buffers:
@@ -75,7 +74,7 @@ class ComputedFile:
         return done
 
     def close(self) -> None:
-        """Nothing to release: the files belong to their reader."""
+        """Do nothing: the files belong to their reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,8 @@ class Quantised:
     Attributes:
         method: "mxfp4" (pairs of e2m1 in bytes, with an exponent for each group) or "fp8".
         values: the small numbers.
-        scales: of their blocks.
-        shape: of the tensor, as the small numbers lie.
+        scales: scales of their blocks.
+        shape: shape of the tensor, in the order of the small numbers.
         block: rows and columns that share a scale.
     """
 
@@ -98,7 +97,7 @@ class Quantised:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """What is read for it."""
+        """The tensors that are read for it."""
         return self.values, self.scales
 
     @property
@@ -107,16 +106,16 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """The number of stored bytes."""
         return self.values.nbytes + self.scales.nbytes
 
     @property
     def unit(self) -> int:
-        """Elements that are computed together: a group of mxfp4, a row of fp8."""
+        """The number of elements computed together: a group of mxfp4, a row of fp8."""
         return self.block[1] if self.method == "mxfp4" else self.shape[-1]
 
     def with_file_offset(self, base: int) -> Quantised:
-        """The same in a listing whose files start `base` later."""
+        """The same tensor in a listing whose files start `base` later."""
         return replace(
             self,
             values=self.values.with_file_offset(base),
@@ -124,7 +123,7 @@ class Quantised:
         )
 
     def open(self, path: str, fetch: Fetch) -> ComputedFile:
-        """The file that its values are."""
+        """Its values as a file."""
         return ComputedFile(path, self, fetch)
 
     def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
@@ -174,12 +173,12 @@ def _as_float(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two keys of a source that are one tensor.
+    """Two keys of a source that form one tensor.
 
     Attributes:
-        method: as of `Quantised`.
+        method: as for `Quantised`.
         values, scales: the keys.
-        name: the key of the tensor that they are.
+        name: the key of the tensor that they form.
     """
 
     method: str
@@ -190,10 +189,10 @@ class Pair:
     def quantised(
         self, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
     ) -> Quantised:
-        """What the two are, by their shapes.
+        """Interpret the two by their shapes.
 
         Args:
-            tensors: of the source.
+            tensors: the tensors of the source.
             config: the source's `quantization_config`, or nothing.
 
         Raises:
@@ -229,10 +228,10 @@ def _block(
 ) -> tuple[int, int]:
     sizes = config.get("weight_block_size", BLOCK)
     if sizes is None or scales.numel == math.prod(rest):
-        return shape  # one scale for all
+        return shape  # a single scale
     match sizes:
         case [high, wide] if type(high) is type(wide) is int and min(high, wide) > 0:
-            # As small as the tensor: no memory is taken for columns that it has not.
+            # No larger than the tensor: no memory is taken for columns that it lacks.
             return min(high, max(1, shape[0])), min(wide, max(1, shape[1]))
         case _:
             raise LoadError(
@@ -259,17 +258,17 @@ def pairs_of(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
 
 
 def is_small(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of 8-bit floats."""
+    """Return whether a dtype is an 8-bit float."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of weights that are not quantised."""
+    """Return whether a dtype is that of weights that are not quantised."""
     return dtype.is_floating_point and not is_small(dtype)
 
 
 def _is_8_bit(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype may be a weight's without its scale."""
+    """Return whether numbers of a dtype may be those of a weight without its scale."""
     return is_small(dtype) or dtype in (torch.int8, torch.uint8)
 
 
@@ -281,13 +280,13 @@ def scales_of(
     """Keys that look like the scale of a small number's tensor -> the key of that tensor.
 
     They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; or
-    all of a file's below one name: `scales.X`. This is what load, convert and sync ask whether a
-    weight is scaled.
+    all scales of a file lie below one name: `scales.X`. By this, load, convert and sync decide
+    whether a weight is scaled.
 
     Args:
-        tensors: of the source.
-        beside: of other tables, by whole keys: scales may have a table of their own.
-        tables: names before those of small tensors, and not before those in the scales' table.
+        tensors: the tensors of the source.
+        beside: tensors of other tables, by whole keys: scales may have a table of their own.
+        tables: names before those of small tensors, but not before those in the scales' table.
     """
     tensors = list(tensors)
     small = [stored for stored in tensors if may_be_scaled(stored)]
@@ -312,7 +311,7 @@ def scales_of(
                 scales.setdefault(stored.name, weight.name)
         inner = [".".join(parts[1:end]) for end in (len(parts), -1)]
         owner = next((elsewhere[name] for name in inner if name and name in elsewhere), None)
-        # Not another set of weights, as `quantised.X`.
+        # Not another set of weights, such as `quantised.X`.
         if owner is None or SCALE_WORDS.search(parts[0]) is None:
             continue
         weight = by_name[owner]
@@ -322,19 +321,20 @@ def scales_of(
 
 
 def may_be_scaled(stored: StoredTensor) -> bool:
-    """Whether a tensor may hold a weight's numbers without its scale."""
+    """Return whether a tensor may hold a weight's numbers without its scale."""
     is_integer = not stored.dtype.is_floating_point and not stored.dtype.is_complex
     return _is_8_bit(stored.dtype) or (is_integer and is_packed(stored.name))
 
 
 def is_packed(name: str) -> bool:
-    """Whether a tensor of integers is a weight's by its name: `weight`, `qweight`, `X_packed`."""
+    """Return whether an integer tensor has a weight's name: `weight`, `qweight`, `X_packed`."""
     return PACKED_WORDS.search(name.rpartition(".")[2]) is not None
 
 
 def _extends(stored: StoredTensor, weight: StoredTensor) -> bool:
-    """Whether a tensor is a part of a weight by its name, as `weight_shared_exponents`, and has
-    fewer elements.
+    """Return whether a tensor is a part of a weight by its name, and has fewer elements.
+
+    For example `weight_shared_exponents`.
     """
     rest = stored.name.removeprefix(weight.name)
     is_longer = rest != stored.name and rest.startswith(("_", "."))
@@ -344,8 +344,8 @@ def _extends(stored: StoredTensor, weight: StoredTensor) -> bool:
 def owners_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
     """8-bit tensors by their modules, and by their own names.
 
-    Of several in a module the largest is the weight: exponents, zero points and notes of a format
-    may have 8 bits as well.
+    If a module has several, the largest is the weight: exponents, zero points and notes of a format
+    may have 8 bits too.
     """
     tensors = sorted(tensors, key=lambda stored: stored.numel)
     names = [stored.name for stored in tensors]
@@ -353,8 +353,9 @@ def owners_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
 
 
 def is_cast_along(stored: StoredTensor, weight: StoredTensor) -> bool:
-    """Whether a tensor is a parameter of a file that was cast to FP8 as a whole, weights and all,
-    and not the scale of a weight.
+    """Return whether a tensor is a parameter of a file that was cast to FP8 as a whole.
+
+    Then it is not the scale of a weight.
     """
     is_cast = is_small(stored.dtype) and stored.dtype != torch.float8_e8m0fnu
     return is_cast and is_small(weight.dtype)

@@ -1,4 +1,4 @@
-"""Stored tensors that views, stacks and concatenations can be applied to before anything is read.
+"""Stored tensors to which views, stacks and concatenations are applied before anything is read.
 
 A converter written for tensors (stack the experts, fuse gate and up, transpose) runs on these
 unchanged: each step only rewrites boxes, offsets and strides. A step that computes values raises
@@ -154,7 +154,7 @@ class SymbolicTensor:
         return self._with_dims(lambda values, new: (*values[:dim], *values[dim + 1 :]))
 
     def reshape(self, *shape: Any) -> SymbolicTensor:
-        """The same elements in another shape, where that is a view of the stored bytes."""
+        """The same elements in another shape, if that is a view of the stored bytes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         known = math.prod(n for n in sizes if n != -1)
         sizes = tuple(self.numel() // known if n == -1 else int(n) for n in sizes)
@@ -163,7 +163,7 @@ class SymbolicTensor:
         if len(self.stored.chunks) != 1:
             raise LoadError(f"a conversion reshapes {self.stored.name}, whose bytes lie in pieces")
         (chunk,) = self.stored.chunks
-        try:  # torch knows which views there are
+        try:  # torch knows which views are possible
             strides = torch.empty_strided(self.shape, chunk.strides, device="meta").view(sizes)
         except RuntimeError as error:
             raise LoadError(

@@ -19,7 +19,7 @@ class QuantisedValues(Dialect):
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Whether a source's config.json says that it is quantised, or it stores 8-bit numbers."""
+        """Return whether config.json says that a source is quantised, or it has 8-bit numbers."""
         return any(
             source.quantisation or any(t.dtype.itemsize == 1 for t in source.tensors.values())
             for source in (case.source, *case.parts.values())
@@ -28,14 +28,14 @@ class QuantisedValues(Dialect):
     def values(self, listing: Listing) -> Listing:
         """The source with float32 tensors in place of quantised ones, where weights are wanted.
 
-        A live source has the values that its model computes with.
+        A live source has the values with which its model computes.
         """
         if self.case.is_live:
             return listing
         return dequantised(listing, self.case.dtypes, self.case.rename)
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Small numbers that would be taken for weights."""
+        """Report small numbers that would be taken for weights."""
         tensors, rename = match.tensors, self.case.rename
         wide = [stored for i, stored in match.wanted if is_wide(tensors[i].dtype)]
         unknown = unknown_method(match.listing)
@@ -50,7 +50,7 @@ class QuantisedValues(Dialect):
             for stored in match.listing.tensors.values()
             if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
         }
-        # rename= is written for whole keys, with the table that a tensor was in.
+        # rename= is written for whole keys, including the table that a tensor was in.
         keys = {stored.name: key for key, stored in match.listing.tensors.items()}
         problems = without_scales(
             match.listing,
