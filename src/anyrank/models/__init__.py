@@ -1,4 +1,4 @@
-"""One rank's model: its tensors, and what of a source fills them.
+"""One rank's model: its tensors, and the parts of a source that fill them.
 
 `loading`, `live`, `training` and `runs` enter it. It may import `sources` and the wings below.
 """

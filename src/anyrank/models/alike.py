@@ -1,4 +1,4 @@
-"""Whether ranks have the same tensors, and the same values in what several of them hold."""
+"""Checks that ranks have the same tensors, and equal values where several hold the same part."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from anyrank.world.ranks import Ranks
 
 
 class Inventory(NamedTuple):
-    """What a rank tells the others of its tensors, which all of them have in one order.
+    """A rank's summary of its tensors for the other ranks; all of them list tensors in one order.
 
     Attributes:
-        digest: equal where ranks have the same tensors.
-        coordinates: where this rank is in the mesh of each.
+        digest: equal on ranks that have the same tensors.
+        coordinates: this rank's position in the mesh of each tensor.
     """
 
     digest: str
@@ -31,7 +31,7 @@ class Inventory(NamedTuple):
 
 
 def inventory_of(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
-    """An inventory; in a process alone without a digest, which nobody would compare."""
+    """Make an inventory; a process alone gets no digest, because nobody would compare it."""
     digest = digest_of(describe(tensors)) if ranks.size > 1 else ""
     return Inventory(digest, coordinates_of(tensors))
 
@@ -46,11 +46,11 @@ def check_alike(
     """Refuse ranks that have other tensors, or have them in another order. All ranks.
 
     Args:
-        title: of the error: "the ranks' models differ".
-        tensors: of this rank.
-        inventories: of each rank.
-        ranks: that compare.
-        error: its class.
+        title: beginning of the error: "the ranks' models differ".
+        tensors: this rank's tensors.
+        inventories: inventory of each rank.
+        ranks: the ranks that compare.
+        error: the error's class.
 
     Returns:
         The coordinates of every rank, by global rank.
@@ -77,12 +77,12 @@ def differing_replicas(
     ranks: Ranks,
     digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]],
 ) -> dict[str, Values]:
-    """Compare what several ranks hold alike. All ranks.
+    """Compare the parts that several ranks hold copies of. All ranks.
 
     Args:
         shared: tensors with the ranks that hold the same part; those of other ranks are left out.
-        ranks: that compare.
-        digest_all: a text for what this rank holds of each, the same on all ranks.
+        ranks: the ranks that compare.
+        digest_all: gives a text for this rank's part of each, the same on all ranks.
 
     Returns:
         Name of each tensor that differs -> the digest of each rank that holds it.
@@ -90,7 +90,7 @@ def differing_replicas(
 
     def digest_own() -> tuple[dict[Members, dict[str, str]], dict[Members, str]]:
         own_pairs = [(tensor, members) for tensor, members in shared if ranks.rank in members]
-        # Of all ranks, as some may lack what others hold.
+        # Of all ranks, because some may lack tensors that others hold.
         lines: dict[Members, dict[str, str]] = {ranks.ranks: {}}
         digests = digest_all(tensor for tensor, _ in own_pairs)
         for (tensor, members), text in zip(own_pairs, digests, strict=True):
@@ -100,9 +100,9 @@ def differing_replicas(
         return lines, {members: digest_of(texts.items()) for members, texts in lines.items()}
 
     lines, digests = ranks.run_and_gather("comparing the replicas", digest_own)
-    # One digest is for all that the same ranks hold: names go around only where one differs.
+    # One digest covers all that the same ranks hold: names are sent only where one differs.
     wrong: dict[str, Values] = {}
     for by_name in differing(lines, digests, ranks).values():
-        for name, values in by_name.items():  # of several parts of one tensor
+        for name, values in by_name.items():  # one line for all parts of a tensor
             wrong.setdefault(name, {}).update(values)
     return wrong

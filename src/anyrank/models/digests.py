@@ -1,4 +1,4 @@
-"""Digests of tensors in memory, and the look at the memory before it is read."""
+"""Digests of tensors in memory, and a check of the memory before it is read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from anyrank.tensors.sharded_tensor import is_released
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """A hash of the values that each tensor has now, in row-major order, whatever its strides.
+    """Hash the present values of each tensor, in row-major order, whatever its strides.
 
     Args:
-        tensors: with their names, on any device.
+        tensors: the tensors with their names, on any device.
 
     Raises:
         CheckpointError: a tensor's memory was released.
@@ -28,7 +28,7 @@ def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def check_has_memory(name: str, tensor: torch.Tensor) -> None:
-    """Look before reading, as to read memory that was released ends the process.
+    """Check a tensor's memory before reading, because reading released memory ends the process.
 
     Raises:
         CheckpointError: the tensor's storage does not hold its elements.

@@ -1,4 +1,4 @@
-"""What a rank holds of a DTensor, as torch says it: its placements, its mesh and process groups."""
+"""A rank's part of a DTensor, as torch describes it: placements, mesh and process groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyrank.tensors.wrapped import rewrapped, without_bytes
 
 
 def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
-    """A tensor as this rank holds it.
+    """Return a tensor as this rank holds it.
 
     Raises:
         LoadError: a tensor subclass or placement whose bytes cannot be placed.
@@ -25,7 +25,7 @@ def as_sharded(name: str, tensor: torch.Tensor) -> ShardedTensor:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor, or of the whole that it is this rank's part of."""
+    """The shape of a tensor, or of the whole of which it is this rank's part."""
     return tuple(getattr(tensor, "global_shape", tensor.shape))
 
 
@@ -36,9 +36,9 @@ def layout_of(tensor: torch.Tensor, name: str, known: dict[Any, Lay] | None = No
     """Layout of a DTensor and this rank's coordinate in its mesh; (None, None) for a plain tensor.
 
     Args:
-        tensor: plain, or a DTensor.
+        tensor: a plain tensor or a DTensor.
         name: for errors.
-        known: layouts that were asked of torch a moment ago, by mesh and placements; grows.
+        known: layouts that torch gave a moment ago, by mesh and placements; it grows.
 
     Raises:
         LoadError: a tensor subclass, placement or mesh whose bytes cannot be placed.
@@ -60,7 +60,7 @@ def layout_of(tensor: torch.Tensor, name: str, known: dict[Any, Lay] | None = No
 
 
 def _lay_of(mesh: Any, placements: Any, name: str) -> Lay:
-    """Raises LoadError: as `layout_of`."""
+    """The layout and coordinate for a mesh and placements; raises like `layout_of`."""
     coordinate = mesh.get_coordinate()
     rules = tuple(placement_of(placement, name) for placement in placements)
     places = _places_in_groups(mesh)
@@ -76,8 +76,9 @@ def _lay_of(mesh: Any, placements: Any, name: str) -> Lay:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor says which boxes of a whole it holds: torch's `CheckpointableTensor`,
-    of 2.15, which is a protocol of four attributes.
+    """Return whether a plain tensor declares which boxes of a whole it holds.
+
+    That is torch's `CheckpointableTensor`, from 2.15 on, a protocol of four attributes.
     """
     return hasattr(tensor, "global_shape") and hasattr(tensor, "global_offsets")
 
@@ -109,7 +110,9 @@ def _given_boxes(tensor: Any, name: str) -> tuple[int, ...]:
 
 
 def _places_in_groups(mesh: Any) -> tuple[int, ...]:
-    """This rank's place in the process group of each mesh axis, by which FSDP2 and collectives cut.
+    """This rank's position in the process group of each mesh axis, by which FSDP2 cuts.
+
+    Collectives use it too.
 
     Empty outside of the mesh, and without process groups.
     """
@@ -120,22 +123,23 @@ def _places_in_groups(mesh: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
-    """One object for equal layouts: a model has few of them and many tensors."""
+    """Return one object for equal layouts: a model has few of them and many tensors."""
     return Layout(tuple(int(size) for size in mesh_shape), placements)
 
 
 def dtensor_like(
     like: Any, local: torch.Tensor, *, placements: Any, shape: torch.Size, stride: tuple[int, ...]
 ) -> Any:
-    """A DTensor around `local`, on the mesh of the DTensor `like`, wherever `local` is.
+    """Make a DTensor around `local`, on the mesh of the DTensor `like`, wherever `local` is.
 
-    `from_local` moves what is not on the mesh's device, as the parameters are that FSDP2 keeps on
-    the CPU. A meta tensor it leaves, and torch's protocol of wrapper classes puts `local` in its
-    place. What `like` holds in a wrapper, as for float8, the new one does too.
+    `from_local` moves tensors that are not on the mesh's device, such as parameters that FSDP2
+    keeps on the CPU. It leaves a meta tensor there, and torch's protocol of wrapper classes
+    replaces it by `local`. If `like` holds its values in a wrapper, as for float8, so does the new
+    one.
     """
     mesh = like.device_mesh
     local = rewrapped(like.to_local(), local)
-    kind: Any = type(like)  # by its class, as an import statement here takes 0.1 ms
+    kind: Any = type(like)  # by its class: an import statement here takes 0.1 ms
     elsewhere = local.device.type != mesh.device_type
     blank = torch.empty_like(local, device="meta") if elsewhere else local
     dtensor = kind.from_local(blank, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -148,7 +152,7 @@ def dtensor_like(
 
 
 def placement_of(placement: Any, name: str) -> Placement:
-    """A placement of torch as plain data.
+    """Return a torch placement as plain data.
 
     Raises:
         LoadError: it is partial, or names no dim.

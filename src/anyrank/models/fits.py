@@ -1,4 +1,4 @@
-"""Whether what a source holds can be written into a tensor of a model."""
+"""Decides whether a tensor of a source can be written into a tensor of a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.sharded_tensor import is_released
 from anyrank.tensors.spec import StoredTensor
 
-PACKED = torch.float4_e2m1fn_x2  # which torch casts to no other dtype
+PACKED = torch.float4_e2m1fn_x2  # torch casts it to no other dtype
 
 
 def unwritable(target: ModelTensor) -> str | None:
-    """Why the elements of a real tensor cannot be written to."""
+    """Explain why the elements of a real tensor cannot be written to; None if they can."""
     tensor = target.tensor
     if not target.is_dtensor and is_released(tensor):
         return f"{target.name}: its memory was released (untyped_storage().resize_): load before"
@@ -41,7 +41,7 @@ BITS = (
 
 
 def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | None:
-    """Why a tensor of the source does not fit, by its shape and dtype."""
+    """Explain why a tensor of the source does not fit, by shape and dtype; None if it does."""
     if stored.shape != target.shape:
         part_text = None
         if target.layout is not None and target.layout.is_given:
@@ -61,7 +61,7 @@ def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | N
         return None
     if have.is_complex and want.is_complex:
         return None
-    if _holds_all_of(want, have):  # each value stays the number that it is
+    if _holds_all_of(want, have):  # each value stays the same number
         return None
     bits_of_half = want.is_floating_point and have in (torch.int16, torch.uint16)
     return (
@@ -71,7 +71,7 @@ def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | N
 
 
 def _holds_all_of(want: torch.dtype, have: torch.dtype) -> bool:
-    """Whether every value of one integer dtype is a value of another."""
+    """Return whether every value of one integer dtype is a value of another."""
     floats = have.is_floating_point or have.is_complex or want.is_floating_point or want.is_complex
     if floats or want == torch.bool:
         return False

@@ -1,6 +1,6 @@
-"""The mark of a part of a model that is not trained: what `anyrank.freeze` leaves on its module.
+"""The mark of a part of a model that is not trained: `anyrank.freeze` leaves it on the module.
 
-Every wing reads the mark. What it means is said in `models/dialects/frozen`.
+Every wing reads the mark. `models/dialects/frozen` explains its meaning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FROZEN = "anyrank_frozen"  # attribute of a frozen part: its FrozenInfo
 
 @dataclass(frozen=True)
 class FrozenInfo:
-    """What is known of a frozen part.
+    """The record of a frozen part.
 
     Attributes:
-        source: path or paths that hold its weights, as `load` takes them; None when the parent's
-            checkpoints hold them.
+        source: path or paths that hold its weights, as for `load`; None if the parent's checkpoints
+            hold them.
         tensors: name -> dtype, shape and xxh3-128 of its bytes, for parameters and persistent
             buffers; None while some are on meta or sharded.
         versions: name -> identity and version of the tensor that was hashed.
@@ -36,7 +36,7 @@ class FrozenInfo:
 
     @property
     def digest(self) -> str | None:
-        """One hash of all names, dtypes, shapes and bytes; None where `tensors` is."""
+        """One hash of all names, dtypes, shapes and bytes; None if `tensors` is."""
         import xxhash  # only verification needs it
 
         if self.tensors is None:
@@ -45,12 +45,12 @@ class FrozenInfo:
 
 
 def frozen_info(module: nn.Module) -> FrozenInfo | None:
-    """What is known of a part; None unless `freeze` was called on this very module."""
+    """The record of a part; None unless `freeze` was called on this very module."""
     return module.__dict__.get(FROZEN)
 
 
 def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and module of every frozen part, also those within others, and the model itself."""
+    """Name and module of every frozen part, including nested ones and the model itself."""
     return [(name, part) for name, part in walk(model) if frozen_info(part)]
 
 

@@ -1,4 +1,4 @@
-"""A model against a listing: which bytes fill which tensor, and every problem with that."""
+"""Matches a model with a listing: which bytes fill which tensor, and every problem with that."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from anyrank.wording import first_few
 log = logging.getLogger("anyrank.load")
 
 SHOWN = 10
-AVERAGED = "n_averaged"  # the step counter of torch's AveragedModel; no weight
+AVERAGED = "n_averaged"  # the step counter of torch's AveragedModel, not a weight
 
 
 def match_model(
@@ -42,15 +42,15 @@ def match_model(
     tensors: list[ModelTensor] | None = None,
     parts: Mapping[FrozenSource, Listing] | None = None,
 ) -> ModelMatch:
-    """Match a model with a listing, by this rank alone.
+    """Match a model with a listing. This rank alone.
 
     Args:
-        model: to be filled.
-        listing: what there is. A live one is another model's: nothing is skipped as another part of
-            a checkpoint, frozen parts need no source, and no code of the modules is run.
-        options: what the caller allows.
-        tensors: of the model, if they are known.
-        parts: what the sources of its frozen parts hold; not asked for where `listing` is live.
+        model: the model to fill.
+        listing: the source's contents. A live one is another model's: nothing is skipped as another
+            part of a checkpoint, frozen parts need no source, and no code of the modules is run.
+        options: the caller's options.
+        tensors: the model's tensors, if they are known.
+        parts: contents of the sources of its frozen parts; not needed if `listing` is live.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
@@ -72,10 +72,10 @@ class _Names(NamedTuple):
     """A source under the model's names, and the key of each tensor.
 
     Attributes:
-        listing: the source, with weights in place of what libraries store for them.
+        listing: the source, with weights in place of libraries' stored forms.
         rename: from its keys to the model's names.
-        positions: of the tensors that keys are asked for.
-        matched: their keys, by their place in `positions`.
+        positions: positions of the tensors that need a key.
+        matched: their keys, by index in `positions`.
         idle: entries of `rename=` that match no key, in words.
     """
 
@@ -89,7 +89,7 @@ class _Names(NamedTuple):
 def _weights_among(
     tensors: Sequence[ModelTensor], listing: Listing, options: LoadOptions
 ) -> Listing:
-    """The weights of a source. A live one is one model's tensors, and of no other table."""
+    """The weights of a source. A live source is one model's tensors, without other tables."""
     if listing.format == LIVE:
         return listing
     names = [tensors[i].all_names() for i in _loadable(tensors)]
@@ -98,7 +98,7 @@ def _weights_among(
 
 
 def _loadable(tensors: Sequence[ModelTensor]) -> list[int]:
-    """Positions of what a source has to hold: all but the buffers that `state_dict` leaves out."""
+    """Positions of the tensors that a source must hold: all but buffers outside `state_dict`."""
     return [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
 
 
@@ -106,18 +106,18 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
     """Give each tensor of a model its key.
 
     Args:
-        case: with the weights among the source.
-        dialects: that apply.
-        source: all that there is.
+        case: the case, with the weights of the source.
+        dialects: the dialects that apply.
+        source: everything in the source.
 
     Raises:
-        LoadError: as `idle_renames`, and as the dialects.
+        LoadError: as for `idle_renames` and the dialects.
     """
     listing, rename = case.source, case.rename
-    # Numbers become weights before names are compared: a conversion fuses whole weights.
+    # Numbers become weights before names are compared, because a conversion fuses whole weights.
     for dialect in dialects:
         listing = dialect.values(listing)
-    # Entries of `rename=` are judged by the source's own keys, which a conversion takes away.
+    # Entries of `rename=` are judged by the source's own keys, which a conversion replaces.
     idle = idle_renames(case.options.rename, source, case.source, listing.tensors)
     for dialect in dialects:
         listing, rename = dialect.names(listing, rename)
@@ -128,10 +128,10 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
 
 
 def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[ModelMatch, list[int]]:
-    """What fills each tensor, what is left over, and which tensors should have bytes and have none.
+    """Determine what fills each tensor, which keys are left over, and which tensors lack bytes.
 
     Raises:
-        LoadError: as the dialects.
+        LoadError: as for the dialects.
     """
     listing, matched, positions = names.listing, names.matched, names.positions
     stored = {positions[i]: listing.tensors[key] for i, key in matched.keys.items()}
@@ -167,12 +167,12 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
 def _problems(
     case: Case, dialects: Sequence[Dialect], match: ModelMatch, absent: list[int]
 ) -> list[str]:
-    """Everything that is wrong with a match, each with its way out."""
+    """Return everything that is wrong with a match, each with its way out."""
     problems = _misfits(match, absent, case.options)
     problems += _unread(match.listing, case.tensors, absent, case.rename)
     problems += parametrised(case.tensors[i] for i in match.initialise)
     problems += shared_on_meta(case.tensors)
-    # Adapters are judged last: by then it is known what fills their base.
+    # Adapters are judged last, when it is known what fills their base.
     for dialect in dialects:
         problems += dialect.problems(match)
     return problems
@@ -181,7 +181,7 @@ def _problems(
 def _with_missing(
     match: ModelMatch, missing: list[int], options: LoadOptions
 ) -> tuple[ModelMatch, list[int]]:
-    """The match, with what becomes of tensors that have no bytes; and those that should have."""
+    """Add the treatment of tensors without bytes; also return the tensors that should have some."""
     tensors, stored = match.tensors, match.stored
     is_adapter = bool(stored) and all(
         tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw) for i in stored
@@ -206,7 +206,7 @@ def warn_of_idle(match: ModelMatch) -> None:
 
 
 def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
-    """In a live source: the other names of the tensors that are used."""
+    """The other names of the tensors that are used, in a live source."""
     used = {chunk.file for _, stored in wanted for chunk in stored.chunks}
     return {
         key
@@ -218,8 +218,9 @@ def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[st
 def _unread(
     listing: Listing, targets: list[ModelTensor], absent: list[int], rename: Callable[[str], str]
 ) -> list[str]:
-    """Missing tensors of which the source has something that is not read: first values would stand
-    in for weights that are there.
+    """Report missing tensors for which the source has something that is not read.
+
+    Otherwise first values would replace weights that exist.
     """
     wanted = {name for index in absent for name in targets[index].flat_names()}
     return [
@@ -230,9 +231,9 @@ def _unread(
 
 
 def _misfits(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
-    """Everything that is wrong with names, shapes and dtypes, with the ways out."""
+    """Return everything that is wrong with names, shapes and dtypes, with the ways out."""
     tensors = match.tensors
-    # A fresh tensor may be missing, as it keeps its value; one on meta has none.
+    # A fresh tensor may be missing, because it keeps its value; one on meta has none.
     unfilled = [
         tensors[i] for i in absent if tensors[i].is_meta or not options.is_fresh(tensors[i].name)
     ]

@@ -1,4 +1,4 @@
-"""The memory that a load or a block takes: host memory that cannot be reclaimed, device memory."""
+"""Measures the memory of a load or a block: unreclaimable host memory, and device memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PEAK_SAMPLE_SEC = 0.002
 
 
 def rss_anon() -> int:
-    """Bytes of anonymous memory of this process (RssAnon); 0 where /proc does not show it.
+    """Bytes of anonymous memory of this process (RssAnon); 0 if /proc does not show it.
 
     Not ru_maxrss and not RSS: both count the page cache that a mapping happens to touch.
     """
@@ -28,7 +28,7 @@ def rss_anon() -> int:
 
 
 class Meter:
-    """Peaks over the start, sampled whenever `sample` is called."""
+    """Peaks above the start, sampled whenever `sample` is called."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -40,12 +40,12 @@ class Meter:
         self.last = 0.0
 
     def watch(self, devices: Iterable[torch.device]) -> None:
-        """Measure the memory of these devices from now on; the CPU and meta are none."""
+        """Measure the memory of these devices from now on; the CPU and meta do not count."""
         self.devices = {device for device in devices if device.type not in ("cpu", "meta")}
         self.device_start = self.device_peak = _device_bytes(self.devices)
 
     def sample(self, _: int = 0) -> None:
-        """Look at the memory in use, at most every SAMPLE_SEC."""
+        """Sample the memory in use, at most every SAMPLE_SEC."""
         now = time.monotonic()
         if now - self.last >= SAMPLE_SEC:
             self.last = now
@@ -53,13 +53,13 @@ class Meter:
             self.device_peak = max(self.device_peak, _device_bytes(self.devices))
 
     def peaks(self) -> tuple[int, int]:
-        """Host and device bytes above the start, at their highest."""
+        """Highest host and device bytes above the start."""
         self.last = 0.0
         self.sample()
         return self.host_peak - self.host_start, self.device_peak - self.device_start
 
     def seconds(self) -> float:
-        """Since the meter was made."""
+        """Seconds since the meter was made."""
         return time.perf_counter() - self.start
 
 
@@ -71,7 +71,7 @@ class PeakMemory:
 
     Attributes:
         peak_bytes: the highest rise so far; final after exit.
-        seconds: of the block, after exit.
+        seconds: duration of the block, after exit.
     """
 
     def __init__(self) -> None:
@@ -102,5 +102,5 @@ class PeakMemory:
 
 
 def _device_bytes(devices: Iterable[torch.device]) -> int:
-    """Bytes of tensors on accelerators; 0 where this process has allocated nothing yet."""
+    """Bytes of tensors on accelerators; 0 if this process has allocated nothing yet."""
     return sum(torch.accelerator.memory_allocated(device) for device in devices)

@@ -1,4 +1,4 @@
-"""The error where a source does not fit a model: near names, a wrong prefix, and the ways out."""
+"""The error for a source that does not fit a model: near names, wrong prefixes, ways out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAPTERS = (
 
 
 def join_problems(listing: Listing, problems: Sequence[str]) -> str:
-    """The whole error's text."""
+    """Join the problems into the text of the error."""
     lines = [_title(listing), *problems]
     if listing.skipped:
         lines.append(listed("not looked at in the source", list(listing.skipped)))
@@ -39,13 +39,13 @@ def _title(listing: Listing) -> str:
 def describe(
     match: ModelMatch, unfilled: Sequence[ModelTensor], misfits: list[str], options: LoadOptions
 ) -> list[str]:
-    """What is wrong with names, shapes and dtypes, in one list.
+    """Describe everything that is wrong with names, shapes and dtypes, in one list.
 
     Args:
-        match: of the source and the model.
+        match: the match of the source and the model.
         unfilled: tensors that the source does not hold, and that are not fresh.
-        misfits: what is wrong with those that it holds.
-        options: what the caller allows.
+        misfits: problems of the tensors that it holds.
+        options: the caller's options.
     """
     listing, tensors, unexpected = match.listing, match.tensors, match.unexpected
     names = [tensor.name for tensor in unfilled]
@@ -77,7 +77,7 @@ def describe(
     if len(misfits) > SHOWN:
         lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
     resized = [tensors[i].name for i, t in match.wanted if t.shape != tensors[i].shape]
-    # More are another model's; a resume has ways of its own.
+    # If there are more, it is another model; a resume has its own ways out.
     if resized and len(resized) <= RESIZED and options.ways_out is WAYS_OUT:
         left_out = dict.fromkeys(resized, "")
         lines.append(
@@ -92,8 +92,9 @@ def _names(targets: list[ModelTensor]) -> list[str]:
 
 
 def _renaming(unexpected: Shapes, unfilled: Shapes) -> str:
-    """The rename= that places most of the keys, where a prefix is all that is wrong; where several
-    do, as of a teacher and a student, all of them.
+    """Suggest the rename= that places most of the keys, if only a prefix is wrong.
+
+    If several do, as for a teacher and a student, list all of them.
     """
     changes = wrong_prefix(unexpected, unfilled)
     renames = [

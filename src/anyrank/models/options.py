@@ -1,4 +1,4 @@
-"""The options of `load` and `plan`: checked by each rank, and compared over the ranks."""
+"""The options of `load` and `plan`: checked by each rank, and compared between the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "cast": ("float", "any"),
     "strategy": STRATEGIES,
 }
-WAYS_OUT = {  # what follows "to go on" in an error
+WAYS_OUT = {  # follows "to go on" in an error
     "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
     "unexpected": "rename=..., or unexpected='ignore'",
 }
@@ -33,11 +33,11 @@ WAYS_OUT = {  # what follows "to go on" in an error
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the caller of `load`, `plan` or `sync` asked for; see there for each.
+    """The options that the caller of `load`, `plan` or `sync` gave; documented there.
 
     Attributes:
-        is_fresh: names of tensors that the source need not have, on top of `missing`.
-        ways_out: what follows "to go on" in an error, for missing and unexpected tensors.
+        is_fresh: names of tensors that the source need not have, in addition to `missing`.
+        ways_out: text after "to go on" in an error, for missing and unexpected tensors.
     """
 
     missing: str = "error"
@@ -57,7 +57,8 @@ class LoadOptions:
         """Refuse options that are wrong in themselves.
 
         Raises:
-            ValueError: an unknown choice, a regex that does not compile, no positive number.
+            ValueError: an unknown choice, a regex that does not compile, a number that is not
+                positive.
             TypeError: an option of another type.
         """
         for name, choices in CHOICES.items():
@@ -75,7 +76,7 @@ class LoadOptions:
         """Refuse a model, a source or options that are wrong in themselves.
 
         Raises:
-            ValueError, TypeError: as `check`; no module; neither a source nor None.
+            ValueError, TypeError: as for `check`; not a module; neither a source nor None.
         """
         check_model(model)
         # A rank that has no source gives None or {}, and gets its bytes from others.
@@ -92,7 +93,7 @@ class LoadOptions:
         source: Source | None,
         tell: Callable[[], object],
     ) -> list[Any]:
-        """Check a call's arguments, and compare them over the ranks. All ranks.
+        """Check a call's arguments, and compare them between the ranks. All ranks.
 
         `buffer_bytes` and `progress` may differ between ranks: the smallest buffer counts, and the
         first rank's progress.
@@ -105,7 +106,8 @@ class LoadOptions:
             LoadError: arguments that differ between ranks; on all ranks.
         """
         names = (*CHOICES, "rename", "verify")
-        # Layouts may differ, as each rank names its own parts: all give one, or none does.
+        # Layouts may differ, because each rank names its own parts: but either all ranks give one,
+        # or none.
         return compare_arguments(
             ranks,
             call,

@@ -1,4 +1,4 @@
-"""Tensors that lie in one another's memory: which are one tensor in two objects, and which not."""
+"""Finds tensors that overlap in memory: one tensor in two objects is fine, others are not."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from anyrank.tensors.spec import StoredTensor
 
 @dataclass(frozen=True, slots=True)
 class SourceMemory:
-    """A tensor that others are filled from.
+    """A tensor from which others are filled.
 
     Attributes:
-        tensor: as this rank holds it.
-        memory: of its elements here.
-        strides: of a chunk that is all of it in order.
+        tensor: the tensor as this rank holds it.
+        memory: memory of its elements on this rank.
+        strides: strides of a chunk that is the whole tensor in order.
     """
 
     tensor: ShardedTensor
@@ -41,11 +41,11 @@ def check_overlaps(
     The same elements in the same order are one tensor in two objects.
 
     Args:
-        tensors: of the model.
+        tensors: the tensors of the model.
         stored: tensor -> what fills it.
-        filled: memory of the real ones that are filled, by position; {} where they are all filled
-            apart, and put in place when everything has been read.
-        sources: this rank's tensors that others are filled from, by the number that `Chunk.file`
+        filled: memory of the real tensors that are filled, by position; {} if all are filled
+            separately, and put in place when everything has been read.
+        sources: this rank's tensors from which others are filled, by the number that `Chunk.file`
             counts.
 
     Raises:
@@ -58,7 +58,7 @@ def check_overlaps(
 
 
 def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs, in the order given, of which neither ends before the other starts in memory."""
+    """Pairs, in the given order, of which neither ends before the other starts in memory."""
     by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
@@ -84,11 +84,12 @@ def _check_pairs(
     """Refuse pairs that are not the same elements in the same order.
 
     Args:
-        pairs: positions in `filled`, and behind it in `sources`, of what touches; the lower first.
+        pairs: positions in `filled`, followed by `sources`, of touching tensors; the lower one
+            first.
         tensors, stored, filled, sources: as for `check_overlaps`.
 
     Raises:
-        LoadError: as `check_overlaps`.
+        LoadError: as for `check_overlaps`.
     """
     targets, givers = list(filled.items()), list(sources.items())
     for first, second in pairs:
@@ -118,7 +119,7 @@ def _is_itself(
     number: int,
     source: SourceMemory,
 ) -> bool:
-    """Whether a tensor is filled by all of one source in order, and both are one memory."""
+    """Return whether a tensor is filled by all of one source in order, both in one memory."""
     first, *others = stored.chunks
     giver = source.tensor
     return (
@@ -145,7 +146,7 @@ def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
     """Name tensors on meta that overlap in one storage: real ones would share that memory.
 
-    Parts of one storage that do not overlap are tensors of their own.
+    Parts of one storage that do not overlap are separate tensors.
     """
     by_storage: dict[torch.UntypedStorage, list[ModelTensor]] = {}
     for target in targets:
@@ -170,6 +171,6 @@ def _first(tensor: torch.Tensor) -> int:
 
 
 def _last(tensor: torch.Tensor) -> int:
-    """The last element of its storage that a tensor has."""
+    """The last element of its storage that belongs to a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return _first(tensor) + sum((size - 1) * stride for size, stride in steps)

@@ -2,8 +2,8 @@
 
 `load` moves bytes and does not go through `load_state_dict`. Modules whose code might have changed
 values on the way are named in the report and at WARNING; extra state is handed to its module. Code
-of torch itself, which only renames and counts versions, is not needed; transformers' own loader
-does not run its modules' either.
+of torch itself, which only renames and counts versions, is not needed, and transformers' own loader
+does not run its modules' code either.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
 
 @dataclass(frozen=True)
 class OwnCodeRun:
-    """What became of the modules' own code.
+    """The outcome for the modules' own code.
 
     Attributes:
-        ran: the extra state that was handed over.
+        ran: extra state that was handed over.
         not_run: modules whose code `load_state_dict` would have run, and extra state that was not
             handed over -> why.
     """
@@ -47,18 +47,18 @@ class OwnCodeRun:
 
 
 class OwnCode:
-    """The modules of a model that have such code, and what a source holds for them.
+    """The modules of a model that have such code, and the extra state that a source holds for them.
 
     Args:
-        modules: of a model.
-        listing: the source; None for one that has no extra state.
+        modules: the modules of a model.
+        listing: the source; None for a source without extra state.
         rename: from its keys to the model's names.
 
     Attributes:
-        modules: those with code for `load_state_dict`, by name.
-        tensor_keys: keys of the source of extra state that is a tensor.
-        takers: name of extra state -> the module that it is handed to.
-        extras: extra state by name, as `Listing.extras` has it.
+        modules: the modules with code for `load_state_dict`, by name.
+        tensor_keys: keys of extra state in the source that is a tensor.
+        takers: name of extra state -> the module that receives it.
+        extras: extra state by name, in the form of `Listing.extras`.
         tensors: extra state that is a tensor, by name.
     """
 
@@ -74,7 +74,7 @@ class OwnCode:
         }
 
         def named(keys: Iterable[str]) -> dict[str, str]:
-            """Name -> key, of those that are handed to a module."""
+            """Name -> key, for the keys that are handed to a module."""
             names = {name: key for key in keys for name in candidates(rename(key))}
             return {name: names[name] for name in self.takers if name in names}
 
@@ -97,10 +97,10 @@ class OwnCode:
         self.extras |= ranks.run_on_one("reading extra state", read, reader)
 
     def hand_over(self, filled: Sequence[ModelTensor]) -> OwnCodeRun:
-        """Give modules their extra state, and name those above what was filled that have code.
+        """Give modules their extra state, and name modules with code above filled tensors.
 
         Raises:
-            LoadError: `set_extra_state` of a module fails.
+            LoadError: a module's `set_extra_state` fails.
         """
         above = {id(m) for target in filled for entry in target.registrations for m in entry.path}
         done = OwnCodeRun()
@@ -124,25 +124,25 @@ class OwnCode:
 
 
 def _takes_extra_state(owner: NamedModule) -> bool:
-    """Whether a module's class is given extra state by `load_state_dict`."""
+    """Return whether `load_state_dict` gives extra state to a module's class."""
     return type(owner.module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _loads_by_own_code(owner: NamedModule) -> bool:
-    """Whether `load_state_dict` would run code of the user's for a module."""
+    """Return whether `load_state_dict` would run the user's code for a module."""
     methods = ["_load_from_state_dict"]
-    if not owner.name:  # of modules inside, torch does not call it
+    if not owner.name:  # torch does not call it for inner modules
         methods.append("load_state_dict")
     return _has_own_code(owner.module, methods, LOAD_HOOKS)
 
 
 def save_by_own_code(modules: Sequence[NamedModule]) -> bool:
-    """Whether `state_dict()` of a model runs code of the user's."""
+    """Return whether `state_dict()` of a model runs the user's code."""
     return any(_has_own_code(owner.module, SAVE_METHODS, SAVE_HOOKS) for owner in modules)
 
 
 def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> bool:
-    """Whether one of these methods, or a hook in one of these dicts, is of the user's."""
+    """Return whether one of these methods, or a hook in one of these dicts, is the user's."""
     classes = plain_class(module).__mro__
     entries = [next(kind for kind in classes if name in vars(kind)) for name in methods]
     entries += [hook for name in hooks for hook in vars(module)[name].values()]
@@ -150,10 +150,10 @@ def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str
 
 
 def added_to_state_dict(module: nn.Module) -> list[str]:
-    """Keys that its modules' own code adds to `state_dict()`, and that are no tensors of it.
+    """Keys that its modules' own code adds to `state_dict()`, and that are not its tensors.
 
-    Extra state is no such key, nor what belongs to a tensor and is named below it, as the scales
-    of a quantised weight.
+    Extra state does not count, nor values that belong to a tensor and are named below it, such as
+    the scales of a quantised weight.
     """
     modules = find_modules(module)
     if not save_by_own_code(modules):
@@ -188,7 +188,7 @@ def _is_same(target: ModelTensor, value: Any) -> bool:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Name of extra state -> its value, of the modules of a model that have some."""
+    """Name of extra state -> its value, for the modules of a model that have some."""
     return {
         _extra_name(owner): owner.module.get_extra_state()
         for owner in find_modules(model)
@@ -202,5 +202,5 @@ def _extra_name(owner: NamedModule) -> str:
 
 
 def _is_extra(key: str) -> bool:
-    """Whether a key is of extra state."""
+    """Return whether a key is that of extra state."""
     return key.rpartition(".")[2] == EXTRA_STATE

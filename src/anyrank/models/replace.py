@@ -1,9 +1,9 @@
-"""New memory in place of meta tensors. The tensor objects stay the same where torch can keep them.
+"""New memory in place of meta tensors. The tensor objects stay the same if torch can keep them.
 
 Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
-memory into them. It refuses a tensor that something else refers to, weakly or in a graph. Those of
-the owning module (`nn.RNNBase` keeps weak references, the legacy `weight_norm` a graph) are undone
-for the swap; with any other the module gets a new object, as from torch's `assign=True`.
+memory into them. It refuses a tensor that something else refers to, weakly or in a graph.
+References of the owning module (`nn.RNNBase` keeps weak ones, the legacy `weight_norm` a graph) are
+undone for the swap; with any other the module gets a new object, as with torch's `assign=True`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from anyrank.models.dtensors import dtensor_like
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.wrapped import is_wrapper, rewrapped
 
-# Properties, so that they stay with the object while the memory that they act on is swapped.
+# Properties, so that they stay with the object while its memory is swapped.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Replacement:
-    """One meta tensor and what takes its place; building it changes nothing.
+    """One meta tensor and its replacement; creating it changes nothing.
 
     Attributes:
         target: its `tensor` is the one in the model, before and after.
@@ -37,7 +37,7 @@ class Replacement:
         self.other = _like(target, local)
 
     def toggle(self) -> None:
-        """Exchange the tensor with the other one; a second call takes it back."""
+        """Exchange the tensor with the other one; a second call undoes it."""
         old, new = self.target.tensor, self.other
         listed = _weak_entries(self.target)
         for entries, n in listed:
@@ -63,7 +63,7 @@ class Replacement:
 
 
 def replace(replacements: Sequence[Replacement]) -> list[str]:
-    """Put them all in place, or none.
+    """Put all of them in place, or none.
 
     Returns:
         Names of the tensors that are new objects.
@@ -74,14 +74,14 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
             done.append(replacement)
             replacement.toggle()
     except BaseException:
-        for replacement in done[:-1]:  # what was on meta is there again
+        for replacement in done[:-1]:  # the meta tensors are back
             replacement.toggle()
         raise
     return [replacement.target.name for replacement in done if not replacement.same]
 
 
 def _like(target: ModelTensor, local: torch.Tensor) -> Any:
-    """A tensor of the target's class, layout and attributes around new memory."""
+    """Make a tensor of the target's class, layout and attributes around new memory."""
     old: Any = target.tensor
     with torch.inference_mode(False):
         new: Any = local.detach()
@@ -95,7 +95,7 @@ def _like(target: ModelTensor, local: torch.Tensor) -> Any:
         elif type(old) is not torch.Tensor:  # a Parameter, or a subclass of the user's
             new = new.as_subclass(type(old))
         new.requires_grad_(old.requires_grad)
-    inner = vars(new) if is_wrapper(new) else {}  # where a wrapper keeps its new memory
+    inner = vars(new) if is_wrapper(new) else {}  # a wrapper keeps its new memory there
     new.__dict__.update(vars(old) | inner)
     return new
 
@@ -115,8 +115,9 @@ def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
 
 
 def _cut_graphs(target: ModelTensor) -> None:
-    """Drop the graph of what an owning module computed from its parameters while on meta: a hook
-    computes it again before the module runs.
+    """Drop the graph of a value that a module computed from its parameters while on meta.
+
+    A hook computes the value again before the module runs.
     """
     for owner in target.registrations:
         attributes = vars(owner.module)

@@ -1,4 +1,4 @@
-"""A rank's share of a model while it is filled: where its memory is, and how it is put in place."""
+"""A rank's share of a model while it is filled: its memory, and how it is put in place."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class ModelShare:
-    """What one rank fills, by this rank alone: no method waits for others.
+    """The part of a model that one rank fills. This rank alone: no method waits for others.
 
     Args:
         model, match, meter: of the call.
         seed: the first rank's torch seed.
         init: as for `Initialiser`.
-        device: where plain tensors on meta go. Default: to the model's real parameters, else to the
-            rank's own device.
+        device: where plain tensors on meta go. Default: to the device of the model's real
+            parameters, else to the rank's own device.
 
     Attributes:
-        allocated: memory of tensors on meta, and of those that keep their values until the end.
-        rules: tensors that were initialised -> the rule.
+        allocated: memory of tensors on meta, and of tensors that keep their values until the end.
+        rules: initialised tensor -> its rule.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class ModelShare:
         meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
         self.model, self.seed, self.init = model, seed, init
         self.allocated: dict[int, torch.Tensor] = {}
-        self._real: dict[int, torch.Tensor] = {}  # of real tensors: a DTensor's takes 5 us to find
+        self._real: dict[int, torch.Tensor] = {}  # cached: finding a DTensor's takes 5 us
         self.rules: dict[str, str] = {}
-        self.has_moved = False  # plain tensors from meta to the device
+        self.has_moved = False  # plain tensors have moved from meta to the device
 
     def allocate(self, copied: Collection[int] = ()) -> None:
-        """Memory for what is filled and on meta, and for the real tensors of `copied`, which keep
-        their values until `commit`.
+        """Allocate memory for the meta tensors to fill, and for the real tensors in `copied`.
+
+        The latter keep their values until `commit`.
         """
         for index in (*self.match.stored, *self.match.initialise):
             target = self.match.tensors[index]
@@ -71,7 +72,7 @@ class ModelShare:
             self.has_moved |= index in self.match.stored and target.is_meta and not target.layout
 
     def memory_for(self, index: int) -> torch.Tensor:
-        """Uninitialised memory of a tensor's share, where the tensor is to be."""
+        """Allocate uninitialised memory for a tensor's share, on the tensor's future device."""
         target = self.match.tensors[index]
         return allocate(target, device_for(target, self.device))
 
@@ -89,10 +90,10 @@ class ModelShare:
         return {i: self.local(i) for i in self.match.stored if not tensors[i].is_meta}
 
     def initialise(self) -> None:
-        """Fill what a rule fills.
+        """Fill the tensors that need a rule.
 
         Raises:
-            LoadError: no rule does; names each of them.
+            LoadError: some tensors have no rule; names each of them.
         """
         if self.match.initialise:
             wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialise]
@@ -100,7 +101,7 @@ class ModelShare:
 
     @cached_property
     def initialiser(self) -> Initialiser:
-        """What gives first values; most loads need none."""
+        """The source of first values; most loads need none."""
         return Initialiser(self.model, self.seed, self.init)
 
     def filled(self) -> list[ModelTensor]:
@@ -108,10 +109,10 @@ class ModelShare:
         return [self.match.tensors[index] for index in self.match.stored]
 
     def commit(self, replacements: Iterable[Replacement] = ()) -> list[str]:
-        """Give the model what was filled: everything, or nothing of what is on meta.
+        """Give the model its new values: all tensors on meta, or none.
 
         Args:
-            replacements: of further tensors.
+            replacements: replacements of further tensors.
 
         Returns:
             Names of the tensors that are new objects.
@@ -122,13 +123,13 @@ class ModelShare:
             if not tensors[index].is_meta:
                 self._real[index].copy_(values)
         renewed = replace([*replacements, *new])
-        # Only now, as it hashes what the model holds.
+        # Only now, because it hashes the values that the model holds.
         self._remember_frozen()
         self.move_buffers()
         return renewed
 
     def _remember_frozen(self) -> None:
-        """Record what the frozen parts hold that were filled."""
+        """Record the values of the frozen parts that were filled."""
         paths = [entry.path for target in self.filled() for entry in target.registrations]
         parts = [part for part in {m: None for path in paths for m in path} if frozen_info(part)]
         if parts:
@@ -150,7 +151,7 @@ class ModelShare:
 
 
 def device_for(target: ModelTensor, default: torch.device) -> torch.device:
-    """The device of a real tensor, or the device where a meta tensor is to be.
+    """The device of a real tensor, or the future device of a meta tensor.
 
     Raises:
         LoadError: the tensor's FSDP2 unit computes on another device than this rank's.
@@ -175,7 +176,7 @@ def device_for(target: ModelTensor, default: torch.device) -> torch.device:
 
 
 def default_device(targets: list[ModelTensor]) -> torch.device:
-    """Where plain meta tensors go: to the model's real parameters, else to the rank's device."""
+    """The device for plain meta tensors: that of the model's real parameters, else the rank's."""
     real = (t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel)
     first = next(real, None)
     return rank_device() if first is None else first.local().device
@@ -188,16 +189,16 @@ def default_buffer(targets: list[ModelTensor]) -> int:
 
 
 def buffer_for(devices: Iterable[torch.device]) -> int:
-    """Bytes of staging memory, from the settings: more, and pinned, where a device is filled."""
+    """Bytes of staging memory, from the settings: more, and pinned, if a device is filled."""
     on_cpu = all(device.type == "cpu" for device in devices)
     return (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
 
 
 def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
-    """What the FSDP2 unit that owns a module says of its parameters.
+    """The parameter groups of the FSDP2 unit that owns a module.
 
-    FSDP2 has no public name for its policy and its device; where the private ones are missing, the
-    unit's real parameters would show them, and a meta model without them goes to the device.
+    FSDP2 has no public name for its policy and its device. If the private ones are missing, the
+    unit's real parameters show them, and a meta model without any goes to the device.
     """
     unit: Any = next((m for m in reversed(path) if is_fsdp2(m)), None)
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
@@ -208,14 +209,14 @@ def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
 
 
 def room_for(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    """The memory of this rank's share of a target: its own, or new memory for what is on meta."""
+    """The memory of this rank's share of a target: its own, or new memory if it is on meta."""
     return allocate(target, device_for(target, device)) if target.is_meta else target.local()
 
 
 def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory of this rank's share of a target; every element must be written.
+    """Allocate uninitialised memory of this rank's share; every element must be written.
 
-    A plain tensor has its strides on meta already, as of channels_last.
+    A plain tensor has its strides on meta already, for example channels_last.
     """
     if target.layout is None and not target.tensor.is_contiguous():
         return torch.empty_like(target.tensor.detach(), device=device)

@@ -26,30 +26,30 @@ from anyrank.models.wrappers import (
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 
-# Of nn.Module, which registers its tensors in them; named_parameters() takes 15 us a tensor.
+# nn.Module registers its tensors in these dicts; named_parameters() takes 15 us per tensor.
 REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
-# Library that puts modules of its own around a model's -> what those add to names. A process that
-# has not imported the library has none of its modules.
+# Library that wraps modules around a model's -> its additions to names. A process that has not
+# imported the library has none of its modules.
 NAMINGS: dict[str, Naming] = {"peft": PeftNaming()}
 
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
-    """Those that a checkpoint holds or checks: all but derived buffers."""
+    """The tensors that a checkpoint holds or checks: all but derived buffers."""
     return [target for target in targets if target.kind != "derived"]
 
 
 class NamedModule(NamedTuple):
-    """A module where the model has it.
+    """A module and its place in the model.
 
     Attributes:
         module: in several places if it is registered under several names.
-        raw, unwrapped, name: its name with all that wrappers add, without what torch's add, and
-            without what other libraries add as well; empty for the model.
+        raw, unwrapped, name: its name with everything that wrappers add, without torch's additions,
+            and without other libraries' additions too; empty for the model.
         path: the modules from the root to it, both included.
-        naming: of the library that has a module of the path, if any.
-        frozen: the module passed to `freeze()` that it belongs to, if any: the innermost with a
-            source of its own, else the outermost.
+        naming: naming of the library that owns a module of the path, if any.
+        frozen: the module passed to `freeze()` that it belongs to, if any: the innermost with its
+            own source, else the outermost.
     """
 
     module: nn.Module
@@ -69,9 +69,9 @@ class NamedModule(NamedTuple):
 
 
 def find_modules(model: nn.Module) -> list[NamedModule]:
-    """The modules of a model, parents first, with the children that frozen parts hide.
+    """The modules of a model, parents first, including the children that frozen parts hide.
 
-    A module that refers to a parent ends there, which torch allows.
+    The walk ends at a module that refers to a parent, which torch allows.
 
     Raises:
         LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
@@ -85,7 +85,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         if children and any(module is above for above in path):
             continue
         info = frozen_info(module)
-        # A part with a source takes its weights from there, also within a larger frozen part.
+        # A part with a source takes its weights from it, even within a larger frozen part.
         if info is not None and (frozen is None or info.source is not None):
             frozen = module
         _check_class(module, raw, name, frozen)
@@ -106,7 +106,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
 
 
 def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | None) -> None:
-    """Raises LoadError: as `find_modules`."""
+    """Raise LoadError for the classes that `find_modules` refuses."""
     kind = type(module)
     if frozen is None and _is_packed(kind):
         raise LoadError(
@@ -123,23 +123,23 @@ def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | Non
 def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and buffer of the model, in registration order, ties joined.
 
-    FSDP2 units that hold their parameters unsharded are resharded first, so that what is found is
-    what the optimizer updates.
+    FSDP2 units that hold their parameters unsharded are resharded first, so that the tensors found
+    are those that the optimizer updates.
 
     Raises:
         LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type; two
-            tensors that have one name but for what wrappers add.
+            tensors whose names differ only in what wrappers add.
     """
     return tensors_of(find_modules(model))
 
 
 def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
-    """`find_tensors` of a model whose modules are known."""
+    """`find_tensors` for a model whose modules are known."""
     for owner in modules:
         if is_fsdp2(owner.module):
             owner.module.reshard()
     tensors: dict[int, ModelTensor] = {}
-    layouts: dict[Any, Lay] = {}  # a model has few, and to ask torch takes 7 us
+    layouts: dict[Any, Lay] = {}  # a model has few, and asking torch takes 7 us
     is_wrapped = False
     for owner in modules:
         is_wrapped = is_wrapped or owner.raw != owner.unwrapped
@@ -164,7 +164,7 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
 
 
 def _check_names(tensors: Iterable[ModelTensor]) -> None:
-    """Refuse two tensors that have one name but for what wrappers add.
+    """Refuse two tensors whose names differ only in what wrappers add.
 
     Raises:
         LoadError: names both.
@@ -184,7 +184,7 @@ def _check_names(tensors: Iterable[ModelTensor]) -> None:
 def _model_tensor(
     tensor: Any, kind: Kind, owner: NamedModule, entry: Registration, layouts: dict[Any, Lay]
 ) -> ModelTensor:
-    """A tensor at the first module that has it.
+    """Make a tensor's entry for the first module that has it.
 
     Raises:
         LoadError: it has no shape yet, or no layout that can be read.
@@ -214,6 +214,6 @@ def _join(name: str, attribute: str) -> str:
 
 @cache
 def _is_packed(kind: type[nn.Module]) -> bool:
-    """Whether a class is of those that torch.ao puts in place of a quantised layer."""
+    """Return whether torch.ao puts a class in place of quantised layers."""
     path = plain_of(kind).__module__
     return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path

@@ -1,4 +1,4 @@
-"""A tensor of a model, where the model has it, and what torch's wrappers put around that."""
+"""A tensor's places in a model, and the wrappers that torch puts around them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Registration(NamedTuple):
     """A module's entry for a tensor: `module.<attribute>`.
 
     Attributes:
-        raw: its name with all that wrappers add, as `named_parameters()` gives it.
-        unwrapped: without what torch's wrappers add.
-        name: without what other libraries add as well: the one that the model's author knows.
-        aliases: further names, under which such a library saves it.
-        module: the owner.
-        attribute: of the owner.
+        raw: its name with everything that wrappers add, as `named_parameters()` gives it.
+        unwrapped: its name without what torch's wrappers add.
+        name: its name without other libraries' additions too: the one that the model's author
+            knows.
+        aliases: further names under which such a library saves it.
+        module: the owning module.
+        attribute: attribute of the owner.
         path: the modules from the root to the owner, both included.
     """
 
@@ -47,14 +48,14 @@ class Registration(NamedTuple):
 
 
 class Naming(Protocol):
-    """What a library's modules, such as PEFT's, add to the names of what they stand around."""
+    """The names that a library such as PEFT adds with its modules to the modules that they wrap."""
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether a module's class is of the library."""
+        """Return whether a module's class belongs to the library."""
         ...
 
     def hides(self, module: nn.Module, child: str) -> bool:
-        """Whether a child's name is the library's doing, and not of the model's author."""
+        """Return whether a child's name comes from the library, not from the model's author."""
         ...
 
     def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ class Naming(Protocol):
         ...
 
     def is_added(self, entry: Registration) -> bool:
-        """Whether the library added a tensor, so that no checkpoint of the model has it."""
+        """Return whether the library added a tensor, so that no checkpoint of the model has it."""
         ...
 
 
@@ -72,7 +73,7 @@ class ModelTensor(ShardedTensor):
 
     Attributes:
         kind: parameter, buffer, or derived (a non-persistent buffer).
-        registrations: where the model has it; several when it is tied.
+        registrations: its places in the model; several if it is tied.
         adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
         frozen: the module passed to `freeze()` that it belongs to, if any.
     """
@@ -84,7 +85,7 @@ class ModelTensor(ShardedTensor):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is of a frozen part with a source, whole and real: it is never written to."""
+        """Return whether it is in a whole, real frozen part with a source: never written to."""
         info = None if self.frozen is None else frozen_info(self.frozen)
         if info is None or info.source is None:
             return False
@@ -100,12 +101,12 @@ class ModelTensor(ShardedTensor):
 
 
 def is_wrapping(module: nn.Module, child: str) -> bool:
-    """Whether a child's name is a wrapper's doing, and not the model's."""
+    """Return whether a child's name comes from a wrapper, not from the model."""
     return child in WRAPPERS or (child == "module" and isinstance(module, DistributedDataParallel))
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user wrote, without what FSDP2 puts in front of it."""
+    """The class that the user wrote, without the one that FSDP2 puts in front of it."""
     return plain_of(type(module))
 
 

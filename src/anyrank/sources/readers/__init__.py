@@ -1,1 +1,1 @@
-"""One reader for each format: it lists the tensors that a file or a folder holds."""
+"""One reader per format: it lists the tensors that a file or a folder holds."""

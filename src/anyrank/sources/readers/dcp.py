@@ -35,14 +35,14 @@ RECORDS = {
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """What a DCP folder holds.
+    """The contents of a DCP folder.
 
     Attributes:
         listing: its tensors.
-        paths: key -> its place in the state dict that was saved; the parts of a key that is not
-            here are what its dots part.
-        objects: key -> plain value, of the keys that were asked for.
-        others: keys that are neither.
+        paths: key -> its path in the saved state dict; a key that is not listed is split at its
+            dots.
+        objects: key -> plain value, for the requested keys.
+        others: keys of everything else.
     """
 
     listing: Listing
@@ -51,9 +51,9 @@ class DcpFolder:
     others: list[str]
 
     def tree(self) -> dict[str | int, Any]:
-        """The state dict that was saved, with a stored tensor for each tensor.
+        """Rebuild the saved state dict, with a stored tensor for each tensor.
 
-        What was a list is a table with numbers as keys.
+        A list becomes a table with numbers as keys.
         """
         tree: dict[str | int, Any] = {}
         for key, value in {**self.listing.tensors, **self.objects}.items():
@@ -77,11 +77,11 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 
 def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) -> DcpFolder:
-    """As `list_folder`, with the values under keys that are wanted and no tensors.
+    """List a folder like `list_folder`, and read the requested values that are not tensors.
 
     Raises:
-        LoadError: as `list_folder`.
-        UnsafeFile: as `list_folder`; a wanted value whose pickle names unknown globals.
+        LoadError: as for `list_folder`.
+        UnsafeFile: as for `list_folder`; a requested value whose pickle names unknown globals.
     """
     path = join_path(folder, METADATA)
     metadata = pickles.loads(read_whole(storage, path), path, RECORDS)
@@ -172,7 +172,7 @@ class _Reader:
         return Chunk(box, number, inner.offset, inner.strides), stored.dtype
 
     def value(self, fqn: str, places: dict[Any, Any]) -> Any:
-        """A value that is not a tensor."""
+        """Read a value that is not a tensor."""
         span = places.get((fqn, ()))
         if span is None:
             raise LoadError(f"{self.folder}: {fqn}: no file holds it")

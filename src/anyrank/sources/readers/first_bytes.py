@@ -1,4 +1,4 @@
-"""What a file is that holds no weights that are read here: by its first bytes, a sentence each."""
+"""Recognises, by their first bytes, files that hold no readable weights: a sentence for each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from anyrank.files.storage import Storage, read_range
 from anyrank.sources.readers.torch_file import RangeIO
 
 HEAD_BYTES = 4096
-SHOWN_BYTES = 80  # of a text
+SHOWN_BYTES = 80  # shown of a text
 UNPACK = "unpack it, and give its contents"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Files that people take for weights.
+    """A kind of file that people take for weights.
 
     Attributes:
-        begins: what such a file begins with, as a regex.
+        begins: regex for the beginning of such a file.
         sentence: what it is, and the way out.
     """
 
@@ -117,7 +117,7 @@ IN_ZIP: tuple[tuple[Callable[[set[str]], bool], str], ...] = (
 
 
 def what_it_is(storage: Storage, path: str) -> str | None:
-    """What a file is, in words; None where its first bytes do not tell."""
+    """Say what kind of file this is; None if its first bytes do not tell."""
     try:
         with closing(storage.open(path)) as file:
             size = file.info.size
@@ -134,7 +134,7 @@ def what_it_is(storage: Storage, path: str) -> str | None:
 
 
 def _in_zip(content: io.RawIOBase, path: str) -> str | None:
-    """What an archive is, by the names in it."""
+    """Say what kind of archive this is, by the names in it."""
     try:
         names = {*zipfile.ZipFile(io.BufferedReader(content)).namelist()}
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
@@ -144,7 +144,7 @@ def _in_zip(content: io.RawIOBase, path: str) -> str | None:
 
 
 def _text(head: bytes) -> str | None:
-    """A text in place of weights, with its beginning: a server's error, most often."""
+    """Describe a text in place of weights, with its beginning: most often a server's error."""
     try:
         text = head[:SHOWN_BYTES].decode("ascii").strip()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Which format a folder is in, by the names of its entries.
+"""Recognises the format of a folder by the names of its entries.
 
 A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
 `sources/source.py`; another tool's run one of FOLDERS here, and of RUNS in `sources/tools/read.py`.
@@ -13,10 +13,10 @@ from anyrank.files.manifest import MANIFEST, STEP
 from anyrank.sources.endings import ENDINGS
 from anyrank.sources.run_step import ASIDE, METADATA
 
-# What writes folders -> rows of patterns. A folder is of a kind if some entry fits each pattern of
-# one of its rows; kinds are tried in this order, and the empty row of WEIGHTS fits every folder.
-# `sources/readers` lists the weights of LISTED_BY_READERS; `sources/tools/read.py` has the others,
-# which are the runs of other tools.
+# Writer of folders -> rows of patterns. A folder is of a kind if, for one of its rows, every
+# pattern fits some entry; kinds are tried in this order, and the empty row of WEIGHTS fits every
+# folder. `sources/readers` lists the weights of LISTED_BY_READERS; `sources/tools/read.py` has the
+# others, which are the runs of other tools.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 LISTED_BY_READERS = (RUN, DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -37,12 +37,12 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def is_run_of_tool(name: str) -> bool:
-    """Whether a name in FOLDERS is of the runs of another tool."""
+    """Return whether a name in FOLDERS stands for the runs of another tool."""
     return name not in LISTED_BY_READERS
 
 
 def looks_like(name: str, names: Sequence[str]) -> bool:
-    """Whether a folder with these entries is of the format of this name in FOLDERS."""
+    """Return whether a folder with these entries has the format of this name in FOLDERS."""
     return any(
         all(any(re.fullmatch(pattern, entry) for entry in names) for pattern in row)
         for row in FOLDERS[name]
@@ -50,17 +50,17 @@ def looks_like(name: str, names: Sequence[str]) -> bool:
 
 
 def format_of_folder(names: Sequence[str]) -> str:
-    """The name in FOLDERS of what wrote a folder with these entries."""
+    """The name in FOLDERS of the writer of a folder with these entries."""
     return next(name for name in FOLDERS if looks_like(name, names))
 
 
 def is_of_tool(names: Sequence[str]) -> bool:
-    """Whether a folder with these entries is a checkpoint of another tool, to go on from."""
+    """Return whether a folder with these entries is another tool's checkpoint, to continue from."""
     return format_of_folder(names) not in (RUN, WEIGHTS)
 
 
 def checkpoint_among(names: Sequence[str]) -> str | None:
-    """What checkpoint a folder with these entries holds, by their names alone; None for none."""
+    """The checkpoint in a folder with these entries, judged by names alone; None if none."""
     if METADATA in names or any(name.endswith(".distcp") for name in names):
         return "a torch.distributed.checkpoint folder"
     return next((name for name in sorted(names) if name.lower().endswith(ENDINGS)), None)

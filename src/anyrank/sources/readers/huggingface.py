@@ -18,8 +18,8 @@ from anyrank.wording import count
 ADAPTERS = ("adapter_model", "adapter")
 MODELS = ("model", "diffusion_pytorch_model", "pytorch_model")
 STEMS = (*MODELS, *ADAPTERS)
-SUBFOLDERS, SHOWN = 50, 3  # that are looked into, and named
-# The ending may name a variant, as `.fp16.safetensors`.
+SUBFOLDERS, SHOWN = 50, 3  # the number that are searched, and named
+# The ending may name a variant, such as `.fp16.safetensors`.
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<ending>(\.\w+)?\.[a-z]+)$")
 MAX_INDEX_BYTES = 1 << 30
 MAX_CONFIG_BYTES = 16 << 20
@@ -43,7 +43,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 
 def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
-    # Mistral's own releases have a whole model in this file, often beside the same as shards.
+    # Mistral's own releases have a whole model in this file, often beside the same one as shards.
     whole = next((name for name in names if name == "consolidated.safetensors"), None)
     choices = (_choose(storage, folder, names, ending) for ending in FILES)
     chosen = next(filter(None, choices), whole)
@@ -70,8 +70,9 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
 
 
 def _check_one_kind(folder: str, names: list[str]) -> None:
-    """Refuse a folder that holds a model and an adapter: transformers would read both, and without
-    its adapter the model is another one than was trained.
+    """Refuse a folder that holds a model and an adapter.
+
+    transformers would read both, and without its adapter the model is another one than was trained.
 
     Raises:
         LoadError: names a file of each.
@@ -89,7 +90,7 @@ def _check_one_kind(folder: str, names: list[str]) -> None:
 
 
 def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
-    """The folders below one that hold files of weights, by names alone; a few of them."""
+    """The folders below this one that hold files of weights, by names alone; a few of them."""
     holders: list[str] = []
     inner = [n for n, is_folder in storage.entries(folder).items() if is_folder and n[0] != "."]
     for name in sorted(inner)[:SUBFOLDERS]:
@@ -102,7 +103,7 @@ def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
 
 
 def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
-    """How the weights are quantised, as config.json says."""
+    """The quantisation of the weights, from config.json."""
     config = _config(storage, folder, names, "config.json")
     configs = [
         cast("dict[str, Any]", part).get("quantization_config")
@@ -113,13 +114,13 @@ def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, 
 
 
 def _config(storage: Storage, folder: str, names: list[str], name: str) -> dict[str, Any]:
-    """What a file of settings in the folder holds; nothing if it is not there, or damaged."""
+    """The contents of a settings file in the folder; empty if it is missing or damaged."""
     if name not in names:
         return {}
     try:
         config: Any = json.loads(read_whole(storage, join_path(folder, name), MAX_CONFIG_BYTES))
     except (LoadError, ValueError, RecursionError):
-        return {}  # whoever builds the model from it says so
+        return {}  # the library that builds the model reports it
     return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
 
 
@@ -150,12 +151,12 @@ def _choose(storage: Storage, folder: str, names: list[str], ending: str) -> str
 
 
 class _Set(NamedTuple):
-    """Files that are one model's weights.
+    """A set of files that are one model's weights.
 
     Attributes:
-        stem: what their names begin with.
+        stem: the beginning of their names.
         first: the index, the first shard, or the only file.
-        label: in messages.
+        label: its name in messages.
     """
 
     stem: str
@@ -183,7 +184,7 @@ def _sets_of(names: list[str], ending: str) -> list[_Set]:
 
 
 def _is_index_of(storage: Storage, folder: str, sets: list[_Set]) -> bool:
-    """Whether the first set is an index, and the others are files that it names."""
+    """Return whether the first set is an index, and the others are files that it names."""
     index, *others = (entry.first for entry in sets)
     if not index.endswith(".json"):
         return False
@@ -218,7 +219,7 @@ def _indexed(
     path = join_path(folder, index)
     weight_map = _weight_map(storage, path)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:  # before any is opened, as the first of them may be damaged
+    for shard in shards:  # before any is opened, because the first of them may be damaged
         if "/" not in shard and shard not in names:
             raise _missing(path, shard, weight_map)
     listings: list[Listing] = []

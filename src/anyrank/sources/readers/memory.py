@@ -23,7 +23,7 @@ def _tensors_in(value: Any) -> int:
 
 
 def list_memory(tensors: Mapping[str, Any]) -> Listing:
-    """A dict of tensors in memory: each tensor is a "file" whose bytes are its storage.
+    """List a dict of tensors in memory: each tensor is a "file" whose bytes are its storage.
 
     Raises:
         LoadError: a value is not a plain dense tensor.
@@ -53,7 +53,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
                 extras[key] = extra_of(value)
                 continue
-            if hasattr(value, "__array__"):  # a weight, which would be missed
+            if hasattr(value, "__array__"):  # a weight, which would otherwise be overlooked
                 unreadable[key] = "an array and no tensor (torch.as_tensor makes one)"
             skipped.append(f"{key}: {unreadable.get(key, 'not a tensor')}")
             continue
@@ -89,7 +89,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
 
 
 def extra_of(value: Any) -> tuple[Any] | None:
-    """A module's extra state as `Listing.extras` keeps it."""
+    """A module's extra state in the form of `Listing.extras`."""
     return (value,) if _is_plain(value) else None
 
 

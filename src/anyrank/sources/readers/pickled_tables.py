@@ -1,4 +1,4 @@
-"""The tables in what `torch.save` put into a file: the weights, and what else."""
+"""The tables in a file of `torch.save`: the weights, and everything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anyrank.sources.readers.pickles import (
 from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"
-MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # of dicts and lists in one another, each met where it is
+MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # nested dicts and lists, each counted at every place
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class FoundTable:
     """The weights in a checkpoint.
 
     Attributes:
-        table: key -> tensor, or a table of them.
-        others: what else there is, with the reason why it is not among the weights.
-        name: of the table; "" where it is the checkpoint itself.
-        tables: names of tables that may hold weights, and of those in them, with dots.
+        table: key -> tensor, or a table of tensors.
+        others: everything else, with the reason why it is not among the weights.
+        name: name of the table; "" if it is the checkpoint itself.
+        tables: names of tables that may hold weights, and of tables in them, with dots.
     """
 
     table: dict[Any, Any]
@@ -43,14 +43,14 @@ class FoundTable:
 
 
 def find_table(tree: Any, path: str) -> FoundTable:
-    """The table of weights in a checkpoint, and what else it holds.
+    """Find the table of weights in a checkpoint, and everything else that it holds.
 
-    It is the tree itself when that holds tensors, else its first entry named in NESTED; when both
-    do, the one with more of them: a generator's state may lie alongside the weights. Where there is
-    none, tables of other names are left to who asks.
+    It is the tree itself if that holds tensors, else its first entry named in NESTED. If both do,
+    it is the one with more tensors: a generator's state may lie alongside the weights. Tables of
+    other names are left to the caller.
 
     Raises:
-        LoadError: there is none at all.
+        LoadError: there is no table at all.
         UnsafeFile: its values hold one another without end.
     """
     if isinstance(tree, TensorRef):
@@ -106,7 +106,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
 
 
 def _check_nesting(tree: Any, path: str) -> None:
-    """Refuse values that hold themselves, or one another so often that a walk would not end."""
+    """Refuse values that contain themselves, or nest so often that a walk would not end."""
     waiting: list[tuple[Any, int]] = [(tree, 0)]
     met = 0
     while waiting:
@@ -122,9 +122,9 @@ def _check_nesting(tree: Any, path: str) -> None:
 
 
 def _numbered(value: Any) -> Any:
-    """A list with tables of tensors, anywhere in a value, as a table of them by their numbers.
+    """Turn a list that contains tables of tensors, anywhere in a value, into a table by number.
 
-    So `rename=` takes one of several models, as it takes one of a dict: {"models.1": ""}.
+    So `rename=` can choose one of several models, as it does in a dict: {"models.1": ""}.
     """
     if type(value) in (dict, OrderedDict):
         table = cast("dict[Any, Any]", value)
@@ -138,7 +138,7 @@ def _numbered(value: Any) -> Any:
 
 
 def _what_is(tree: Any) -> str:
-    """What a file holds that is no dict, and the way out, in words."""
+    """Describe a file that does not hold a dict, and the way out."""
     what = f"a {type(tree).__name__}, not a dict of weights"
     if isinstance(tree, list | tuple):
         return f"{what}: save the dict of weights with torch.save, and give that"
@@ -148,7 +148,7 @@ def _what_is(tree: Any) -> str:
 
 
 def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
-    """The entries of a checkpoint that are tables of tensors by name, but for optimizers."""
+    """The entries of a checkpoint that are tables of tensors, by name, without optimizers."""
     return {
         key: cast("dict[Any, Any]", value)
         for key, value in entries.items()
@@ -159,7 +159,7 @@ def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
 
 
 def _prefixes(tables: Mapping[Any, Any]) -> frozenset[str]:
-    """The names of tables, and of those in them."""
+    """The names of tables, and of tables in them."""
     names: set[str] = set()
     for key, value in tables.items():
         if isinstance(value, dict):
@@ -169,8 +169,9 @@ def _prefixes(tables: Mapping[Any, Any]) -> frozenset[str]:
 
 
 def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorRef | Bytesless]]:
-    """The tensors of a checkpoint that are not in the table of weights, by whole keys, also those
-    of optimizers and in lists.
+    """The tensors of a checkpoint outside the table of weights, by whole keys.
+
+    Includes tensors of optimizers and in lists.
     """
     entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
     for key, value in entries.items():
@@ -194,7 +195,7 @@ def _values(value: Any, key: str) -> Iterator[tuple[str, TensorRef | Bytesless]]
 
 
 def _arrays_in(table: Mapping[Any, Any]) -> list[str]:
-    """The names of NumPy's arrays in a table, and in the tables in it."""
+    """The names of NumPy arrays in a table, and in the tables in it."""
     names: list[str] = []
     for key, value in table.items():
         if isinstance(value, dict):
@@ -206,7 +207,7 @@ def _arrays_in(table: Mapping[Any, Any]) -> list[str]:
 
 
 def _check_whole(table: Mapping[Any, Any], path: str) -> None:
-    """Refuse a table with shares of one rank, of which the tensors beside them are only the rest.
+    """Refuse a table with one rank's shares: the tensors beside them are only the rest.
 
     Raises:
         LoadError: names some.
@@ -229,15 +230,16 @@ def _why_not(key: Any, value: Any, chosen: str = "") -> str:
 
 
 def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
-    """The tensors of a table of weights: its own, or where it has none, those of nested tables."""
+    """The tensors of a table of weights; those of nested tables if it has none of its own."""
     if any(isinstance(value, TensorRef) for value in table.values()):
         return {str(key): ref for key, ref in table.items() if isinstance(ref, TensorRef)}
     return dict(_tensors(table))
 
 
 def unread_of(table: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
-    """Keys of a table of weights, as `refs_of` has them, whose values are not read: what each is,
-    and what to do. They are tensors without bytes, and objects of the user's code with tensors.
+    """Keys of a table of weights (as in `refs_of`) whose values are not read, and the way out.
+
+    They are tensors without bytes, and objects of the user's code with tensors.
     """
     unread: dict[str, str] = {}
     is_flat = any(isinstance(value, TensorRef) for value in table.values())
@@ -250,7 +252,7 @@ def unread_of(table: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _what_is_unread(value: object) -> str | None:
-    """What a value is that may be weights and is not read, and what to do; None for others."""
+    """Describe a value that may be weights and is not read, and the way out; None for others."""
     if isinstance(value, Bytesless):
         return f"a {value.kind}"
     if isinstance(value, Record) and _holds_tensors(value):
@@ -262,7 +264,7 @@ def _what_is_unread(value: object) -> str | None:
 
 
 def _holds_tensors(value: Any, depth: int = 6) -> bool:
-    """Whether a pickled object was made with tensors, or has some among its fields."""
+    """Return whether a pickled object was constructed with tensors, or has some in its fields."""
     if isinstance(value, TensorRef | Bytesless):
         return True
     parts: Any = (*value.arguments, value.fields) if isinstance(value, Record) else value

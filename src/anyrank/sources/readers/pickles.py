@@ -1,8 +1,7 @@
-"""Reading the pickles inside torch files without running anything that they name.
+"""Reads the pickles inside torch files without running anything that they name.
 
-Globals are looked up in a fixed table and never imported. Tensors become `TensorRef`s that say
-where their bytes are; well-known plain classes become empty `Inert` objects; anything else is
-refused.
+Globals are looked up in a fixed table and never imported. Tensors become `TensorRef`s, which locate
+their bytes; well-known plain classes become empty `Inert` objects; everything else is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from anyrank.wording import first_few
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage that the pickle mentions: its key in the file, and elements of `dtype` in it."""
+    """A storage that the pickle mentions: its key in the file, and its elements of `dtype`."""
 
     key: str
     dtype: torch.dtype
@@ -39,7 +38,7 @@ class TensorRef:
     """A tensor as a strided view of a storage; offset and strides in elements.
 
     Attributes:
-        views: "conj" and "neg", where the values are those of the bytes only after that.
+        views: "conj" and "neg", if the bytes give the values only after these.
     """
 
     storage: StorageRef
@@ -51,7 +50,7 @@ class TensorRef:
 
 
 class Inert:
-    """Stands for an object that is not needed; accepts what the pickle gives it and drops it."""
+    """Stands for an object that is not needed; accepts and drops what the pickle gives it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -72,11 +71,11 @@ class Inert:
 
 
 class Record(Inert):
-    """Stands for an object whose arguments and fields are data that is needed.
+    """Stands for an object whose arguments and fields are needed data.
 
     Attributes:
-        arguments: that it was made with.
-        fields: that its pickle gives it.
+        arguments: the constructor's arguments.
+        fields: the fields in its pickle.
     """
 
     def __new__(cls, *args: Any, **kwargs: object) -> Record:
@@ -96,7 +95,7 @@ class Record(Inert):
 
 @dataclass(frozen=True, slots=True)
 class Bytesless:
-    """A tensor that is not a strided view of bytes; `kind` says which, and what to do."""
+    """A tensor that is not a strided view of bytes; `kind` names it, and the way out."""
 
     kind: str
 
@@ -154,7 +153,7 @@ INERT_MODULES = (
 )
 
 
-# What describes a DTensor or a ShardedTensor: kept as data, never constructed.
+# Descriptions of a DTensor or a ShardedTensor: kept as data, never constructed.
 RECORD_MODULES = (
     "torch.distributed.tensor.",
     "torch.distributed._tensor.",
@@ -200,7 +199,7 @@ def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state
 
 
 def _inner_class(owner: Any, name: object) -> type[Inert]:
-    """A class in another, or a member of an enum; nothing is looked up."""
+    """A class inside another one, or a member of an enum; nothing is looked up."""
     return type(str(name), (Inert,), {})
 
 
@@ -248,9 +247,9 @@ TABLE: dict[str, Any] = {
 }
 
 
-# Protocol 2, as torch.save writes it, spells these types by their names of Python 2.
+# Protocol 2, which torch.save writes, spells these types by their names in Python 2.
 PYTHON_2 = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}
-OF_PICKLE = "torch.storage._load_from_bytes"  # by which a storage is pickled without torch.save
+OF_PICKLE = "torch.storage._load_from_bytes"  # pickles a storage without torch.save
 SAVE_STATE = (
     "where its code is installed, and if you trust the file, save "
     "torch.load(path, weights_only=False){}.state_dict() with torch.save, and give that"
@@ -258,10 +257,10 @@ SAVE_STATE = (
 
 
 class UnknownName(UnsafeFile):
-    """A pickle names a global that is not known.
+    """A pickle names an unknown global.
 
     Attributes:
-        name: of the first.
+        name: the first unknown name.
     """
 
     def __init__(self, name: str, message: str) -> None:
@@ -272,12 +271,12 @@ class UnknownName(UnsafeFile):
 def refusal(
     names: Sequence[str], path: str, *, is_module: bool = False, table: object = None
 ) -> str:
-    """Why a pickle with globals that are not known is not read, in words.
+    """Explain why a pickle with unknown globals is not read.
 
     Args:
-        names: of the globals.
-        path: of the file.
-        is_module: whether it is of a whole module, whose class is the first name.
+        names: the names of the globals.
+        path: path of the file.
+        is_module: whether it is the pickle of a whole module, whose class is the first name.
         table: the key of a table of tensors in it, if there is one.
     """
     shown = ", ".join(first_few(list(names), 10))
@@ -319,7 +318,7 @@ class TensorUnpickler(pickle.Unpickler):
             return self.load()
         except UnsafeFile:
             raise
-        except Exception as error:  # a hostile pickle can make the machine raise anything
+        except Exception as error:  # a hostile pickle can make the pickle machine raise anything
             raise UnsafeFile(
                 f"{self.path}: not a readable pickle ({type(error).__name__}: {error})"
             ) from error
@@ -345,7 +344,7 @@ class TensorUnpickler(pickle.Unpickler):
         raise UnknownName(name, refusal([name], self.path))
 
     def is_known(self, name: str) -> bool:
-        """Whether a global is in the table, or plain data that is kept as an empty object."""
+        """Return whether a global is in the table, or plain data kept as an empty object."""
         try:
             self.find_class(*name.rsplit(".", 1))
         except UnsafeFile:
@@ -360,7 +359,7 @@ class TensorUnpickler(pickle.Unpickler):
         return StorageRef(str(key), dtype, int(view[1]) if view else 0)
 
 
-# An opcode for which the unpickler takes as much memory as its number says, before it reads on.
+# Opcodes for which the unpickler allocates as much memory as their number says, before reading on.
 LARGE = (pickle.LONG_BINPUT, pickle.BYTEARRAY8)
 NUMBER_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -371,10 +370,11 @@ NUMBER_BYTES = {
 
 
 def _opcodes() -> tuple[re.Pattern[bytes], dict[bytes, int]]:
-    """A pattern of opcodes in a row whose length is fixed, and of others the bytes of a number:
-    how long their payload is, or the place of an object.
+    """A pattern for runs of fixed-length opcodes, and the size of the number in other opcodes.
+
+    The number is the length of a payload, or the place of an object.
     """
-    fixed = [rb"r..\0\0"]  # LONG_BINPUT of a place for which a megabyte is enough
+    fixed = [rb"r..\0\0"]  # LONG_BINPUT to a place for which a megabyte is enough
     numbered = {pickle.LONG_BINPUT: 4}
     for opcode in pickletools.opcodes:
         code, nbytes = opcode.code.encode("latin1"), opcode.arg.n if opcode.arg else 0
@@ -392,17 +392,17 @@ FIXED, NUMBERED = _opcodes()
 
 
 def check_bounds(data: bytes, path: str) -> None:
-    """Refuse a pickle for which more memory would be taken than its bytes account for.
+    """Refuse a pickle that would take more memory than its bytes account for.
 
     Raises:
-        UnsafeFile: it puts an object at a place, or has an array, beyond its own length.
+        UnsafeFile: it stores an object at a place, or has an array, beyond its own length.
     """
     position = 0
     while position < len(data) and (match := FIXED.match(data, position)):
         start = match.end() + 1
         opcode = data[start - 1 : start]
         if opcode not in NUMBERED:
-            return  # the end, or no opcode, which the unpickler says
+            return  # the end, or not an opcode, which the unpickler reports
         stop = start + NUMBERED[opcode]
         number = int.from_bytes(data[start:stop], "little")
         if opcode in LARGE and number > len(data):
@@ -419,7 +419,7 @@ def load(file: Any, path: str) -> Any:
 
 
 def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
-    """The object that these bytes spell."""
+    """The object that these bytes encode."""
     check_bounds(data, path)
     unpickler = TensorUnpickler(io.BytesIO(data), path, extra)
     try:
@@ -429,16 +429,16 @@ def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any
 
 
 def explained(error: UnknownName, data: bytes, unpickler: TensorUnpickler) -> UnsafeFile:
-    """The refusal of a pickle with all names that it has, and where its tensors are.
+    """Build the refusal of a pickle, with all of its names, and the place of its tensors.
 
     Args:
-        error: of the first name.
-        data: begins with the pickle.
-        unpickler: that raised it.
+        error: the error for the first name.
+        data: bytes that begin with the pickle.
+        unpickler: the unpickler that raised it.
     """
     path = unpickler.path
     names = [name for name in _globals_in(data) if not unpickler.is_known(name)] or [error.name]
-    with contextlib.suppress(Exception):  # it is damaged otherwise as well
+    with contextlib.suppress(Exception):  # it may be damaged as well
         tree = _Lenient(io.BytesIO(data), path).load()
         tables = [key for key, value in tree.items() if _has_tensors(value)]
         if tables:
@@ -448,7 +448,7 @@ def explained(error: UnknownName, data: bytes, unpickler: TensorUnpickler) -> Un
 
 
 class _Lenient(TensorUnpickler):
-    """Takes every unknown name for an object that is not needed, to say where the tensors are."""
+    """Accepts every unknown name as an object that is not needed, to find where the tensors are."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
@@ -466,9 +466,9 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _globals_in(data: bytes) -> list[str]:
-    """The globals that a pickle names, in order, each once; none are looked up."""
+    """The globals that a pickle names, in order, each once; none is looked up."""
     names: dict[str, None] = {}
-    with contextlib.suppress(Exception):  # who gave up already says what is wrong with it
+    with contextlib.suppress(Exception):  # the caller has already reported what is wrong
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "GLOBAL":
                 names[str(argument).replace(" ", ".")] = None

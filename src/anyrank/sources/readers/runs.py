@@ -1,4 +1,4 @@
-"""Runs as sources: the steps that a folder has, and the weights of the newest or of one."""
+"""Runs as sources: the steps in a folder, and the weights of the newest step or of one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, list_step, list_steps
 from anyrank.wording import join_first
 
-WEIGHTS = "model."  # begins the names of a step's weights
+WEIGHTS = "model."  # prefix of the names of a step's weights
 
 
 def steps_in(folder: str) -> list[SavedStep]:
-    """The steps with a readable manifest, the newest first; none where there is no run."""
+    """The steps with a readable manifest, the newest first; empty if there is no run."""
     storage = storage_for(folder)
     if not storage.is_dir(folder):
         return []
@@ -30,12 +30,12 @@ def steps_in(folder: str) -> list[SavedStep]:
 
 
 def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
-    """Those of `list_steps` that are whole."""
+    """The steps of `list_steps` that are whole."""
     return [step for step in list_steps(storage, folder, names) if step.is_whole]
 
 
 def no_step(names: Iterable[str]) -> str:
-    """What a run's folder with these entries has in place of a whole step."""
+    """Describe a run's folder that has no whole step, by its entries."""
     aside = sorted(name for name in names if name.startswith(ASIDE))
     text = "holds no step that a run has committed"
     if not aside:

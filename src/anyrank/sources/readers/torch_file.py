@@ -21,7 +21,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
-MAX_SHOWN_BYTES = 16 << 20  # of a pickle that is refused
+MAX_SHOWN_BYTES = 16 << 20  # read of a refused pickle, to explain it
 
 
 class RangeIO(io.RawIOBase):
@@ -50,7 +50,7 @@ class RangeIO(io.RawIOBase):
 
 
 def is_head(head: bytes) -> bool:
-    """Whether a file of these first bytes is a zip, or a pickle as of torch before 1.6."""
+    """Return whether a file with these first bytes is a zip, or a pickle of torch before 1.6."""
     return head[:4] == ZIP_MAGIC or head[:1] == b"\x80"
 
 
@@ -86,8 +86,9 @@ def list_file(storage: Storage, path: str) -> Listing:
 def _beside(
     read: TorchFile, content: pickled_tables.FoundTable
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors that are not in the chosen table, by whole keys, and what is not read of them: a
-    table that nobody asks for is no reason to refuse the file.
+    """The tensors outside the chosen table, by whole keys, and those of them that are not read.
+
+    A table that nobody asks for is no reason to refuse the file.
     """
     beside: dict[str, StoredTensor] = {}
     unread: dict[str, str] = {}
@@ -106,14 +107,14 @@ def _beside(
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What `torch.save` put into a file.
+    """The contents of a file of `torch.save`.
 
     Attributes:
-        name: of the format.
+        name: name of the format.
         info: the file.
         tree: containers and plain values, with a `TensorRef` for each tensor.
-        places: key of a storage -> its byte offset and bytes.
-        checksums: of the storages.
+        places: key of a storage -> its byte offset and size.
+        checksums: checksums of the storages.
     """
 
     name: str
@@ -123,7 +124,7 @@ class TorchFile:
     checksums: tuple[Checksum, ...]
 
     def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
-        """A tensor of the tree, bound to the bytes of its storage.
+        """Bind a tensor of the tree to the bytes of its storage.
 
         Raises:
             LoadError: a conj or neg view.
@@ -153,7 +154,7 @@ class TorchFile:
 
 
 def read_file(storage: Storage, path: str) -> TorchFile:
-    """The tree of a file in either format, and where the bytes of its tensors are.
+    """Read the tree of a file in either format, and where the bytes of its tensors are.
 
     Raises:
         UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
@@ -170,7 +171,7 @@ def read_file(storage: Storage, path: str) -> TorchFile:
 
 @contextmanager
 def parsing(path: str) -> Generator[None]:
-    """What a parser raises on damaged bytes, which can be anything, as an error with the file."""
+    """Turn whatever a parser raises on damaged bytes, which can be anything, into a named error."""
     try:
         yield
     except (AnyrankError, OSError):
@@ -195,7 +196,7 @@ def read_zip(
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
         raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-    # None was kept (torch.serialization.set_crc32_options), or the record is empty.
+    # No checksum was kept (torch.serialization.set_crc32_options), or the record is empty.
     unknown = {name for name, entry in records.items() if not entry.CRC}
     for name in unknown:
         records[name].CRC = None  # pyright: ignore[reportAttributeAccessIssue] - not compared then
@@ -256,7 +257,7 @@ def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, i
 
 
 class _ElementSizes(pickles.TensorUnpickler):
-    """Remembers each storage's element size, which the legacy format keeps in the pickle only."""
+    """Records each storage's element size, which the legacy format keeps only in the pickle."""
 
     def __init__(self, file: Any, path: str) -> None:
         super().__init__(file, path)

@@ -1,1 +1,1 @@
-"""Runs that other tools have saved: what each part of them is called, and where it lies."""
+"""Runs that other tools have saved: the names of their parts, and the place of each."""

@@ -1,5 +1,6 @@
-"""Folders that Accelerate's `save_state` writes, with DDP, and with FSDP, sharded or full; and the
-`checkpoint-N` folders of the transformers Trainer, and of what is built on it.
+"""Folders of Accelerate's `save_state` and `checkpoint-N` folders of the transformers Trainer.
+
+Accelerate's with DDP, and with FSDP, sharded or full; also folders of tools built on the Trainer.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
 SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.(?:bin|pt)$")
 MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(?:safetensors|bin)$")
 STATE = "trainer_state.json"
-ENGINE = "pytorch_model"  # the folder where its engine of DeepSpeed's saves
+ENGINE = "pytorch_model"  # the folder in which its DeepSpeed engine saves
 FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of a folder of Accelerate, the Trainer or DeepSpeed: in safetensors if there are
-    any, else where DeepSpeed or FSDP put them.
+    """List the weights of a folder of Accelerate, the Trainer or DeepSpeed.
+
+    Those in safetensors if there are any, else those that DeepSpeed or FSDP wrote.
 
     Raises:
-        LoadError: it holds those of several models; as `read`.
+        LoadError: it holds weights of several models; or as for `read`.
     """
     names = storage.names(folder)
     if not any(".safetensors" in name for name in names):
@@ -66,7 +68,7 @@ def _list_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What such a folder holds.
+    """Read the contents of such a folder.
 
     Raises:
         LoadError, UnsafeFile: it is not whole, or a pickle in it would run code.
@@ -129,13 +131,13 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         states,
         step=step if isinstance(step, int) and step >= 0 else None,
         ranks=ranks or None,
-        scheduler_steps=1 if STATE in names else max(ranks, 1),  # the Trainer's counts steps
+        scheduler_steps=1 if STATE in names else max(ranks, 1),  # the Trainer counts steps
         not_read=not_read,
     )
 
 
 def _numbered(name: str, number: str | None) -> str:
-    """`model`, `model_1`, ...: as Accelerate numbers what it was given to prepare."""
+    """`model`, `model_1`, ...: Accelerate's numbering of prepared objects."""
     return name if number in (None, "0") else f"{name}_{number}"
 
 
@@ -158,7 +160,7 @@ def _exported(files: Collector, names: list[str]) -> Listing:
     """The weights that `save_pretrained` or `save_model` put into the folder.
 
     Raises:
-        LoadError: there are none, or not all.
+        LoadError: there are none, or some are missing.
     """
     stems, endings = huggingface.STEMS, ENDINGS
     if not any(name.startswith(stems) and name.endswith(endings) for name in names):

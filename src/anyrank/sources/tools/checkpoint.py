@@ -1,4 +1,4 @@
-"""What another tool's checkpoint holds, part by part, and how its files are collected."""
+"""The contents of another tool's checkpoint, part by part, and how its files are collected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOMENTS_STAY = "its moments are cut by the tool's parallelism: they start at zer
 
 @dataclass(frozen=True)
 class ForeignGroup:
-    """A group of an optimizer.
+    """A parameter group of an optimizer.
 
     Attributes:
         params: its parameters, by name, or by their number in the optimizer.
@@ -42,7 +42,7 @@ class ForeignOptimizer:
     """The state of an optimizer.
 
     Attributes:
-        groups: in the tool's order.
+        groups: groups in the tool's order.
         state: parameter, by name or number -> key -> stored tensor or plain value.
     """
 
@@ -55,23 +55,24 @@ class ForeignCheckpoint:
     """A checkpoint of another tool, known from headers and small values alone.
 
     Attributes:
-        tool: that wrote it.
-        listing: its files, to which `weights` and the other tables refer.
+        tool: the tool that wrote it.
+        listing: its files, which `weights` and the other tables refer to.
         weights: name of a model -> its tensors, extra state and metadata, without files.
         optimizers: name -> state.
-        states: name -> what `state_dict()` of a scheduler, scaler or other part returned.
-        step: completed optimizer steps, or None where the tool did not save them.
-        not_a_step: what it says in the place of a step, in words, or "".
-        epoch: epochs, with the part of the current one; None as for `step`.
-        batches: of the current epoch, where its part is unknown.
-        samples: of completed steps; None as for `step`.
-        ranks: how many processes saved it, or None.
-        scheduler_steps: how often the scheduler was stepped in each optimizer step.
-        says_scheduler_steps: whether the user says so, and not the tool's kind.
-        not_read: what else is there -> why it does not come over.
-        keys: name of a part here -> what the tool calls it, where that is another name.
-        optimizer_steps: how often the optimizer was stepped, by its state; None if it has no count.
-        assumed: what was taken for what, in sentences for the report.
+        states: name -> the `state_dict()` of a scheduler, scaler or other part.
+        step: completed optimizer steps, or None if the tool did not save them.
+        not_a_step: description of an invalid value in place of the step, or "".
+        epoch: epochs, including the part of the current one; None as for `step`.
+        batches: batches of the current epoch, if its part is unknown.
+        samples: samples of completed steps; None as for `step`.
+        ranks: number of processes that saved it, or None.
+        scheduler_steps: number of scheduler steps in each optimizer step.
+        says_scheduler_steps: whether the user gave that number, not the tool's kind.
+        not_read: everything else in it -> why it is not used.
+        keys: name of a part here -> the tool's name for it, if that is another one.
+        optimizer_steps: number of optimizer steps, by the optimizer's state; None if it has no
+            count.
+        assumed: the assumptions made, in sentences for the report.
     """
 
     tool: str
@@ -93,14 +94,15 @@ class ForeignCheckpoint:
     assumed: list[str] = field(default_factory=list[str])
 
     def for_parts(self, names: Collection[str], chosen: Mapping[str, str]) -> ForeignCheckpoint:
-        """The same with the parts named as those of a state.
+        """The same checkpoint with its parts named like those of a state.
 
         Args:
-            names: of the state's parts. One that is the tool's own name for a part gets that part.
+            names: names of the state's parts. One that is the tool's own name for a part gets that
+                part.
             chosen: part of the state -> name of the part here, or the tool's.
 
         Raises:
-            LoadError: it has no such part.
+            LoadError: there is no such part.
         """
         own_names = {key: name for name, key in self.keys.items()}
         known = {*self.weights, *self.optimizers, *self.states}
@@ -127,10 +129,10 @@ class ForeignCheckpoint:
         return ", ".join(sorted(self.keys.get(name, name) for name in self.weights)) or "none"
 
     def model(self, name: str) -> Listing:
-        """The weights of one model, as a source of `load`.
+        """The weights of one model, as a source for `load`.
 
         Raises:
-            LoadError: it has none of this name.
+            LoadError: there is no model of this name.
         """
         if name not in self.weights:
             raise LoadError(f"no weights of {name} here; there are those of {self.models()}")
@@ -139,13 +141,13 @@ class ForeignCheckpoint:
 
 
 def _moved(table: dict[str, V], moves: Mapping[str, str]) -> dict[str, V]:
-    """A table whose entries have the names of parts; `moves` is new name -> old name."""
+    """Give a table's entries the names of parts; `moves` is new name -> old name."""
     left = {name: value for name, value in table.items() if name not in moves.values()}
     return left | {part: table[name] for part, name in moves.items() if name in table}
 
 
 class Collector:
-    """The files of one checkpoint, read one after another into one list."""
+    """Collects the files of one checkpoint, read one after another, into one list."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
@@ -153,7 +155,7 @@ class Collector:
         self.checksums: list[Checksum] = []
 
     def add(self, listing: Listing) -> Listing:
-        """A listing whose files become files of this checkpoint."""
+        """Add a listing, whose files become files of this checkpoint."""
         base = len(self.files)
         self.files += listing.files
         self.checksums += (replace(c, file=c.file + base) for c in listing.checksums)
@@ -162,7 +164,7 @@ class Collector:
         return replace(listing, tensors=tensors, adapters=adapters)
 
     def tree(self, path: str) -> Any:
-        """What `torch.save` put into a file: plain values, and stored tensors.
+        """Read a file of `torch.save`: plain values, and stored tensors.
 
         Raises:
             UnsafeFile: it is damaged, or its pickle names unknown globals.
@@ -187,7 +189,7 @@ class Collector:
         return torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
 
     def steps_of(self, optimizer: ForeignOptimizer) -> int | None:
-        """How often an optimizer was stepped: the largest count among its parameters'."""
+        """The number of steps of an optimizer: the largest count among its parameters."""
         counts: list[float] = []
         for entries in optimizer.state.values():
             count = entries.get("step")
@@ -198,7 +200,7 @@ class Collector:
         return int(max(counts)) if counts else None
 
     def small(self, path: str) -> bytes:
-        """All bytes of a small file.
+        """Read all bytes of a small file.
 
         Raises:
             LoadError: it is too large.
@@ -215,7 +217,7 @@ class Unread:
     """Stands for an object of a class that is not read.
 
     Attributes:
-        name: of the class.
+        name: name of the class.
     """
 
     name: str
@@ -229,12 +231,12 @@ def _class_of(value: Any) -> str:
 
 
 def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -> Any:
-    """A tree whose tensor references are bound to bytes. Shared containers stay shared.
+    """Bind the tensor references of a tree to bytes. Shared containers stay shared.
 
-    What is neither a container nor a plain value is `Unread`.
+    Anything that is neither a container nor a plain value becomes `Unread`.
 
     Raises:
-        UnsafeFile: it holds itself.
+        UnsafeFile: the tree contains itself.
     """
     done: dict[int, Any] = {}
 
@@ -268,7 +270,7 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
 
 
 def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
-    """What `Optimizer.state_dict()` returned, or torch's state dict helpers did.
+    """Parse the result of `Optimizer.state_dict()` or of torch's state dict helpers.
 
     Raises:
         LoadError: it is neither.
@@ -285,7 +287,7 @@ def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
             raise LoadError(f"{path}: a group of the optimizer has no list of parameters")
         options = {str(key): value for key, value in cast("dict[Any, Any]", group).items()}
         params = [_name(param, path) for param in options.pop("params")]
-        param_names = options.pop("param_names", None)  # of optimizers made of named_parameters()
+        param_names = options.pop("param_names", None)  # if built with named_parameters()
         if isinstance(param_names, list) and len(cast("list[Any]", param_names)) == len(params):
             named = [_name(param, path) for param in cast("list[Any]", param_names)]
             names |= zip(params, named, strict=True)
@@ -322,11 +324,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, StoredTensor]:
 
 
 def is_plain_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value is an int or a float, and no bool."""
+    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def count_of(table: Mapping[str, Any], key: str) -> int | None:
-    """A count of at least 0 among values that nobody vouches for, or None."""
+    """A count of at least 0 from values that nobody vouches for, or None."""
     value = table.get(key)
     return value if type(value) is int and value >= 0 else None

@@ -26,10 +26,10 @@ STATE, GROUPS = "state.", "param_groups."
 
 
 def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
-    """The optimizer in a DCP folder that holds nothing else.
+    """Read the optimizer in a DCP folder that holds nothing else.
 
     Raises:
-        LoadError: it holds none.
+        LoadError: it holds no optimizer.
     """
     content = dcp.read_folder(files.storage, folder, lambda key: "param_groups." in key)
     tree = add_folder(files, content).tree()
@@ -37,14 +37,14 @@ def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
 
 
 def add_folder(files: Collector, content: dcp.DcpFolder) -> dcp.DcpFolder:
-    """Make the files of a folder files of the checkpoint; the folder, counting those."""
+    """Make a folder's files files of the checkpoint; return the folder, numbered accordingly."""
     listing = files.add(content.listing)
     objects = bound(content.objects, files.folder, lambda key, ref: Unread("Tensor"))
     return dcp.DcpFolder(listing, content.paths, objects, content.others)
 
 
 def read_tree(tree: Any, path: str) -> ForeignOptimizer:
-    """An optimizer's part of a saved state dict, nested or flat.
+    """Read an optimizer's part of a saved state dict, nested or flat.
 
     Raises:
         LoadError: it is neither.
@@ -65,7 +65,7 @@ def read_tree(tree: Any, path: str) -> ForeignOptimizer:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list that DCP took apart, from its entries by number."""
+    """Rebuild a list that DCP took apart, from its entries by number."""
     if isinstance(value, dict):
         table = cast("dict[Any, Any]", value)
         return [table[key] for key in sorted(table, key=lambda key: int(key))]
@@ -87,7 +87,7 @@ def _flat(table: Mapping[Any, Any]) -> ForeignOptimizer:
 def _by_options(
     options: Mapping[str, dict[str, Any]], state: Mapping[str | int, Any]
 ) -> list[ForeignGroup]:
-    """Groups of the parameters that have the same hyperparameters."""
+    """Groups of parameters that have the same hyperparameters."""
     groups: dict[str, ForeignGroup] = {}
     for name in {**dict.fromkeys(map(str, state)), **dict.fromkeys(options)}:
         values = options.get(name, {})

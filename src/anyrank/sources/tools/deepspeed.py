@@ -1,9 +1,9 @@
 """DeepSpeed's folders: ZeRO 1 to 3, of any number of ranks.
 
-ZeRO keeps the float32 weights flat, and the optimizer's moments as these. In stages 1 and 2 the
-parameters of a group lie one after another, and the ranks have equal parts of that; in stage 3 each
-parameter is cut into equal parts. Their order is in the model's file. Nothing is merged: each rank
-reads the ranges of its share.
+ZeRO keeps the float32 weights flat, and the optimizer's moments in the same form. In stages 1 and 2
+the parameters of a group lie one after another, and the ranks have equal parts of that; in stage 3
+each parameter is cut into equal parts. Their order is in the model's file. Nothing is merged: each
+rank reads the ranges of its share.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ LATEST = "latest"  # the file that names the latest step
 UNIVERSAL = "zero"
 MAX_TAG_BYTES = 4096
 Shapes = list[dict[str, tuple[int, ...]]]
-# Parameter -> where its elements lie one after another: flat tensor, first element, how many.
+# Parameter -> the pieces of its elements, in order: flat tensor, first element, number.
 Parts = dict[str, list[tuple[StoredTensor, int, int]]]
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of such a folder: the float32 ones, where an optimizer holds them."""
+    """List the weights of such a folder: the float32 ones, if an optimizer holds them."""
     return read(storage, folder).model("model")
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What such a folder holds.
+    """Read the contents of such a folder.
 
     Raises:
         LoadError: a rank's file is missing, parallelism other than data's, sizes that disagree.
@@ -102,7 +102,7 @@ def _latest(storage: Storage, folder: str, names: list[str]) -> str:
 
 
 def _is_parallel(names: list[str]) -> bool:
-    """Whether files are of tensor, pipeline or expert parallelism."""
+    """Return whether files come from tensor, pipeline or expert parallelism."""
     matches = [match for name in names if (match := MODEL.match(name) or OPTIMIZER.match(name))]
     return any(int(match[2]) for match in matches) or any(
         PIPELINE.match(name) or EXPERTS.match(name) for name in names
@@ -110,10 +110,10 @@ def _is_parallel(names: list[str]) -> bool:
 
 
 def _ranked(pattern: re.Pattern[str], folder: str, names: list[str]) -> list[str]:
-    """The files of a kind in the order of the ranks, all of them.
+    """The files of a kind in the order of the ranks, complete.
 
     Raises:
-        LoadError: one is missing.
+        LoadError: a file is missing.
     """
     by_rank = {int(match[1] or 0): name for name in names if (match := pattern.match(name))}
     if by_rank and sorted(by_rank) != list(range(len(by_rank))):
@@ -125,7 +125,7 @@ def _ranked(pattern: re.Pattern[str], folder: str, names: list[str]) -> list[str
 
 
 def _shapes(model: dict[str, Any]) -> Shapes:
-    """For each group, its parameters' shapes in order."""
+    """The shapes of each group's parameters, in order."""
     groups: Any = model["param_shapes"]
     groups = groups if isinstance(groups, list) else [groups]
     return [
@@ -135,7 +135,7 @@ def _shapes(model: dict[str, Any]) -> Shapes:
 
 
 def _others(model: dict[str, Any], shapes: Shapes, whole: bool) -> dict[str, StoredTensor]:
-    """What of the weights no optimizer holds: buffers, and in stages 1 and 2 frozen parameters."""
+    """Weights that no optimizer holds: buffers, and in stages 1 and 2 frozen parameters."""
     known = {name for group in shapes for name in group}
     kept = flat(model["module"])
     buffers = {str(name) for name in model.get("buffer_names") or ()}
@@ -188,13 +188,13 @@ def _optimizer(
     shapes: Shapes,
     parts_of: Callable[[list[list[StoredTensor]], Shapes], Parts],
 ) -> ForeignOptimizer:
-    """The optimizer, whose moments are flat as the weights are.
+    """The optimizer, whose moments are flat like the weights.
 
     Args:
-        moments: for each rank: number of a flat tensor -> the state that is kept of it.
-        groups: the optimizer's, of which stage 3 may have split some.
-        shapes: of the parameters, group by group.
-        parts_of: where each parameter lies in the flat tensors of all ranks.
+        moments: for each rank: number of a flat tensor -> the state kept for it.
+        groups: the optimizer's groups, of which stage 3 may have split some.
+        shapes: shapes of the parameters, group by group.
+        parts_of: finds each parameter in the flat tensors of all ranks.
     """
     state: dict[str | int, dict[str, Any]] = {name: {} for group in shapes for name in group}
     options = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in groups]
@@ -219,7 +219,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _assembled(parts: Parts, shapes: Shapes) -> dict[str, StoredTensor]:
-    """The tensors of all parameters, of their parts."""
+    """Assemble the tensors of all parameters from their parts."""
     return {
         name: assembled(name, shape, parts[name])
         for group in shapes
@@ -235,7 +235,7 @@ def _not_read(folder: str, what: str) -> LoadError:
 
 
 def _parts_of_stage_1_or_2(masters: list[list[StoredTensor]], shapes: Shapes) -> Parts:
-    """A group's parameters lie one after another, and the ranks have equal parts of that."""
+    """Find parameters: those of a group lie one after another, in equal parts on the ranks."""
     parts: Parts = {}
     for number, group in enumerate(shapes):
         size, start = max(flat_tensors[number].numel for flat_tensors in masters), 0
@@ -251,8 +251,9 @@ def _parts_of_stage_1_or_2(masters: list[list[StoredTensor]], shapes: Shapes) ->
 
 
 def _parts_of_stage_3(masters: list[list[StoredTensor]], shapes: Shapes) -> Parts:
-    """Each parameter is cut into equal parts, the last one padded. A rank's parts lie one after
-    another, through all of its flat tensors.
+    """Find parameters: each is cut into equal parts, the last one padded.
+
+    A rank's parts lie one after another, through all of its flat tensors.
     """
     parts: Parts = {}
     start = 0

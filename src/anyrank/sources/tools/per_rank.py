@@ -1,7 +1,7 @@
-"""Folders with files of each rank: torch_checkpointing's (torchtitan).
+"""Folders with one file per rank: torch_checkpointing's (torchtitan).
 
-Each file is what `torch.save` made of a rank's state dict, with its shares as DTensors. The weights
-and the step are read, and a scheduler's state; an optimizer's moments are not.
+Each file is a rank's state dict, written by `torch.save`, with its shares as DTensors. The weights,
+the step and a scheduler's state are read; an optimizer's moments are not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODEL = re.compile(r"^model_(\d+)\.pt$")
 
 
 def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What a folder of torch_checkpointing holds.
+    """Read the contents of a torch_checkpointing folder.
 
     Raises:
         LoadError: a rank's file is missing, or the shares do not make up a tensor.
@@ -50,7 +50,7 @@ def _weights(files: Collector, names: list[str]) -> Listing:
     """The tensors that the model's files of all ranks hold together.
 
     Raises:
-        LoadError: one is missing.
+        LoadError: a file is missing.
     """
     lost = [name for name in names if not files.storage.is_file(files.named(name))]
     if lost:

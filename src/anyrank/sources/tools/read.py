@@ -1,4 +1,4 @@
-"""What a checkpoint of another tool holds, to begin a run from it."""
+"""Reads a checkpoint of another tool, to begin a run from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyrank.sources.readers.folders import format_of_folder
 from anyrank.sources.tools import accelerate, deepspeed, per_rank, tables
 from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 
-# What reads the run in a folder of a tool, by its name in FOLDERS of `readers/folders.py`.
+# Readers for the run in a tool's folder, by its name in FOLDERS of `readers/folders.py`.
 RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "trainer": accelerate.read,
     "accelerate": accelerate.read,
@@ -23,21 +23,21 @@ RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "torch_checkpointing": per_rank.read_torch_checkpointing,
     "dcp": tables.read_dcp,
 }
-# Tools whose folders are known and not read -> what makes one that is.
+# Tools whose folders are known but not read -> how to convert them.
 BY_THEIR_OWN = {
     "verl": "saved by verl's FSDP workers, a file for each rank: merge them into a Hugging Face "
     "folder with verl's own tool (python -m verl.model_merger merge --backend fsdp)",
     "megatron": "a torch_dist checkpoint of Megatron's: convert it into a Hugging Face folder with "
     "Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py)",
 }
-LISTED_ALONE = ("trainer", "accelerate", "deepspeed")  # their weights take less than the run
+LISTED_ALONE = ("trainer", "accelerate", "deepspeed")  # listing only weights is cheaper than all
 
 
 def list_weights(name: str, storage: Storage, folder: str) -> Listing:
-    """The weights in a folder of the tool of this name.
+    """List the weights in a folder of the tool of this name.
 
     Raises:
-        LoadError, UnsafeFile: as its reader.
+        LoadError, UnsafeFile: as for its reader.
     """
     if name in BY_THEIR_OWN:
         raise LoadError(f"{folder}: is {BY_THEIR_OWN[name]}, and give that")
@@ -47,14 +47,14 @@ def list_weights(name: str, storage: Storage, folder: str) -> Listing:
 
 
 def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
-    """What a checkpoint of another tool holds, from its headers and small values.
+    """Read the contents of another tool's checkpoint, from its headers and small values.
 
     Args:
-        path: of it.
-        far: whether ranks on other machines read it too, each what it sees.
+        path: path of the checkpoint.
+        far: whether ranks on other machines read it too, each from its own copy.
 
     Raises:
-        CheckpointError: nothing there, or nothing that is read here; it is not whole.
+        CheckpointError: nothing exists there, or nothing that is supported; or it is not whole.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
     storage = storage_for(path)

@@ -1,4 +1,4 @@
-"""Files of which each rank wrote its own: shares of DTensors, put together by their placements."""
+"""Files of which each rank wrote its own: DTensors' shares, assembled by their placements."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class StoredShard:
     """A rank's share of a tensor.
 
     Attributes:
-        local: the share, as it is stored.
-        shape: of the whole tensor.
-        layout: how it lies on the ranks.
-        coordinate: of the rank in the layout's mesh.
+        local: the share, as stored.
+        shape: shape of the whole tensor.
+        layout: its layout on the ranks.
+        coordinate: the rank's coordinate in the layout's mesh.
     """
 
     local: StoredTensor
@@ -30,10 +30,10 @@ class StoredShard:
 
 
 def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
-    """A rank's share, from the pickled description of a DTensor.
+    """Make a rank's share from the pickled description of a DTensor.
 
     Raises:
-        UnsafeFile: the description is not torch's, or the share is not what it says.
+        UnsafeFile: the description is not torch's, or the share contradicts it.
         LoadError: a placement that holds no value, or a mesh of unknown shape.
     """
     try:
@@ -58,7 +58,7 @@ def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
 
 
 def _mesh(fields: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of a pickled mesh, and this rank's place in it."""
+    """The shape of a pickled mesh, and this rank's position in it."""
     coordinate = tuple(int(n) for n in fields["_coordinate_on_dim"])
     if "_layout" in fields:
         axes = fields["_layout"].fields.get("axes")
@@ -82,9 +82,9 @@ def _placement(placement: Any, path: str) -> Placement:
 
 
 def whole_tensors(trees: Sequence[Any], path: str) -> dict[str, StoredTensor]:
-    """The tensors in the tables of all ranks, whose shares become whole ones, by their keys.
+    """Join the tensors in the tables of all ranks, by key; shares become whole tensors.
 
-    What is not a share is the first rank's.
+    Values that are not shares are the first rank's.
 
     Raises:
         LoadError: the shares do not make up a tensor.

@@ -1,6 +1,6 @@
 """Checkpoints that are one table of parts: files of training scripts and of Lightning, and DCP.
 
-Parts are known by the names that scripts give them. What has no such name keeps its own.
+Parts are known by the names that scripts give them. Others keep their own names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from anyrank.sources.tools.checkpoint import (
 )
 from anyrank.tensors.spec import StoredTensor
 
-TRAINED = "current_model_state"  # of Lightning's WeightAveraging, with the average in state_dict
+TRAINED = "current_model_state"  # Lightning's WeightAveraging keeps the average in state_dict
 EMAS = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "ema_model")
 OPTIMIZERS = (
     "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
@@ -42,16 +42,16 @@ STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_step
 PROGRESS = ("train_state", "trainer_state", "progress", "state")
 DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
 STEP_NAME = re.compile(r"(?:^|[_.-])(?:step|iter|iteration|checkpoint)[_=-]?(\d+)(?=[_.-]|$)")
-META = "meta.pt"  # of Lightning's sharded folders: all that is not in DCP's files
+META = "meta.pt"  # Lightning's sharded folders: everything that is not in DCP's files
 NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
 WHY = "random streams and loaders belong to the processes that saved them"
 
 
 def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
-    """What a file holds that `torch.save` wrote: Lightning's, or a training script's.
+    """Read a file of `torch.save`: Lightning's, or a training script's.
 
     Raises:
-        LoadError: no weights are in it.
+        LoadError: it contains no weights.
         UnsafeFile: it is damaged, or its pickle would run code.
     """
     folder, _, _ = path.rpartition("/")
@@ -63,10 +63,10 @@ def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
 
 
 def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """What a folder of torch.distributed.checkpoint holds: a script's, torchtitan's, Lightning's.
+    """Read a folder of torch.distributed.checkpoint: a script's, torchtitan's, Lightning's.
 
     Raises:
-        LoadError, UnsafeFile: as `read_file`; a data file is missing.
+        LoadError, UnsafeFile: as for `read_file`; a data file is missing.
     """
     files = Collector(storage, folder)
     content = dcp.read_folder(
@@ -79,7 +79,7 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
     while len(table) == 1 and isinstance(inner := next(iter(table.values())), dict):
         if any(isinstance(value, StoredTensor) for value in inner.values()):
             break
-        table = {**cast("dict[Any, Any]", inner)}  # as in {"app": AppState()}
+        table = {**cast("dict[Any, Any]", inner)}  # for example {"app": AppState()}
     run = _read_table(files, table, folder)
     ranks = {match[1] for info in content.listing.files if (match := DATA.search(info.path))}
     not_read = dict.fromkeys({key.split(".")[0] for key in content.others}, WHY)
@@ -91,12 +91,12 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     """The parts of a checkpoint by their names in a table.
 
     Raises:
-        LoadError: no weights are in it.
+        LoadError: it contains no weights.
     """
     rest = {str(key): value for key, value in table.items()}
     weights: dict[str, Listing] = {}
     not_read: dict[str, str] = {}
-    keys: dict[str, str] = {}  # of parts that have another name here
+    keys: dict[str, str] = {}  # for parts that have another name here
     averages: dict[str, Any] = {}
     names_of = {"model": NESTED, "ema": EMAS}
     if _has_average(rest):
@@ -111,7 +111,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
             inner = rest.pop(key)
             weights[name] = _weights(inner)
             keys[name] = key
-            averages |= {} if name == "model" else {name: inner}  # its part may be no module
+            averages |= {} if name == "model" else {name: inner}  # its part may not be a module
             if isinstance(rest.get(name), dict):
                 del rest[name]
                 not_read[name] = f"the part {name} was read from {key}"
@@ -145,7 +145,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     for key, value in rest.items():
         if isinstance(value, dict) and value and not key.startswith(NOT_READ):
             states.setdefault(key, value)
-            if flat(value):  # of a module, if the part is one
+            if flat(value):  # the weights of a module, if the part is one
                 weights[key] = _weights(cast("dict[Any, Any]", value))
     is_lightning = "pytorch-lightning_version" in rest
     saved_epoch = rest.get("epoch")
@@ -175,7 +175,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
 
 
 def _has_average(table: dict[str, Any]) -> bool:
-    """Whether Lightning's WeightAveraging has put the average in the place of the weights."""
+    """Return whether Lightning's WeightAveraging has put the average in place of the weights."""
     names = (TRAINED, "state_dict", "averaging_state")
     return all(isinstance(table.get(name), dict) for name in names)
 
@@ -193,8 +193,9 @@ def _weights(table: Any) -> Listing:
 def _take_parts(
     rest: dict[str, Any], names: Sequence[str], keys: dict[str, str]
 ) -> list[tuple[str, Any]]:
-    """The parts of one kind, taken out of the table: `optimizer`, `optimizer_1`, ...; notes in
-    `keys` what the table calls them.
+    """Take the parts of one kind out of the table: `optimizer`, `optimizer_1`, ...
+
+    Records the table's names for them in `keys`.
     """
     first = names[0]
     parts: list[tuple[str, Any]] = []
@@ -215,7 +216,7 @@ def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
 
 
 def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
-    """Completed steps, by the names that scripts give their count; and what else stands there."""
+    """Completed steps, by the names that scripts use for the count; and an invalid value's text."""
     wrong = ""
     tables = [rest, *(rest[key] for key in PROGRESS if isinstance(rest.get(key), dict))]
     for table in tables:

@@ -1,1 +1,1 @@
-"""`convert`: weights into files of another format."""
+"""`convert`: writes weights into files of another format."""

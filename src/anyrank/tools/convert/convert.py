@@ -34,13 +34,13 @@ def convert(
 ) -> ConvertReport:
     """Write the weights of a source into a folder or file that other tools read.
 
-    The destination is written beside its place, made durable, and then renamed: it is whole, or it
-    is not there. Tensors that are one tensor (tied) are written once. Host memory: a few MiB, at
-    any size; with `model=`, both copies of a tensor that the model ties, which are compared.
+    The destination is written beside its final place, made durable, and then renamed: it is either
+    whole or absent. Tied tensors are written once. Host memory: a few MiB, at any size; with
+    `model=`, both copies of a tensor that the model ties, which are compared.
 
-    A source on disk is converted by one process, which meets no other. A live model is given by
-    every rank of its group, sharded or not: each saves its share into a folder beside the
-    destination, which all of them see, and the first rank converts that.
+    One process converts a source on disk, without other ranks. A live model is given by every rank
+    of its group, sharded or not: each saves its share into a folder beside the destination, which
+    all of them must see, and the first rank converts that.
 
     Example::
 
@@ -50,26 +50,26 @@ def convert(
         assert anyrank.inspect("weights").dtypes.keys() == {"bfloat16"}
 
     Args:
-        src: a path or URL, a list of files, or a dict of tensors; as for `load`. Of a run, the
-            weights of the newest step. Or a model: plain, DDP, FSDP2, tensor parallel, compiled.
-        dst: a local path that is not there yet. For "torch", and for "safetensors" if it ends with
-            `.safetensors`, it is a file, else a folder.
+        src: a path or URL, a list of files, or a dict of tensors; as for `load`. For a run, the
+            newest step's weights. Or a model: plain, DDP, FSDP2, tensor parallel, compiled.
+        dst: a local path that does not exist yet. It is a file for "torch", and for "safetensors"
+            if it ends with `.safetensors`, else a folder.
         to: "safetensors", a Hugging Face folder with the configuration and tokenizer of the
             source's folder; "dcp", for torch.distributed.checkpoint; or "torch", for `torch.load`.
-        dtype: of the floating tensors: float64, float32, float16 or bfloat16, also as fp64, fp32,
-            fp16 or bf16. Others keep theirs.
+        dtype: dtype of the floating tensors: float64, float32, float16 or bfloat16, also as fp64,
+            fp32, fp16 or bf16. Other tensors keep theirs.
         rename: from the source's keys to names: a dict of keys or prefixes, a list of (regex,
-            replacement), or a callable. Names that wrappers put in (`module.`, `_orig_mod.`) are
-            left out in any case, and so is a key that becomes "".
+            replacement), or a callable. Names that wrappers add (`module.`, `_orig_mod.`) are
+            always left out, and so is a key that becomes "".
         shard_bytes: most bytes of tensors in one file of safetensors. Default: 5 GB.
-        model: of a source with a model's own names (a run, DCP, `.pt`): that model, real or on
-            meta. Its tensors have to be there, ties are those of the model, and what transformers
-            renames, fuses or stacks while it loads is undone.
-        overwrite: what is there is renamed to `dst.replaced-...`, which the report names; nothing
-            is deleted. Of a link, what it points to is renamed.
-        layout: of a model whose plain tensors are each rank's part of a whole: a dict of name or
+        model: for a source with a model's own names (a run, DCP, `.pt`): that model, real or on
+            meta. The source must hold its tensors, ties are those of the model, and transformers'
+            renaming, fusing and stacking at load time is undone.
+        overwrite: rename an existing destination to `dst.replaced-...`, which the report names;
+            nothing is deleted. For a link, its target is renamed.
+        layout: for a model whose plain tensors are each rank's part of a whole: a dict of name or
             pattern to (mesh, placements), or a function of the name, as for `sync`.
-        process_group: the ranks that hold the model. Default: all, or this process alone where no
+        process_group: the ranks that hold the model. Default: all, or this process alone if no
             group is initialised.
 
     Returns:
@@ -77,13 +77,13 @@ def convert(
 
     Raises:
         LoadError: the source cannot be read or is damaged, ranks hold different models, two keys
-            get one name, a value does not exist in `dtype`, a tensor has no place in the format,
-            or an adapter that is not plain LoRA or makes a weight that is not finite.
+            get one name, a value does not exist in `dtype`, the format cannot hold a tensor, or an
+            adapter is not plain LoRA or makes a weight that is not finite.
         UnsafeFile: a pickle that would run code, or a header that lies.
-        CheckpointError: the destination cannot be written, or does not hold what was written; or a
-            damaged run.
-        ValueError, TypeError: an argument that is wrong in itself, a destination that is a URL,
-            there already, or the source itself.
+        CheckpointError: the destination cannot be written, or does not hold the written bytes; or
+            the run is damaged.
+        ValueError, TypeError: an argument that is wrong in itself; a destination that is a URL,
+            exists already, or is the source itself.
     """
 
     def checked() -> ConvertOptions:
@@ -108,7 +108,7 @@ def convert(
             raise ValueError("model= is for sources on disk: src is a model already")
         return options
 
-    # With a process group every rank is there, also one that gives no model by mistake.
+    # With a process group every rank takes part, even one that gives no model by mistake.
     if isinstance(src, nn.Module) or process_group is not None:
         return convert_live(src, dst, checked, process_group)
     return convert_stored(src, dst, checked(), model)

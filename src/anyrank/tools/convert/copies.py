@@ -1,4 +1,4 @@
-"""What belongs to weights in a Hugging Face folder: configuration, tokenizer, code, licence."""
+"""Files beside the weights in a Hugging Face folder: configuration, tokenizer, code, licence."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from anyrank.sources.weight_files import FORMATS
 from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
-MAX_BYTES = 64 << 20  # of one file
+MAX_BYTES = 64 << 20  # per file
 NO_COPY = ("trainer_state.json", "anyrank.json", "tensors.json")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """The files to copy from a source's folder; none for sources of other formats.
+    """Read the files to copy from a source's folder; none for sources of other formats.
 
     Args:
         source: as the caller gave it.
-        listing: what it holds.
-        dtype: of the converted weights, which config.json is to name, and which are not quantised;
-            None leaves it.
+        listing: its contents.
+        dtype: dtype of the converted, unquantised weights, to be named in config.json; None changes
+            nothing.
 
     Raises:
         LoadError: a file cannot be read.
@@ -64,7 +64,7 @@ def _folder_of(source: Source, listing: Listing) -> str | None:
 
 
 def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
-    """A configuration that names the dtype of the weights, where it names one."""
+    """Change the dtype that a configuration names, if it names one."""
     if dtype is None:
         return data
     try:
@@ -85,4 +85,4 @@ def _rename_dtype(config: dict[str, Any], name: str) -> None:
         if key in DTYPE_KEYS and isinstance(value, str):
             config[key] = name
         elif isinstance(value, dict):
-            _rename_dtype(value, name)  # text_config and its like
+            _rename_dtype(value, name)  # text_config and the like

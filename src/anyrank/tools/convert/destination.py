@@ -1,7 +1,7 @@
-"""Where a conversion goes: a local path, written beside it, and renamed into place at the end.
+"""The destination of a conversion: a local path, written beside it, then renamed into place.
 
-Nothing is ever deleted but what the conversion itself has written: `overwrite=True` renames what
-was there.
+Nothing is ever deleted except files that the conversion itself has written: `overwrite=True`
+renames an existing destination.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ STORE = LocalStorage()
 
 @dataclass(frozen=True)
 class Destination:
-    """A local path that holds nothing, or what may be renamed.
+    """A local path that is free, or whose contents may be renamed.
 
     Attributes:
-        path: a file or a folder, as the caller named it, without a slash at its end; of a link,
-            what it points to.
+        path: a file or a folder, as the caller named it, without a trailing slash; for a link, its
+            target.
         is_file: whether it becomes one file.
-        overwrite: whether what is there may be renamed.
-        token: ends the names beside it, of this conversion alone.
+        overwrite: whether existing contents may be renamed.
+        token: suffix for names beside it, unique to this conversion.
     """
 
     path: str
@@ -43,19 +43,19 @@ class Destination:
 
     @property
     def folder(self) -> str:
-        """Where files are written until all of them are there."""
+        """The folder in which files are written until all of them exist."""
         return f"{self.path}.unfinished-{self.token}"
 
     @property
     def written(self) -> str:
-        """What is renamed to the path: the folder, or the file in it."""
+        """The result that is renamed to the path: the folder, or the file in it."""
         return os.path.join(self.folder, self.name) if self.is_file else self.folder
 
     def prepare(self, nbytes: int) -> None:
-        """Make the folder that is written to.
+        """Make the folder in which the files are written.
 
         Raises:
-            CheckpointError: it cannot be made, or has not so much space.
+            CheckpointError: it cannot be made, or there is too little space.
         """
         with storing(self.folder):
             STORE.make_folder(self.folder)
@@ -68,13 +68,13 @@ class Destination:
             )
 
     def commit(self) -> str:
-        """Give what was written its name.
+        """Rename the result to its final name.
 
         Returns:
-            The name that what was there has now; "" where nothing was.
+            The new path of a former destination; "" if there was none.
 
         Raises:
-            CheckpointError: something came there in the meantime, or the disk refuses.
+            CheckpointError: the path was taken in the meantime, or the disk refuses.
         """
         with storing(self.path):
             STORE.sync_folder(self.folder)
@@ -103,7 +103,7 @@ class Destination:
         return replaced
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
         with contextlib.suppress(OSError):
             STORE.remove_folder(self.folder)
 
@@ -111,7 +111,7 @@ class Destination:
 def destination(
     dst: str | os.PathLike[str], sources: Sequence[str], is_file: bool, overwrite: bool
 ) -> Destination:
-    """Where to write.
+    """Check where to write.
 
     Raises:
         ValueError: a URL, the source itself, a place inside it or above it, one that is taken, or
@@ -124,7 +124,7 @@ def destination(
             f"{path}: is a URL, and convert writes to local paths: give a local path, and copy "
             "the result"
         )
-    storage_for(path)  # refuses what is no path here
+    storage_for(path)  # refuses anything that is not a path here
     if not path or path == "/":
         raise ValueError(f"dst={path!r}: give the path of a new file or folder")
     for source in sources:
@@ -137,20 +137,20 @@ def destination(
             f"{path}: is there already: give another place, or overwrite=True (--overwrite)"
         )
     if os.path.islink(path):
-        path = os.path.realpath(path)  # what is renamed must not be the link
+        path = os.path.realpath(path)  # the link itself must not be renamed
     _check_parent(path)
     return Destination(path, is_file, overwrite, uuid.uuid4().hex[:8])
 
 
 def _is_free(path: str, is_file: bool) -> bool:
-    """Whether nothing is there, or an empty folder that becomes a full one."""
+    """Return whether the path is free, or an empty folder where a folder will be written."""
     if not os.path.lexists(path):
         return True
     return not is_file and os.path.isdir(path) and not os.listdir(path)
 
 
 def _check_parent(path: str) -> None:
-    """Raises ValueError: a file is where a folder above the destination has to be."""
+    """Raise ValueError if a file is where a folder above the destination has to be."""
     above = os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(above):
         above = os.path.dirname(above)

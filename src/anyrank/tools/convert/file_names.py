@@ -1,7 +1,7 @@
 """A transformers model's tensors under the names of its checkpoints, and its configuration.
 
 transformers renames, fuses and stacks tensors while it loads; its own code that undoes this when a
-model is saved is run on symbolic tensors, so that nothing is read.
+model is saved runs here on symbolic tensors, so that nothing is read.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def as_files(
     model: nn.Module,
     targets: Sequence[ModelTensor] | None = None,
 ) -> Selection:
-    """A source's tensors under the file names of a model, ties by what the model ties.
+    """Give a source's tensors the file names of a model, with the model's ties.
 
     Args:
-        selection: of the source.
-        listing: the source; one of safetensors has the file names already.
+        selection: the selected tensors of the source.
+        listing: the source; safetensors has the file names already.
         model: real or on meta.
-        targets: its tensors under the names that are wanted; default: all of them.
+        targets: its tensors under the wanted names; default: all of them.
 
     Raises:
         LoadError: the source is not of this model, a tied tensor has two values, or a conversion
-            that computes values.
+            computes values.
     """
     targets = find_tensors(model) if targets is None else targets
     ties = _ties_of(model, targets)
@@ -66,7 +66,7 @@ def as_files(
     renamed = dict(selection.renamed)
     unknown: list[str] = []
     others: list[str] = []
-    extras: Tensors = {}  # extra state of modules, of which a model has no list
+    extras: Tensors = {}  # extra state of modules, which a model does not list
     for name, stored in selection.tensors.items():
         hit = next((live_name for live_name in candidates(name) if live_name in live), None)
         if hit is None and is_other_part(name):
@@ -98,14 +98,14 @@ def as_files(
 
 
 def _prefixed(unknown: Sequence[str]) -> str:
-    """The rename= for keys that are all under one name."""
+    """Suggest the rename= for keys that are all under one name."""
     first = unknown[0].partition(".")[0] if unknown else ""
     under = bool(first) and all(name.startswith(f"{first}.") for name in unknown)
     return f", for instance rename={ {first: ''}!r}" if under else ""
 
 
 def _in_table(selection: Selection, known: Collection[str]) -> Selection:
-    """The table of weights of a checkpoint of several parts, as `load` finds it by the model."""
+    """The table of weights of a checkpoint of several parts, found by the model as `load` does."""
     names = [*selection.tensors, *selection.tied]
     prefix = inner_prefix(names, known)
     if prefix is None:
@@ -113,7 +113,7 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     keys = {name: key for key, name in selection.renamed.items()}
     inner = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     owners = {name: name for name in selection.tensors} | selection.tied
-    first: dict[str, str] = {}  # an owner may be outside the table, and its bytes not
+    first: dict[str, str] = {}  # an owner may be outside the table, and its bytes inside
     for name in inner:
         first.setdefault(owners[name], name)
     tensors = {inner[name]: selection.tensors[owner] for owner, name in first.items()}
@@ -129,10 +129,10 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
 
 
 def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:
-    """The same tensors by the names that transformers saves them under; other models keep theirs.
+    """Give tensors the names under which transformers saves them; other models keep theirs.
 
     Raises:
-        LoadError: a conversion that computes values; or as `conversion_code`.
+        LoadError: a conversion computes values; or as for `conversion_code`.
     """
     inner = pretrained(model)
     if inner is None:
@@ -147,7 +147,7 @@ def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensor
 
 
 def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]:
-    """Name -> the name that holds the values, as the model declares it and as it is."""
+    """Name -> the name that holds the values, from the model's declared and actual ties."""
     ties = dict(getattr(pretrained(model), "all_tied_weights_keys", None) or {})
     for target in targets:
         names = [registration.name for registration in target.registrations]
@@ -157,7 +157,7 @@ def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]
 
 
 def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Selection:
-    """Without the second copies of tied tensors, which must be equal to the first.
+    """Drop the second copies of tied tensors, which must equal the first.
 
     Raises:
         LoadError: they hold different values.
@@ -165,7 +165,7 @@ def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Se
     tensors, tied = dict(selection.tensors), dict(selection.tied)
     with Reader(listing, buffer_bytes=BUFFER_BYTES) as reader:
         for name, kept in ties.items():
-            if tied.get(kept) == name:  # the name that is kept is the other
+            if tied.get(kept) == name:  # the other name is kept
                 tensors[kept] = tensors.pop(name).renamed(kept)
                 tied.pop(kept)
                 tied[name] = kept

@@ -1,5 +1,7 @@
-"""A live model into files: its ranks save its weights beside the destination, and the first rank
-converts what they have saved."""
+"""Converts a live model into files.
+
+Its ranks save its weights beside the destination, and the first rank converts these.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def convert_live(
     checked: Callable[[], ConvertOptions],
     process_group: Group,
 ) -> ConvertReport:
-    """As `convert`, of a model. All ranks.
+    """Convert a model, as `convert` does. All ranks.
 
     Args:
         src: the model; `checked` refuses anything else.
@@ -77,7 +79,7 @@ def convert_live(
         coordinates = check_alike(title, tensors, inventories, ranks, LoadError)
         pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
         tied = {alias: name for alias, name in pairs if alias != name}
-        # Another rank's tie would be written as the first rank's is.
+        # Another rank's tie would be written as the first rank's.
         ties = {f"tie of {alias}": name for alias, name in tied.items()}
         compare_arguments(ranks, "convert", ties, LoadError)
         buffers = {t.name: t for t in tensors if t.kind == "buffer" and t.layout is None}
@@ -122,10 +124,10 @@ def _saved(
     target: Destination,
     ranks: Ranks,
 ) -> Generator[str, None, None]:
-    """A folder beside the destination that holds the weights while the block runs. All ranks.
+    """Make a folder beside the destination that holds the weights during the block. All ranks.
 
     Raises:
-        CheckpointError: of any rank, on all ranks: it cannot write.
+        CheckpointError: a rank cannot write; on all ranks.
     """
     folder = f"{target.folder}-weights"
 
@@ -157,10 +159,10 @@ def _saved(
 
 
 def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
-    """The selection under the names that the caller asked for.
+    """Give the selection the names that the caller asked for.
 
     Raises:
-        LoadError: two tensors get one name, or one an empty name.
+        LoadError: two tensors get one name, or one gets an empty name.
     """
     tensors = [(rename(name), stored) for name, stored in selection.tensors.items()]
     tied = {rename(name): rename(kept) for name, kept in selection.tied.items()}
@@ -180,13 +182,13 @@ def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
 
 
 def _listed(folder: str, extras: Mapping[str, torch.Tensor]) -> Listing:
-    """What the ranks have saved, and the first rank's extra state."""
+    """List the tensors that the ranks have saved, and the first rank's extra state."""
     saved = dcp.list_folder(STORE, folder)
     return join(saved.format, [saved, list_memory(extras)]) if extras else saved
 
 
 def _skipped(model: nn.Module, differ: Iterable[str], extras: Collection[str]) -> list[str]:
-    """What of the model is not in the output as this rank holds it, and why."""
+    """Describe the parts of the model that the output lacks or that differ, with the reason."""
     return [
         *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
         *(
@@ -201,11 +203,10 @@ def _skipped(model: nn.Module, differ: Iterable[str], extras: Collection[str]) -
 def _agreed(
     dst: str | os.PathLike[str], checked: Callable[[], ConvertOptions], ranks: Ranks
 ) -> tuple[ConvertOptions, Destination]:
-    """The options and where to write, alike on all ranks. All ranks.
+    """Agree on the options and the destination. All ranks.
 
     Raises:
-        ValueError, TypeError, LoadError: on all ranks, where one rank's arguments are wrong or
-            differ.
+        ValueError, TypeError, LoadError: one rank's arguments are wrong, or differ; on all ranks.
     """
     answers: list[tuple[ConvertOptions, Destination]] = []
     arguments: dict[str, object] = {}  # filled by `check`, which runs before they are compared
@@ -214,7 +215,7 @@ def _agreed(
         options = checked()
         arguments["dst"] = os.fspath(dst)
         arguments.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
-        arguments["layout"] = options.layout is not None  # ranks may give different ones
+        arguments["layout"] = options.layout is not None  # ranks may give different layouts
         target = destination(dst, [], options.is_file(dst), options.overwrite)
         answers.append((options, target))
 
@@ -225,10 +226,10 @@ def _agreed(
 def _find_written(
     model: nn.Module, options: ConvertOptions, ranks: Ranks
 ) -> tuple[list[ModelTensor], dict[str, torch.Tensor]]:
-    """The model's tensors, with what plain ones are parts of, and extra state that is a tensor.
+    """The model's tensors, plain ones as parts of their wholes, and extra state that is a tensor.
 
     Raises:
-        LoadError: a tensor that cannot be written as it is, or is no part as `layout=` says.
+        LoadError: a tensor cannot be written as it is, or is not a part as `layout=` says.
     """
     tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
     adapters = [tensor.name for tensor in tensors if tensor.adapter]

@@ -20,10 +20,10 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the caller of `convert` asked for; see there for each.
+    """The options that the caller of `convert` gave; documented there.
 
     Raises:
-        ValueError: an unknown format or dtype, no positive size, a regex that does not compile.
+        ValueError: an unknown format or dtype, a size that is not positive, an invalid regex.
         TypeError: an option of another type.
     """
 
@@ -47,10 +47,10 @@ class ConvertOptions:
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """The dtype of floating tensors in the output; None where they keep theirs.
+        """The dtype of floating tensors in the output; None if they keep theirs.
 
         Raises:
-            ValueError, TypeError: `dtype` names none.
+            ValueError, TypeError: `dtype` does not name one.
         """
         if self.dtype is None:
             return None
@@ -65,11 +65,11 @@ class ConvertOptions:
         return getattr(torch, name)
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
-        """Whether the destination is one file, and not a folder."""
+        """Return whether the destination is a single file, not a folder."""
         return self.to == "torch" or format_of(os.fspath(dst)) == self.to
 
     def check_name(self, dst: str) -> None:
-        """Refuse a destination that has the name of a file of another format.
+        """Refuse a destination whose name is that of a file of another format.
 
         Raises:
             ValueError: names both.

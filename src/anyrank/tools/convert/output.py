@@ -1,4 +1,4 @@
-"""A plan of files, byte by byte: what is fixed, and which box of which tensor lies where.
+"""A plan of files, byte by byte: the fixed bytes, and the place of each box of each tensor.
 
 Each format makes one of these; one writer fills them all.
 """
@@ -17,7 +17,7 @@ from anyrank.tensors.box import Box
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor as it is to be written, whole."""
+    """A tensor to be written, whole."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class FileSpan:
     """Bytes [start, stop) of a file: the elements of one box of a tensor, row-major.
 
     Attributes:
-        tensor: whose.
+        tensor: the tensor.
         box: whole rows of it, so that any part of the span is a box again.
         start: byte offset in the file, a multiple of the element size.
     """
@@ -64,9 +64,9 @@ class OutputFile:
     """One file.
 
     Attributes:
-        name: in the output's folder.
+        name: name in the output's folder.
         size: bytes.
-        fixed: offset and bytes of what is known already: headers, directories, padding.
+        fixed: offset and bytes of everything that is known already: headers, directories, padding.
         spans: the rest, in order. Together they cover every byte of the file once.
     """
 
@@ -81,9 +81,9 @@ class Output:
     """All files of one conversion.
 
     Attributes:
-        files: with tensors.
+        files: the files with tensors.
         small: name -> bytes of indexes and configurations, which are written after the files.
-        has_sums: whether the checksums of a file's blocks are written beside it.
+        has_sums: whether the checksums of each file's blocks are written beside it.
     """
 
     files: tuple[OutputFile, ...]
@@ -92,7 +92,7 @@ class Output:
 
     @property
     def names(self) -> list[str]:
-        """Of all files."""
+        """The names of all files."""
         sums = [sums_name(file.name) for file in self.files] if self.has_sums else []
         return [*(file.name for file in self.files), *sums, *self.small]
 
@@ -102,7 +102,7 @@ class Output:
 
 
 def shards_of(tensors: Sequence[OutputTensor], most_bytes: int | None) -> list[list[OutputTensor]]:
-    """Tensors in order, in groups of at most `most_bytes`; a larger tensor is a group by itself."""
+    """Tensors in order, in groups of at most `most_bytes`; a larger tensor is its own group."""
     groups: list[list[OutputTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Files of each format that is written, planned byte by byte."""
+"""Plans the files of each output format, byte by byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DCP_DATA = "__0_0.distcp"
 def plan_safetensors(
     name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]
 ) -> OutputFile:
-    """One file, its tensors by element size so that each is aligned.
+    """Plan one file, with its tensors sorted by element size so that each is aligned.
 
     Raises:
         LoadError: a dtype or a name that the format does not have, or too many names.
@@ -40,7 +40,7 @@ def plan_safetensors(
     position = 0
     for tensor in ordered:
         shape, code = list(tensor.shape), CODES[tensor.dtype]
-        if code == "F4":  # two elements a byte, which torch counts as one
+        if code == "F4":  # two elements per byte, which torch counts as one
             shape[-1:] = [shape[-1] * 2] if shape else []
         offsets = [position, position + tensor.nbytes]
         header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
@@ -64,7 +64,7 @@ def plan_safetensors_folder(
     """A Hugging Face folder: one file, or shards of at most `shard_bytes` and their index.
 
     Raises:
-        LoadError: as `plan_safetensors`.
+        LoadError: as for `plan_safetensors`.
     """
     groups = shards_of(tensors, shard_bytes)
     if len(groups) == 1:

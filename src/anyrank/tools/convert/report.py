@@ -1,4 +1,4 @@
-"""What a conversion did."""
+"""The report of a conversion."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What `convert` wrote. Printable as one screen.
+    """The files that `convert` wrote. Printable as one screen.
 
     Attributes:
-        source: as it was given; of a run, the step that was read; the class of a live model.
-        path: of what was written.
-        replaced: the path that what was there has now; empty where nothing was.
-        format: of it: "safetensors", "dcp" or "torch".
-        files: names of the files, those of the source that were copied included.
-        tensors: how many were written, ties counted once.
-        nbytes: of the files.
+        source: as given; for a run, the step that was read; for a live model, its class.
+        path: path of the result.
+        replaced: the new path of a former destination; empty if there was none.
+        format: format of the result: "safetensors", "dcp" or "torch".
+        files: names of the files, including those copied from the source.
+        tensors: number of written tensors, ties counted once.
+        nbytes: size of the files.
         tied: name -> the name whose bytes it shares; it is not written a second time.
         cast: name -> "float32 -> bfloat16".
-        renamed: key of the source -> name, where they differ.
+        renamed: key of the source -> name, if they differ.
         copied: files that were copied from the source's folder.
-        skipped: what of the source was not written, and what of `rename=` matches no key, with the
-            reason.
-        verified: what was compared of the source, in words.
-        seconds: in all.
+        skipped: parts of the source that were not written, and entries of `rename=` that match no
+            key, with the reason.
+        verified: the comparisons made with the source, in words.
+        seconds: total duration.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Which tensors of a source are written, under which names, and which of them are one tensor."""
+"""Selects the tensors of a source to write, their names, and which of them are one tensor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from anyrank.wording import count
 
 @dataclass(frozen=True)
 class Selection:
-    """What is written.
+    """The tensors to write.
 
     Attributes:
         tensors: name -> stored tensor, in order.
-        tied: name -> the name of the tensor that it is.
-        renamed: key of the source -> name, where they differ.
-        skipped: what is not written, or not renamed, with the reason.
-        left_out: names in the source of what `rename=` leaves out.
+        tied: name -> the name of the tensor that it is tied to.
+        renamed: key of the source -> name, if they differ.
+        skipped: everything that is not written, or not renamed, with the reason.
+        left_out: names in the source that `rename=` leaves out.
     """
 
     tensors: dict[str, StoredTensor]
@@ -40,7 +40,7 @@ class Selection:
 
 
 def select(listing: Listing, rename: Rename) -> Selection:
-    """The weights of a source, by the names of the plain module.
+    """Select the weights of a source, by the names of the plain module.
 
     Args:
         listing: the source.
@@ -90,8 +90,9 @@ def select(listing: Listing, rename: Rename) -> Selection:
 
 
 def _weights_of(listing: Listing) -> tuple[Listing, dict[str, str]]:
-    """The weights by whole keys, and key -> name; of the one table that is known as theirs, the
-    name within it.
+    """The weights by whole keys, and key -> name.
+
+    If one table is known to hold the weights, the name is that within the table.
     """
     parts = parts_of(listing)
     chosen = take_tables(listing, parts.weights, parts.others)
@@ -99,7 +100,7 @@ def _weights_of(listing: Listing) -> tuple[Listing, dict[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """A name without what wrappers put into it."""
+    """A name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -110,11 +111,11 @@ def outputs_of(
 
     Raises:
         LoadError: a cast would take 8-bit values for weights, without their scales, or would round
-            the scales of integers, which go to nothing in float16.
+            the scales of integers, which vanish in float16.
     """
     cast = [] if dtype is None else [*selection.tensors.values()]
     floating = [stored for stored in cast if stored.dtype.is_floating_point]
-    # A mask of uint8 is none, though its module may have a parameter of such a name.
+    # A mask of uint8 is not scaled, even if its module has a parameter of such a name.
     scaled = {*filter(is_packed, scales_of(listing.tensors.values()).values())}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
     problems = without_scales(listing, [*floating, *integers], None, selection.left_out)

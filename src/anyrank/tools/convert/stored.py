@@ -1,4 +1,4 @@
-"""A source at rest into files: what is written of it, the plan of the files, and the writing."""
+"""Converts a source at rest into files: selects its tensors, plans the files, and writes them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from anyrank.tools.convert.selection import Selection, outputs_of, select
 from anyrank.tools.convert.writing import write
 from anyrank.wording import count
 
-FOR_TRANSFORMERS = {"format": "pt"}  # it asks for it
+FOR_TRANSFORMERS = {"format": "pt"}  # transformers requires it
 STEMS = ("diffusion_pytorch_model",)
 
 
 def convert_stored(
     src: Source, dst: str | os.PathLike[str], options: ConvertOptions, model: nn.Module | None
 ) -> ConvertReport:
-    """As `convert`, of what is not a model."""
+    """Convert anything but a model, as `convert` does."""
     start = time.perf_counter()
     target = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
     listing = list_source(src)
@@ -72,20 +72,20 @@ def convert_listing(
     *,
     small: Mapping[str, bytes] | None = None,
 ) -> ConvertReport:
-    """Write what was selected of a listing.
+    """Write the selected tensors of a listing.
 
     Args:
-        listing: of the source.
-        selection: what is written of it, by its names in the output.
-        target: where to.
-        options: of the conversion.
+        listing: the source.
+        selection: the tensors to write, by their names in the output.
+        target: the destination.
+        options: the options of the conversion.
         small: name -> bytes of files that go beside the weights.
 
     Returns:
         The report, which its caller completes.
 
     Raises:
-        LoadError: the source cannot be read, or a tensor has no place in the format.
+        LoadError: the source cannot be read, or the format cannot hold a tensor.
         CheckpointError: the destination cannot be written; bytes of a run are damaged.
     """
     tensors = outputs_of(listing, selection, options.cast_dtype)
@@ -121,7 +121,7 @@ def convert_listing(
 
 
 def _verified(listing: Listing) -> str:
-    """What is compared while it is read, in words: files of a run with the checksums of blocks."""
+    """Describe what is verified during reading: files of a run against the checksums of blocks."""
     if listing.sums:
         return f"xxh3-64 of {count(len(listing.sums), 'file')} of the source"
     in_memory = any(info.in_memory for info in listing.files)
@@ -129,7 +129,7 @@ def _verified(listing: Listing) -> str:
 
 
 def _selected(listing: Listing, options: ConvertOptions, model: nn.Module | None) -> Selection:
-    """What is written, by its names in the output."""
+    """Select the tensors to write, by their names in the output."""
     selection = select(listing, options.rename)
     unmerged = [name for name in selection.tensors if is_own_factor(name)]
     if len({is_of_adapter(name) for name in selection.tensors}) > 1:
@@ -154,19 +154,19 @@ def _paths(src: Source) -> list[str]:
 
 
 def _name_of(src: Source, listing: Listing) -> str:
-    """The source as it was given; of a run, the step that was read."""
+    """The source as it was given; for a run, the step that was read."""
     if isinstance(src, (str, os.PathLike)) and listing.format == FORMAT and listing.files:
         return listing.files[0].path.rpartition("/")[0]
     return ", ".join(_paths(src)) or "memory"
 
 
 def _base_of(src: Source) -> Source:
-    """The folder that configuration and tokenizer are copied from: the only one, or the first."""
+    """The folder from which configuration and tokenizer are copied: the only one, or the first."""
     return src if isinstance(src, (Mapping, str, os.PathLike)) else next(iter(src))
 
 
 def _stem(listing: Listing, selection: Selection) -> str:
-    """What the files' names begin with, by which other tools find them."""
+    """The beginning of the files' names, by which other tools find them."""
     if all(map(is_of_adapter, selection.tensors)):
         return "adapter_model"
     names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
@@ -176,10 +176,10 @@ def _stem(listing: Listing, selection: Selection) -> str:
 def _write(
     target: Destination, output: Output, content: StoredContent, check_source: Callable[[], None]
 ) -> str:
-    """Write and commit; nothing is left where that fails, or the source changed meanwhile.
+    """Write and commit; leave nothing if that fails, or if the source changed meanwhile.
 
     Returns:
-        As `Destination.commit`.
+        The result of `Destination.commit`.
 
     Raises:
         LoadError: the source cannot be read.
@@ -211,18 +211,18 @@ def _plan(
     metadata: Mapping[str, str],
     stem: str,
 ) -> Output:
-    """What to write.
+    """Plan the files.
 
     Args:
-        target: where to.
-        tensors: what.
+        target: the destination.
+        tensors: the tensors to write.
         tied: name -> the name whose bytes it shares.
         options: the format, and the size of its files.
         metadata: free text for safetensors.
-        stem: what the names of safetensors files begin with.
+        stem: the beginning of the names of safetensors files.
 
     Raises:
-        LoadError: a tensor that has no place in the format.
+        LoadError: the format cannot hold a tensor.
     """
     if options.to == "dcp":
         return plan_dcp_folder(tensors, tied)

@@ -1,4 +1,4 @@
-"""An output's files, filled and made durable."""
+"""Fills an output's files and makes them durable."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ THREADS = 2
 
 @dataclass(slots=True)
 class _Window:
-    """Consecutive bytes of a file, which are written in one call.
+    """Consecutive bytes of a file that are written in one call.
 
     Attributes:
         start, stop: byte offsets in the file.
-        fixed: offsets and bytes of what is known already.
-        spans: what fills the rest.
+        fixed: offsets and bytes of everything that is known already.
+        spans: the spans that fill the rest.
     """
 
     start: int
@@ -49,11 +49,11 @@ def write(
     """Write one file, durably.
 
     Args:
-        folder: a local folder that is there.
-        file: what goes where in it.
-        content: what fills the spans.
+        folder: an existing local folder.
+        file: the plan of its bytes.
+        content: fills the spans.
         progress: counts the bytes that are written.
-        digester: gets all bytes.
+        digester: receives all bytes.
 
     Raises:
         LoadError: the source cannot be read.
@@ -77,7 +77,7 @@ def write(
 
 
 def _filled(file: OutputFile, content: StoredContent) -> Iterator[memoryview]:
-    """The bytes of a file from start to end, filled by a few threads ahead of who takes them."""
+    """The bytes of a file from start to end, filled by a few threads ahead of the consumer."""
     size = WINDOW_BYTES + ALIGNMENT
     free = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(THREADS + 1)]
     coming: deque[tuple[torch.Tensor, Future[memoryview]]] = deque()
@@ -107,7 +107,7 @@ def _fill(window: _Window, memory: torch.Tensor, content: StoredContent) -> memo
 
 
 def _windows_of(file: OutputFile) -> Iterator[_Window]:
-    """The file from start to end, which its parts cover."""
+    """The windows of a file from start to end, which its parts cover."""
     fixed = (
         (start + low, data[low : low + WINDOW_BYTES])
         for start, data in sorted(file.fixed)

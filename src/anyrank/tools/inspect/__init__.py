@@ -1,1 +1,1 @@
-"""`inspect`, `verify` and `diff`: what a checkpoint holds, whether it is whole, what differs."""
+"""`inspect`, `verify` and `diff`: list a checkpoint, check that it is whole, compare two."""

@@ -1,4 +1,4 @@
-"""`anyrank.diff`: what differs between two sources, by names, shapes, dtypes and values."""
+"""`anyrank.diff`: compares two sources by names, shapes, dtypes and values."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from anyrank.tools.inspect.stream import as_numbers, boxes_of, open_values
 from anyrank.tools.inspect.tool_folders import is_tool_folder, with_optimizers
 from anyrank.wording import count, rows
 
-IN_PART = re.compile(r"@\d{5}$")  # ends the names of tensors in the state of a part
+IN_PART = re.compile(r"@\d{5}$")  # ending of the names of tensors in the state of a part
 SHOWN = 10
 LONGEST = 60  # characters of a value
-BEFORE = 10  # of them before the place where two values part
+BEFORE = 10  # of them shown before the place where two values begin to differ
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a tensor's values differ.
+    """The differences between two tensors' values.
 
     Attributes:
-        largest: absolute difference; NaN where only one of two values is a number.
-        elements: how many differ.
-        of: how many there are.
+        largest: absolute difference; NaN if only one of two values is a number.
+        elements: number of differing elements.
+        of: number of elements.
     """
 
     largest: float
@@ -59,33 +59,34 @@ class Difference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What `diff` found. Printable as one screen; true if nothing differs.
+    """The result of `diff`. Printable as one screen; true if nothing differs.
 
     Two runs need not have saved the same steps: they are equal if they have some in common, and
-    these are.
+    these are equal.
 
     Attributes:
-        a, b: the sources, as they were given; of runs, the folders of the step.
-        equal: how many tensors are the same bits under the same name.
-        only_a, only_b: names that only one of them has; of steps, also parts.
+        a, b: the sources, as given; for runs, the folders of the step.
+        equal: number of tensors with the same bits under the same name.
+        only_a, only_b: names that only one of them has; for steps, also parts.
         shapes: name -> both shapes.
-        dtypes: name -> both dtypes; the values are compared as well.
+        dtypes: name -> both dtypes; the values are compared too.
         values: name -> how they differ, the largest difference first.
-        numbers: of two steps: what else differs but for tensors and data: options of an
+        numbers: for two steps, all differences other than in tensors and data: options of an
             optimizer's groups, values in the state of a scheduler or of a part of your own, the
             epoch -> both values; "absent" for none.
-        data: of two steps: what differs between the states of their ElasticLoaders -> both values.
-        step: of two runs: the first step that both have and in which they differ, which the fields
-            above are of; None if there is none.
-        newest: of two runs: the newest step that both have; None if there is none.
-        parts: of two runs: part of the state -> whether it is equal in the newest step that both
-            have, however they came there. Of two steps: whether it is equal.
-        steps_equal: of two runs: the steps that are equal.
-        steps_only: of two runs: the steps that only one of them has, which are not compared.
-        unreadable: tensors that were not compared, as they are not dense -> what they are; such
-            sources are not equal.
-        not_compared: parts that only one of the sources has, as a flat file has no optimizer and no
-            averages -> how many tensors; the weights alone are equal then.
+        data: for two steps, the differences between the states of their ElasticLoaders -> both
+            values.
+        step: for two runs, the first common step in which they differ, which the fields above
+            describe; None if there is none.
+        newest: for two runs, the newest step that both have; None if there is none.
+        parts: for two runs, part of the state -> whether it is equal in the newest common step,
+            however they got there. For two steps, whether it is equal.
+        steps_equal: for two runs, the steps that are equal.
+        steps_only: for two runs, the steps that only one of them has, which are not compared.
+        unreadable: tensors that were not compared, because they are not dense -> what they are;
+            such sources are not equal.
+        not_compared: parts that only one of the sources has (a flat file has no optimizer and no
+            averages) -> how many tensors; then only the weights are equal.
     """
 
     a: str
@@ -169,13 +170,13 @@ class DiffReport:
 
 
 def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """What differs between the data of two steps, a line each."""
+    """The differences between the data of two steps, a line each."""
     lines = [f"{name}: {x} and {y}" for name, (x, y) in data.items() if name != "receipt"]
     return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
 
 
 def _both_shown(x: Any, y: Any) -> str:
-    """Two values that differ; of long ones, the place where they begin to differ."""
+    """Two differing values; long ones from the place where they begin to differ."""
     texts = str(x), str(y)
     pairs = enumerate(zip(*texts, strict=False))
     start = next((n for n, (p, q) in pairs if p != q), min(map(len, texts))) - BEFORE
@@ -192,13 +193,14 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
 
     Two runs are compared step by step, with all tensors and plain values of all their parts; the
-    report is of the first step that differs, and says of each part whether it is equal in the
-    newest step that both have. Not compared are what differs between equal runs (id, time, rank
-    counts, layouts, versions), the random streams, and a part that each rank saved for itself where
-    the rank counts differ. Of two folders of other tools (the Trainer's, Accelerate's, DeepSpeed's)
-    the weights and the tensors of the optimizers are compared, of two checkpoints of one other
-    format (`.pt`, Lightning, DCP) the tensors of all their tables. Of other pairs, as a run and
-    what `convert` wrote of it, the weights are compared, and the report names what is beside them.
+    report describes the first step that differs, and says for each part whether it is equal in the
+    newest step that both have. Not compared are values that differ between equal runs (id, time,
+    rank counts, layouts, versions), the random streams, and a part that each rank saved for itself
+    if the rank counts differ. For two folders of other tools (the Trainer's, Accelerate's,
+    DeepSpeed's) the weights and the tensors of the optimizers are compared; for two checkpoints of
+    one other format (`.pt`, Lightning, DCP) the tensors of all their tables. For other pairs, such
+    as a run and the output of `convert`, the weights are compared, and the report names everything
+    beside them.
 
     Called by one process.
 
@@ -212,8 +214,9 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
     Args:
         a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
-        ignore: patterns, as of file names, of what is left out: a part of the state ("timer"), or
-            names as the report has them (`"*.bias"`, `"scheduler.step_size"`), with all below them.
+        ignore: patterns, like those for file names, for everything to leave out: a part of the
+            state ("timer"), or names as in the report (`"*.bias"`, `"scheduler.step_size"`), with
+            all below them.
 
     Returns:
         The report, which is true if nothing differs.
@@ -240,7 +243,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
 
 def _ignored(ignore: object) -> Ignore:
-    """Whether a name, or a table that it is in, is of one of the patterns."""
+    """Make a function that tells whether a name, or a table around it, fits one of the patterns."""
     patterns: Any = [ignore] if isinstance(ignore, str) else ignore
     if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
         raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
@@ -253,7 +256,7 @@ def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
 
 
 def _committed_steps(source: Source) -> dict[int, str] | None:
-    """Of a run or a step: step -> folder; None for other sources."""
+    """Step -> folder for a run or a step; None for other sources."""
     if not isinstance(source, (str, os.PathLike)):
         return None
     path = os.fspath(source)
@@ -272,7 +275,7 @@ def _diff_runs(
     a: str, b: str, steps_a: Mapping[int, str], steps_b: Mapping[int, str], ignore: Ignore
 ) -> DiffReport:
     if len(steps_a) == len(steps_b) == 1 and a in steps_a.values() and b in steps_b.values():
-        return _diff_steps(a, b, ignore)  # of whatever step
+        return _diff_steps(a, b, ignore)  # whatever their numbers
     equal: list[int] = []
     only = sorted(steps_a.keys() ^ steps_b.keys())
     both = sorted(steps_a.keys() & steps_b.keys())
@@ -293,7 +296,7 @@ def _diff_runs(
 
 
 def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
-    """Two steps: their tensors, and what else their parts hold."""
+    """Compare two steps: their tensors, and everything else in their parts."""
     manifest_a, manifest_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
     in_a = list_step(storage_for(a), a, manifest_a)
     in_b = list_step(storage_for(b), b, manifest_b)
@@ -314,7 +317,7 @@ def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
 
 
 def _differing_parts(report: DiffReport) -> set[str]:
-    """The parts of two steps that differ, by what their names begin with."""
+    """The parts of two steps that differ, by the beginnings of the differing names."""
     by_name = (report.shapes, report.dtypes, report.values, report.numbers)
     names = {name for names in by_name for name in names}
     names |= {*report.only_a, *report.only_b}
@@ -322,7 +325,7 @@ def _differing_parts(report: DiffReport) -> set[str]:
 
 
 def _parts_of_ranks(a: Manifest, b: Manifest) -> set[str]:
-    """The parts that each rank saved for itself, where the rank counts differ."""
+    """The parts that each rank saved for itself, if the rank counts differ."""
     if a.saved_on["ranks"] == b.saved_on["ranks"]:
         return set()
     return {
@@ -334,7 +337,7 @@ def _parts_of_ranks(a: Manifest, b: Manifest) -> set[str]:
 
 
 def _place_of(name: str) -> str:
-    """Where a tensor is in the state; that of a part's own tensor without its number."""
+    """A tensor's place in the state; for a part's own tensor, without its number."""
     return IN_PART.sub("", name)
 
 
@@ -396,7 +399,7 @@ def _size(largest: float) -> float:
 
 
 def _compare(a: StoredTensor, b: StoredTensor, in_a: Reader, in_b: Reader) -> Difference | None:
-    """How two tensors of one shape differ; None where no value does."""
+    """Compare two tensors of one shape; None if no value differs."""
     largest, elements = 0.0, 0
     for box in boxes_of(a):
         x, y = in_a.read(a, box), in_b.read(b, box)

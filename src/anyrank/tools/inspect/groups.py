@@ -1,4 +1,4 @@
-"""Tensors that differ in a layer's number only, as one line: `layers.{0..31}.up.weight x32`."""
+"""Shows tensors that differ in a layer's number as one line: `layers.{0..31}.up.weight x32`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from anyrank.wording import in_units, printable, short_dtype
 
 SHOWN_RUNS = 6
-# A part of a name that is a number; not 007, which the number would not give back.
+# A part of a name that is a number; not 007, which the number would not reproduce.
 NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
 
@@ -19,9 +19,9 @@ class TensorGroup:
 
     Attributes:
         name: all names in one, fit for a terminal; several numbers are in braces.
-        shape, dtype: of each tensor.
-        count: how many tensors.
-        nbytes: of all of them.
+        shape, dtype: shape and dtype of each tensor.
+        count: number of tensors.
+        nbytes: size of all of them.
     """
 
     name: str
@@ -55,7 +55,7 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Tens
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """What a name sorts by: a number, or -1 and a word, for each part."""
+    """The sort key of a name: a number, or -1 and a word, for each part."""
     parts = name.split(".")
     return [(int(part), "") if NUMBER.fullmatch(part) else (-1, part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""`anyrank.inspect`: what a source holds, from its headers alone."""
+"""`anyrank.inspect`: lists the contents of a source, from its headers alone."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class InspectedTensor:
 
     Attributes:
         name: its key.
-        shape: the global one, where a format keeps a tensor in parts.
+        shape: the global shape, if a format keeps a tensor in parts.
         dtype: torch's name, without "torch.".
-        nbytes: of its elements.
+        nbytes: size of its elements.
         files: paths of the files that hold it; several only in DCP folders.
     """
 
@@ -61,7 +61,7 @@ class InspectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Tensors of one dtype: how many, their elements, their bytes. Tied ones' count once."""
+    """Tensors of one dtype: their number, elements and bytes. Tied ones count once."""
 
     tensors: int
     elements: int
@@ -70,23 +70,23 @@ class Total:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a source holds. Printable as one screen.
+    """The contents of a source. Printable as one screen.
 
     Attributes:
-        path: the source, as it was given.
+        path: the source, as given.
         format: for example "safetensors, 4 files", "torch zip", "lightning" or "dcp".
-        files: what the tensors are in; empty for tensors in memory.
+        files: the files that hold the tensors; empty for tensors in memory.
         tensors: all of them, in the order of the headers.
         dtypes: dtype -> total, the largest first.
-        parameters: elements of all tensors, tied ones' once: a file does not tell parameters from
+        parameters: elements of all tensors, tied ones once: a file does not tell parameters from
             buffers.
-        nbytes: of all tensors, tied ones' once.
-        tied: name -> the name of the tensor before it whose bytes it is.
+        nbytes: size of all tensors, tied ones once.
+        tied: name -> the name of the tensor before it whose bytes it shares.
         metadata: free text that the format carries.
         skipped: files and keys that `load` ignores, each with the reason.
         quantised: tensors that `load` dequantises -> how they are quantised.
         steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
-        run_time: of a run folder on a local disk, where its time went, by its `log.jsonl`.
+        run_time: for a run folder on a local disk, where its time went, from its `log.jsonl`.
     """
 
     path: str
@@ -137,8 +137,8 @@ def tensor_rows(
 
     Args:
         inspection: what was inspected.
-        shown: most groups that are shown; default: all.
-        grouped: False for one line a tensor, in the order of the headers.
+        shown: most groups to show; default: all.
+        grouped: False for one line per tensor, in the order of the headers.
     """
     tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
     groups = group(tensors)
@@ -167,7 +167,7 @@ def notes(inspection: Inspection) -> list[str]:
 def inspect(source: Source) -> Inspection:
     """Read the headers of a source, and no payload: no process group, no GPU, milliseconds.
 
-    Of a run folder, it lists the committed steps, and the tensors of the newest.
+    For a run folder, it lists the committed steps, and the tensors of the newest.
 
     Called by one process; ranks need not agree.
 
@@ -184,7 +184,8 @@ def inspect(source: Source) -> Inspection:
             folder, anyrank run), a list of files, or a dict of tensors; as for `load`.
 
     Raises:
-        LoadError: nothing there, no permission, an incomplete set of files, or an unknown format.
+        LoadError: nothing exists there, no permission, an incomplete set of files, or an unknown
+            format.
         UnsafeFile: a header that lies, or a pickle that would run code.
         TypeError: neither path, list of paths nor dict of tensors.
     """
@@ -210,7 +211,7 @@ def inspect(source: Source) -> Inspection:
 
 
 def name_of(source: Source) -> str:
-    """A source in reports."""
+    """The name of a source in reports."""
     if isinstance(source, Mapping):
         return "memory"
     if isinstance(source, (str, os.PathLike)):
@@ -236,7 +237,7 @@ def _tensors(listing: Listing) -> list[InspectedTensor]:
 
 
 def _elements(stored: StoredTensor) -> int:
-    """Elements of a tensor; torch counts packed ones (float4_e2m1fn_x2) by the byte."""
+    """The elements of a tensor; torch counts packed ones (float4_e2m1fn_x2) by the byte."""
     return stored.numel * (2 if str(stored.dtype).endswith("_x2") else 1)
 
 
@@ -254,7 +255,7 @@ def _totals(listing: Listing) -> dict[str, Total]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line that fits on a terminal of 80 columns, or several; words stay whole."""
+    """Wrap a line to a terminal of 80 columns; words stay whole."""
     return textwrap.wrap(
         line, COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )

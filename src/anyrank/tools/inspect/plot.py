@@ -15,15 +15,16 @@ SIZE = (8.0, 5.0)  # inches
 def draw(folder: str, path: str) -> None:
     """Draw the log of a run on a local disk. Needs matplotlib (`pip install 'anyrank[plot]'`).
 
-    Each process of the run is a line of its own: steps that were done again are there twice.
+    Each process of the run is a separate line: steps that were repeated appear twice.
 
     Args:
-        folder: of the run.
-        path: of the picture, whose ending says its format.
+        folder: the run's folder.
+        path: path of the picture, whose ending determines its format.
 
     Raises:
         LoadError: the run has no log.
-        AnyrankError: matplotlib is not installed; the format is none of its; no such folder.
+        AnyrankError: matplotlib is not installed, does not know the format, or the folder is
+            missing.
     """
     if find_spec("matplotlib") is None:
         raise AnyrankError("a plot needs matplotlib: pip install 'anyrank[plot]'")

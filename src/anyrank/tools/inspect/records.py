@@ -1,9 +1,9 @@
-"""What differs between two steps of runs apart from their tensors: position, options, plain values.
+"""Compares two steps of runs apart from their tensors: position, options, plain values.
 
-Compared is the JSON of the manifests, as `files.json_codec` makes it; of each part, the first path
-that differs is told. What differs between equal runs is left out: how tensors lie on ranks, how an
-optimizer computes, and where a frozen part was read from. So is a part that each rank saved for
-itself, where the rank counts differ.
+It compares the JSON of the manifests, as made by `files.json_codec`; for each part, the first path
+that differs is reported. Differences between equal runs are left out: how tensors lie on ranks, how
+an optimizer computes, and where a frozen part was read from. So is a part that each rank saved for
+itself, if the rank counts differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from anyrank.files.json_codec import reading_record
 from anyrank.files.manifest import IMPLEMENTATION, Manifest
 
 PROGRESS = ("step", "epoch", "samples")
-POSITION = {"seed", "epoch", "step", "samples", "receipt"}  # that a loader of ours has
-NO_POSITION = ("version", "receipts", "exact")  # of its state, what may differ between equal runs
+POSITION = {"seed", "epoch", "step", "samples", "receipt"}  # the fields of our loaders
+NO_POSITION = ("version", "receipts", "exact")  # fields that may differ between equal runs
 TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
 NOT_COMPARED = ("kind", "layout")
 COMPARED_APART = ("tree", "by_rank", "groups")
@@ -32,18 +32,18 @@ Ignore = Callable[[str], bool]
 def record_differences(
     a: Manifest, b: Manifest, ignore: Ignore
 ) -> tuple[dict[str, Pair], dict[str, Pair]]:
-    """Compare what two steps hold apart from their tensors, in the parts that both have.
+    """Compare two steps apart from their tensors, in the parts that both have.
 
     Args:
         a, b: the steps.
         ignore: whether a name is left out.
 
     Returns:
-        What differs, the first value of each part -> both values, "absent" for none. And of two
-        ElasticLoaders, what differs between their states.
+        The differences, the first one of each part -> both values, "absent" for none. And for two
+        ElasticLoaders, the differences between their states.
 
     Raises:
-        CorruptCheckpoint: a part's record is not as a save writes it.
+        CorruptCheckpoint: a part's record is not one that a save writes.
     """
     data: dict[str, Pair] = {}
     positions = _position(a), _position(b)
@@ -66,14 +66,14 @@ def record_differences(
 
 
 def _position(manifest: Manifest) -> Mapping[str, Any] | None:
-    """The state of an ElasticLoader; None of another loader, or without one."""
+    """The state of an ElasticLoader; None for another loader, or without one."""
     record = manifest.parts.get("data")
     tree = cast("Any", record).get("tree") if isinstance(record, dict) else None
     return tree if isinstance(tree, dict) and tree.keys() >= POSITION else None
 
 
 def _data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
-    """What differs between the states of two runs' loaders: name -> both values."""
+    """The differences between the states of two runs' loaders: name -> both values."""
     names = [name for name in {**a, **b} if name not in NO_POSITION]
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
 
@@ -88,7 +88,7 @@ def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
             | {"params": group["params"]}
             for group in record["groups"]
         ]
-    if "frozen" in compared:  # by its values, wherever they are
+    if "frozen" in compared:  # compared by its values, wherever they are
         compared["frozen"] = {name: part["digest"] for name, part in compared["frozen"].items()}
     if "base" in compared:
         compared["base"] = compared["base"]["digest"]
@@ -100,7 +100,7 @@ def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
 
 
 def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, Pair]:
-    """The first place at which two trees differ, with both values; empty where there is none."""
+    """The first place at which two trees differ, with both values; empty if there is none."""
     a, b = _known(a), _known(b)
     if ignore(where) or a == b:
         return {}
@@ -114,7 +114,7 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
     else:
         return {where: (_shown(a), _shown(b))}
     for key, x, y in pairs:
-        is_mark = key == "tree" or key.startswith("~")  # no part of the path that users know
+        is_mark = key == "tree" or key.startswith("~")  # not part of the path that users know
         inner = where if is_mark else f"{where}.{key}"
         if difference := _first_difference(inner, x, y, ignore):
             return difference
@@ -122,7 +122,7 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
 
 
 def _known(value: Any) -> Any:
-    """The value, or what stands for a tensor's; what a text holds that is a JSON object."""
+    """The value, or a word for a tensor; for a text that holds a JSON object, the object."""
     if isinstance(value, str) and value.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)

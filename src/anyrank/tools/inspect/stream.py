@@ -12,11 +12,11 @@ from anyrank.files.reader import Reader
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import StoredTensor
 
-PART_NUMEL = 1 << 18  # read at a time
+PART_NUMEL = 1 << 18  # elements read at a time
 
 
 def open_values(listing: Listing) -> Reader:
-    """What reads the tensors of a source in parts; to be closed."""
+    """Make a reader of a source's tensors in parts; the caller closes it."""
     return Reader(listing, buffer_bytes=2 * BLOCK_BYTES)
 
 
@@ -27,7 +27,7 @@ def boxes_of(stored: StoredTensor) -> Iterator[Box]:
 
 
 def as_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Values as torch can compare and subtract them: 8-bit floats as float32, packed ones as bytes.
+    """Values that torch can compare and subtract: 8-bit floats as float32, packed ones as bytes.
 
     Integers stay as they are.
     """
@@ -38,7 +38,7 @@ def as_numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def count_nonfinite(values: torch.Tensor) -> int:
-    """NaN and infinite values."""
+    """Count NaN and infinite values."""
     numbers = as_numbers(values)
     if not (numbers.dtype.is_floating_point or numbers.dtype.is_complex):
         return 0

@@ -1,4 +1,4 @@
-"""Another tool's folder as `verify` and `diff` see it: its weights, and its optimizers' tensors."""
+"""Another tool's folder for `verify` and `diff`: its weights, and its optimizers' tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyrank.tensors.spec import StoredTensor
 
 
 def is_tool_folder(source: Source) -> bool:
-    """Whether a source is a folder of another tool, whose listing has the weights alone."""
+    """Return whether a source is a folder of another tool, whose listing has only the weights."""
     if not isinstance(source, (str, os.PathLike)):
         return False
     storage, path = storage_for(os.fspath(source)), os.fspath(source)
@@ -24,7 +24,7 @@ def is_tool_folder(source: Source) -> bool:
 def with_optimizers(source: Source, weights: Listing) -> Listing:
     """The listing of another tool's folder, with the tensors of its optimizers and all its models.
 
-    An optimizer that no reader knows is among what is unreadable.
+    An optimizer without a reader is listed as unreadable.
 
     Raises:
         CheckpointError, UnsafeFile: the folder is not whole, or one of its files is not safe.

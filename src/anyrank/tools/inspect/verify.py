@@ -1,4 +1,4 @@
-"""`anyrank.verify`: whether a source is whole, by everything that can be known without a model."""
+"""`anyrank.verify`: checks that a source is whole, as far as possible without a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class VerifyFinding:
-    """Something that is wrong.
+    """A finding: something that is wrong.
 
     Attributes:
         where: the file, or the tensor.
@@ -45,16 +45,16 @@ class VerifyFinding:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found. Printable as one screen; true if nothing is wrong.
+    """The result of `verify`. Printable as one screen; true if nothing is wrong.
 
     Attributes:
-        path: the source, as it was given.
-        format: of it; "" where that cannot be known.
-        findings: what is wrong.
-        tensors: how many were looked at; of a run, over all steps.
-        nbytes: of them.
-        checked: what was compared, in words; a format without checksums is named here too.
-        steps: of a run, those that were looked at.
+        path: the source, as given.
+        format: its format; "" if that cannot be known.
+        findings: everything that is wrong.
+        tensors: number of checked tensors; for a run, over all steps.
+        nbytes: their size.
+        checked: the comparisons made, in words; a format without checksums is named here too.
+        steps: for a run, the steps that were checked.
     """
 
     path: str
@@ -88,8 +88,8 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
     Structure, sizes, offsets, and the index against the files; then every checksum that came with
     them: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and in a run the
     manifest and the xxh3-64 of each block of every committed step.
-    In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, each rank's)
-    the optimizers and the other ranks' files are looked at too. Memory: a few MiB.
+    In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, each rank's) the optimizers
+    and the other ranks' files are checked too. Memory: a few MiB.
 
     Called by one process.
 
@@ -110,7 +110,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
         The report, which is true if nothing is wrong.
 
     Raises:
-        LoadError: nothing is there, or it cannot be read.
+        LoadError: nothing exists there, or it cannot be read.
         TypeError: neither path, list of paths nor dict of tensors, or finite is not a bool.
     """
     check_source(source)
@@ -142,7 +142,7 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
 
 @dataclass
 class _Outcome:
-    """What is wrong, and what was compared."""
+    """The findings, and the comparisons made."""
 
     findings: list[VerifyFinding]
     checked: set[str]
@@ -152,7 +152,7 @@ def _names(storage: Storage, path: str) -> list[str] | None:
     """A folder's entries, None for a file.
 
     Raises:
-        LoadError: there is nothing, or it cannot be read.
+        LoadError: nothing exists there, or it cannot be read.
     """
     try:
         if storage.is_dir(path):
@@ -172,7 +172,7 @@ def _finding(error: Exception, path: str) -> VerifyFinding:
 
 
 def _verify_each(source: Source, outcome: _Outcome) -> None:
-    """Of a source that is not whole, every file by itself, so that all the damage is known."""
+    """Check every file of a damaged source separately, so that all the damage is known."""
     paths: list[str] = []
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
@@ -196,7 +196,7 @@ def _verify_each(source: Source, outcome: _Outcome) -> None:
 def _verify_run(
     storage: Storage, path: str, names: list[str], finite: bool, outcome: _Outcome
 ) -> VerifyReport:
-    """Every committed step, by its manifest."""
+    """Check every committed step, by its manifest."""
     folders = [path] if MANIFEST in names else []
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
