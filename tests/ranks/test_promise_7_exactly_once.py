@@ -4,6 +4,7 @@ microbatch sees the same data and random numbers on whichever rank it runs.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -54,16 +55,22 @@ class At(Position):
 
 
 class Together(Ranks):
-    """All of them at once: gathers what each would say."""
+    """All of them at once: merges what each would say."""
 
     def __init__(self, ranks: list[At]) -> None:
         alone = one_process()
-        self.rows: list[Any] = []  # none while the ranks meet
         super().__init__(alone.ranks, alone.rank)
-        self.rows = [rank.rank_accounts() for rank in ranks]
+        self.all_of_them = ranks
+        self.accounts = [rank.rank_accounts(self) for rank in ranks]
 
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        return self.rows if self.rows and isinstance(value, RankAccounts) else [value]
+    def reduce(self, what: str, value: Any, merge: Any) -> Any:
+        if isinstance(value, RankAccounts):
+            return functools.reduce(merge, self.accounts)
+        rows = zip(self.all_of_them, self.accounts, strict=True)
+        return functools.reduce(merge, [{rank.at[0]: known.seen} for rank, known in rows])
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        return [rank.step for rank in self.all_of_them]
 
 
 RUNS = st.lists(

@@ -8,7 +8,7 @@ way the one before is unpacked and the one after it packed: two buffers to send,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -141,26 +141,50 @@ def _agree(
                 sent[transfer.receiver] = sent.get(transfer.receiver, 0) + nbytes
     peers = max(len(sent), len(received))
     nbytes = max(sum(sent.values()), sum(received.values()))
-    answers = ranks.gather(WHAT, (peers, nbytes, places.is_on_one_device))
-    if max(nbytes for _, nbytes, _ in answers) < kind.from_bytes:
+    peers, nbytes, is_on_one = ranks.reduce(
+        WHAT,
+        (peers, nbytes, places.is_on_one_device),
+        lambda some, others: (
+            max(some[0], others[0]),
+            max(some[1], others[1]),
+            some[2] and others[2],
+        ),
+    )
+    if nbytes < kind.from_bytes or not is_on_one:
         return None
-    if not all(is_on_one for *_, is_on_one in answers):
-        return None
-    peers = max(1, *(number for number, *_ in answers))
+    peers = max(1, peers)
     slot = max(ALIGN, kind.buffer_bytes // peers // ALIGN * ALIGN)
     name = " ".join((kind.name, *devices))
     out, into, _ = _sorted(Lane(kind, name, slot, 0).messages(flows, places, route), rank)
     number = max(map(len, (*out.values(), *into.values())), default=0)
-    answers_on_slots = ranks.gather(WHAT, (number, _digests(out), _digests(into)))
-    by_rank = dict(zip(ranks.ranks, answers_on_slots, strict=True))
-    for sender, (_, digests, _) in by_rank.items():
+    balance = sum(_number(rank, peer, text) for peer, text in _digests(out).items())
+    balance -= sum(_number(peer, rank, text) for peer, text in _digests(into).items())
+    # Each pair is in the sum twice: by the sender, and with the other sign by the receiver.
+    number, balance = ranks.reduce(
+        WHAT, (number, balance), lambda some, others: (max(some[0], others[0]), some[1] + others[1])
+    )
+    if balance:
+        _raise_unlike(_digests(out), _digests(into), ranks)
+    return Lane(kind, name, slot, number)
+
+
+def _number(sender: int, receiver: int, text: str) -> int:
+    return int(digest_of([sender, receiver, text]), 16)
+
+
+def _raise_unlike(out: Mapping[int, str], into: Mapping[int, str], ranks: Ranks) -> None:
+    """Raise an error that names two ranks which would cut what they pass on in different ways. All
+    ranks.
+    """
+    answers = ranks.gather(WHAT, (out, into))  # once, for an error
+    by_rank = dict(zip(ranks.ranks, answers, strict=True))
+    for sender, (digests, _) in by_rank.items():
         for receiver in ranks.ranks:
-            if digests.get(receiver) != by_rank[receiver][2].get(sender):
+            if digests.get(receiver) != by_rank[receiver][1].get(sender):
                 raise RankError(
                     f"{WHAT}: ranks {sender} and {receiver} would cut their messages in different "
                     "ways: report it, and give the tensors on the CPU meanwhile"
                 )
-    return Lane(kind, name, slot, max(number for number, *_ in answers_on_slots))
 
 
 Slots = dict[int, list[Message]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from anyrank.errors import LoadError, WrongValue
 from anyrank.live.ends import Added, End, TensorInfo
@@ -28,14 +28,14 @@ from anyrank.loading.sharing.transfers import (
     places_of,
     transfers_of,
 )
-from anyrank.models.alike import Inventory
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts
 from anyrank.models.match import warn_of_idle
 from anyrank.models.options import LoadOptions
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.layout import Layout, Piece, local_pieces
-from anyrank.tensors.sharded_tensor import Members
+from anyrank.tensors.sharded_tensor import Coordinates, Members
+from anyrank.world.alike import Compared, join_digests
 from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
@@ -76,17 +76,29 @@ class SyncPlan:
     route: Route = field(default_factory=Route, compare=False)
 
 
+class HeldEnd(NamedTuple):
+    """What a rank lets the others know of one end.
+
+    Attributes:
+        digest: equal where ranks hold it alike; "" where this one holds nothing of it.
+        coordinates: where this rank is in the mesh of each of its tensors.
+    """
+
+    digest: str
+    coordinates: Coordinates
+
+
 @dataclass(frozen=True)
 class EndsSummary:
     """What a rank lets the others know of its ends.
 
     Attributes:
-        src, dst: their inventories; without a digest for None.
+        src, dst: both.
         accelerator: on which all its tensors are; see `accelerator_of`.
     """
 
-    src: Inventory
-    dst: Inventory
+    src: HeldEnd
+    dst: HeldEnd
     accelerator: str
 
 
@@ -201,21 +213,25 @@ class Planner:
         if len(to_ranks) > 1:  # what one dst does not take, another may
             options = replace(options, unexpected="ignore")
 
-        def match_here() -> tuple[tuple[ModelMatch, EndMatch, dict[str, str]], str]:
+        def match_here() -> tuple[tuple[ModelMatch, EndMatch, dict[str, str]], dict[str, Compared]]:
             match, matched = match_ends(dst, sources, listing, options)
             renamed = renamed_by(listing.tensors if callable(options.rename) else (), options)
-            return (match, matched, renamed), matched.digest if dst.digest else ""
+            group = next(
+                (str(n) for n, group in enumerate(to_ranks) if self.ranks.rank in group), ""
+            )
+            known = {group: Compared(matched.digest, self.ranks.rank)} if group else {}
+            return (match, matched, renamed), known
 
-        own_match, digests = self.ranks.run_and_gather("matching dst with src", match_here)
+        own_match, compared = self.ranks.run_and_reduce(
+            "matching dst with src", match_here, join_digests
+        )
         if self.ranks.index == 0:
             warn_of_idle(own_match[0])
-        by_rank = dict(zip(self.ranks.ranks, digests, strict=True))
-        for group in to_ranks:
-            if len({by_rank[rank] for rank in group}) > 1:
-                raise LoadError(
-                    "the ranks' renaming functions give different names for one dst: give all "
-                    "ranks the same rename="
-                )
+        if not all(known.digest for known in compared.values()):
+            raise LoadError(
+                "the ranks' renaming functions give different names for one dst: give all ranks "
+                "the same rename="
+            )
         return own_match
 
     def flows(
@@ -349,7 +365,7 @@ class Planner:
         return key, self.places[key]
 
 
-def _alike(ends: Mapping[int, Inventory]) -> list[list[int]]:
+def _alike(ends: Mapping[int, HeldEnd]) -> list[list[int]]:
     """The ranks by what they hold; those that hold nothing are left out."""
     digests = {rank: end.digest for rank, end in ends.items() if end.digest}
     return [*ranks_by_value(digests).values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -46,6 +47,6 @@ def load_live(
         format="sharded tensors in memory",
         strategy="sync",
         reason="no rank has all bytes of the source",
-        skipped=sorted(set().union(*ranks.gather("naming what was skipped", skipped))),
+        skipped=sorted(ranks.reduce("naming what was skipped", {*skipped}, operator.or_)),
         bytes_read=done.bytes_copied,
     )

@@ -25,8 +25,7 @@ from anyrank.live.ends import (
     describe,
     find_end,
 )
-from anyrank.live.live_flows import EndsSummary, Planner, SyncPlan, renamed_by
-from anyrank.models.alike import Inventory
+from anyrank.live.live_flows import EndsSummary, HeldEnd, Planner, SyncPlan, renamed_by
 from anyrank.models.dialects.layouts.given import (
     GivenLayout,
     check_layout,
@@ -35,7 +34,7 @@ from anyrank.models.dialects.layouts.given import (
 )
 from anyrank.models.options import LoadOptions
 from anyrank.world.alike import digest_of
-from anyrank.world.arguments import compare_arguments
+from anyrank.world.arguments import compare_and_reduce
 from anyrank.world.ranks import Ranks
 
 Layouts: TypeAlias = "GivenLayout | tuple[GivenLayout, ...]"  # one for both ends, or one for each
@@ -123,16 +122,20 @@ class _CallMessage:
     """What a rank tells the others with its arguments.
 
     Attributes:
-        key: of the plan that serves this rank; empty if there is none.
-        seed: its torch seed.
-        ends: both, as they are now.
-        has_layout: whether it has given a `layout=`.
+        key: of the plan that serves this rank, and all whose messages were joined; empty if there
+            is none.
+        seed: its torch seed; the first rank's.
+        has_layout: whether one has given a `layout=`.
     """
 
     key: str
     seed: int
-    ends: EndsSummary
     has_layout: bool
+
+    def join(self, others: _CallMessage) -> _CallMessage:
+        """Merge what ranks tell."""
+        key = self.key if self.key == others.key else ""
+        return _CallMessage(key, self.seed, self.has_layout or others.has_layout)
 
 
 def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
@@ -160,34 +163,32 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         if kept is not None and kept.accelerator == accelerators[0]:
             key = kept.key if _serves(kept, where, (dst, src), call.options) else ""
         has_layout = any(layout is not None for layout in call.layouts)
-        summary = _summary(dst, src, accelerators[0])
-        return _CallMessage(key, torch.initial_seed(), summary, has_layout)
+        return _CallMessage(key, torch.initial_seed(), has_layout)
 
     arguments = {name: getattr(call.options, name) for name in COMPARED} | {"atomic": call.atomic}
-    messages: list[_CallMessage] = compare_arguments(
-        ranks, "sync", arguments, LoadError, call.check, tell
+    message = compare_and_reduce(
+        ranks, "sync", arguments, LoadError, call.check, tell, _CallMessage.join
     )
     dst, src = own_ends
-    first = messages[0]
-    if kept is not None and all(message.key == kept.key for message in messages):
-        return Agreement(kept, dst, src, False, first.seed)
-    ends = [message.ends for message in messages]
-    if any(message.has_layout for message in messages):
+    if kept is not None and message.key == kept.key:
+        return Agreement(kept, dst, src, False, message.seed)
+    if message.has_layout:
         dst, src = _join(dst, src, ranks, merge=call.options.merge)
-        ends = ranks.gather("describing both ends", _summary(dst, src, accelerators[0]))
+    # Once for a plan: each rank works out what it sends to whom, and ranks may have other ends.
+    ends = ranks.gather("describing both ends", _summary(dst, src, accelerators[0]))
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
         _warn_of_unused(call, dst, src)
     key = digest_of([where, ends])
     new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
-    return Agreement(new_plan, dst, src, True, first.seed)
+    return Agreement(new_plan, dst, src, True, message.seed)
 
 
 def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
     """What the other ranks are to know of both ends."""
     return EndsSummary(
-        src=Inventory(src.digest, src.described.coordinates),
-        dst=Inventory(dst.digest, dst.described.coordinates),
+        src=HeldEnd(src.digest, src.described.coordinates),
+        dst=HeldEnd(dst.digest, dst.described.coordinates),
         accelerator=accelerator,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -59,8 +60,7 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
         for (flow, transfer), digest in zip(receives, targets, strict=True)
         if next(expected[transfer.sender]) != digest
     }
-    by_rank = ranks.gather("comparing both ends", sorted(wrong))
-    return sorted(set().union(*by_rank))
+    return sorted(ranks.reduce("comparing both ends", wrong, operator.or_))
 
 
 def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:

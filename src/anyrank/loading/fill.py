@@ -47,7 +47,6 @@ class Measured(NamedTuple):
     moved: Moved
     host_peak_bytes: int
     device_peak_bytes: int
-    seconds: float
 
 
 class Side:
@@ -100,6 +99,7 @@ class FillResult:
         renewed: tensors whose objects could not be kept.
         own_code: the outcome for the modules' own code.
         measured: measurements of every rank.
+        seconds: seconds of the slowest rank.
     """
 
     rules: dict[str, str]
@@ -107,6 +107,7 @@ class FillResult:
     renewed: list[str]
     own_code: OwnCodeRun
     measured: list[Measured]
+    seconds: float
 
     @property
     def moved(self) -> list[Moved]:
@@ -122,8 +123,34 @@ class FillResult:
             "bytes_sent": [moved.sent for moved in self.moved],
             "peak_host_bytes": [measured.host_peak_bytes for measured in self.measured],
             "peak_device_bytes": [measured.device_peak_bytes for measured in self.measured],
-            "seconds": max(measured.seconds for measured in self.measured),
+            "seconds": self.seconds,
         }
+
+
+class _Placed(NamedTuple):
+    """What ranks say when their weights are in place.
+
+    Attributes:
+        rows: by position, what was moved and the peaks of memory: a report says these few numbers
+            of each rank, and is equal on all.
+        seconds: the longest.
+        rules: tensor -> how it got its values.
+        renewed: tensors whose objects could not be kept.
+    """
+
+    rows: dict[int, tuple[Any, ...]]
+    seconds: float
+    rules: dict[str, str]
+    renewed: list[str]
+
+    def join(self, others: _Placed) -> _Placed:
+        """Merge what ranks say."""
+        return _Placed(
+            self.rows | others.rows,
+            max(self.seconds, others.seconds),
+            self.rules | others.rules,
+            [*dict.fromkeys(self.renewed + others.renewed)],
+        )
 
 
 def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillResult:
@@ -160,22 +187,23 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
             )
         side.finish()
 
-        def commit() -> tuple[OwnCodeRun, tuple[Measured, dict[str, str], list[str]]]:
+        def commit() -> tuple[OwnCodeRun, _Placed]:
             renewed = share.commit(replacements)
             ran = share.match.own_code.hand_over(share.filled())
-            peaks, seconds = share.meter.peaks(), share.meter.seconds()
+            row = (*side.moved(), *share.meter.peaks())
             rules = {} if side.is_one_model else share.rules
-            return ran, (Measured(side.moved(), *peaks, seconds), rules, renewed)
+            return ran, _Placed({ranks.index: row}, share.meter.seconds(), rules, renewed)
 
         with _with_consequence(PLACED):
-            ran, answers = ranks.run_and_gather("putting the weights in place", commit)
-    others = {name: rule for _, rules, _ in answers for name, rule in rules.items()}
+            what = "putting the weights in place"
+            ran, placed = ranks.run_and_reduce(what, commit, _Placed.join)
     return FillResult(
-        rules=share.rules if side.is_one_model else others,
+        rules=share.rules if side.is_one_model else placed.rules,
         rebuilt=rebuilt,
-        renewed=sorted({name for *_, names in answers for name in names}),
+        renewed=sorted({*placed.renewed}),
         own_code=ran,
-        measured=[measured for measured, *_ in answers],
+        measured=[Measured(Moved(*row[:-2]), *row[-2:]) for _, row in sorted(placed.rows.items())],
+        seconds=placed.seconds,
     )
 
 

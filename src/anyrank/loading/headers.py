@@ -37,23 +37,43 @@ class Headers:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """The source that a rank was given, and whether the rank can see it.
+    """What ranks were given as a source, and who of them sees it.
 
     Attributes:
-        source: the paths, or "a dict of tensors", or "" for None or an empty dict.
-        location: for local paths, where they are; ranks with other locations have copies.
-        visible: whether this rank can read it.
-        seed: this rank's torch seed.
-        is_live: whether it is a dict with sharded tensors, so that no rank has all bytes.
-        headers: its contents, if this rank has read them for all, and they are small.
+        sources: the paths, or "a dict of tensors", and the first rank that was given them; the
+            first two. Ranks with None or an empty dict have none.
+        locations: of local paths that ranks see, where they are; two are enough to show copies.
+        seeing: the ranks that can read it, a bit for each position: all need to know who reads.
+        seed: the first rank's torch seed.
+        is_live: whether a rank has a dict with sharded tensors, of which no rank has all bytes.
+        headers: what it holds, if the first rank has read them for all, and they are few bytes.
     """
 
-    source: str
-    visible: bool
+    sources: dict[str, int]
+    locations: frozenset[str]
+    seeing: int
     seed: int
-    location: str = ""
     is_live: bool = False
     headers: Headers | None = None
+
+    def join(self, others: SourceInfo) -> SourceInfo:
+        """Merge what ranks tell; the first rank's is the first."""
+        sources = {**self.sources}
+        for source, rank in others.sources.items():
+            sources[source] = min(rank, sources.get(source, rank))
+        first_two = sorted(sources.items(), key=lambda item: item[1])[:2]
+        return SourceInfo(
+            dict(first_two),
+            frozenset(sorted(self.locations | others.locations)[:2]),
+            self.seeing | others.seeing,
+            self.seed,
+            self.is_live or others.is_live,
+            self.headers or others.headers,
+        )
+
+    def sees(self, position: int) -> bool:
+        """Whether the rank at a position can read it."""
+        return bool(self.seeing >> position & 1)
 
 
 def header_reader(
@@ -88,8 +108,8 @@ def look_at_source(
     Raises:
         LoadError: the source cannot be reached.
     """
-    info = _locate(source)
-    if ranks.index or not info.visible or info.is_live:
+    info = _locate(source, ranks)
+    if ranks.index or not info.seeing or info.is_live:
         return info
     try:
         headers = read_headers()
@@ -99,24 +119,20 @@ def look_at_source(
     return info if is_long else replace(info, headers=headers)
 
 
-def agreed_reader(sources: Sequence[SourceInfo], ranks: Ranks) -> int:
+def agreed_reader(info: SourceInfo, ranks: Ranks) -> int:
     """The rank whose headers count: the first that sees the source.
 
     Raises:
         LoadError: ranks were given different sources.
     """
-    first_ranks: dict[str, int] = {}  # source -> the first rank that was given it
-    for info, rank in zip(sources, ranks.ranks, strict=True):
-        if info.source:
-            first_ranks.setdefault(info.source, rank)
-    if len(first_ranks) > 1:
-        (source, rank), (other, other_rank) = list(first_ranks.items())[:2]
+    if len(info.sources) > 1:
+        (source, rank), (other, other_rank) = info.sources.items()
         raise LoadError(
             f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
             f"{other!r}; give all ranks the same source, or None to ranks that have no source"
         )
-    seeing = [rank for info, rank in zip(sources, ranks.ranks, strict=True) if info.visible]
-    return next(iter([*seeing, *first_ranks.values(), *ranks.ranks]))
+    seeing = (rank for position, rank in enumerate(ranks.ranks) if info.sees(position))
+    return next(seeing, next(iter(info.sources.values()), ranks.ranks[0]))
 
 
 def with_file_fingerprints(headers: Headers) -> Headers:
@@ -133,12 +149,12 @@ def require_source(source: Source | None) -> Source:
     return source
 
 
-def _locate(source: Source | None) -> SourceInfo:
-    seed = torch.initial_seed()
+def _locate(source: Source | None, ranks: Ranks) -> SourceInfo:
+    seed, bit = torch.initial_seed(), 1 << ranks.index
     if source is None or isinstance(source, Mapping):
         is_live = any(hasattr(value, "placements") for value in (source or {}).values())
-        name = "a dict of tensors" if source else ""
-        return SourceInfo(name, bool(source), seed, is_live=is_live)
+        sources = {"a dict of tensors": ranks.rank} if source else {}
+        return SourceInfo(sources, frozenset(), bit if source else 0, seed, is_live)
     is_list = isinstance(source, Sequence) and not isinstance(source, str)
     paths = [os.fspath(path) for path in source] if is_list else [os.fspath(source)]  # type: ignore[arg-type]
     visible, places = True, list[str]()
@@ -151,4 +167,5 @@ def _locate(source: Source | None) -> SourceInfo:
             raise
         except Exception as error:  # each fsspec file system has its own errors
             raise LoadError(f"{path}: cannot be reached: {error}") from error
-    return SourceInfo(", ".join(paths), visible, seed, ", ".join(places))
+    locations = frozenset([", ".join(places)] if visible else [])
+    return SourceInfo({", ".join(paths): ranks.rank}, locations, bit if visible else 0, seed)

@@ -119,14 +119,14 @@ def load(
     ):
         headers = header_reader(model, source, ranks)
         tell = partial(look_at_source, source, ranks, headers)
-        sources: list[SourceInfo] = options.agree(ranks, "load", model, source, tell)
-        if any(info.is_live for info in sources):
+        info = options.agree(ranks, "load", model, source, tell, SourceInfo.join)
+        if info.is_live:
             from anyrank.live.load_live import load_live
 
             report = load_live(model, source, options, ranks, meter)
             _log(report, ranks)
             return report
-        plan = plan_load(model, source, ranks, options, sources, headers)
+        plan = plan_load(model, source, ranks, options, info, headers)
         if plan.match.stored_twice:
             compare_ties(plan.match, plan.reading.reading_ranks, ranks)
         verified, nonfinite = list[str](), dict[str, int]()

@@ -18,7 +18,7 @@ from anyrank.models.memory_meter import Meter
 from anyrank.models.overlaps import shared_on_meta
 from anyrank.models.share import ModelShare
 from anyrank.models.tensors import ModelTensor, find_tensors
-from anyrank.world.arguments import compare_arguments
+from anyrank.world.arguments import compare_and_reduce
 from anyrank.world.group import Group
 from anyrank.world.ranks import open_ranks
 
@@ -77,8 +77,14 @@ def materialize(
         open_ranks(process_group, "materialize()", may_be_alone=True) as ranks,
     ):
         arguments = {"init": init}
-        seed, *_ = compare_arguments(
-            ranks, "materialize", arguments, LoadError, check, torch.initial_seed
+        seed = compare_and_reduce(  # the first rank's
+            ranks,
+            "materialize",
+            arguments,
+            LoadError,
+            check,
+            torch.initial_seed,
+            lambda first, _: first,
         )
 
         def make_share() -> ModelShare:

@@ -162,8 +162,8 @@ def plan(
     with open_ranks(process_group, "plan()", may_be_alone=True) as ranks:
         headers = header_reader(model, source, ranks)
         tell = partial(look_at_source, source, ranks, headers)
-        sources: list[SourceInfo] = options.agree(ranks, "plan", model, source, tell)
-        return _plan_of(plan_load(model, source, ranks, options, sources, headers), ranks)
+        info = options.agree(ranks, "plan", model, source, tell, SourceInfo.join)
+        return _plan_of(plan_load(model, source, ranks, options, info, headers), ranks)
 
 
 def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> Forecast:
@@ -200,7 +200,10 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
 def _plan_of(plan: AgreedPlan, ranks: Ranks) -> LoadPlan:
     """The plan in bytes: each rank counts what it would do. All ranks."""
     match, listing = plan.match, plan.match.listing
-    by_rank = ranks.together("counting bytes", lambda: _own_bytes(plan, ranks.rank))
+    # A plan says them of each rank, three numbers, and is equal on all.
+    by_rank = ranks.run_and_gather("counting bytes", lambda: (None, _own_bytes(plan, ranks.rank)))[
+        1
+    ]
     share, read, sent = ([*column] for column in zip(*by_rank, strict=True))
     return LoadPlan(
         strategy=plan.reading.strategy,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from anyrank.loading.headers import (
     with_file_fingerprints,
 )
 from anyrank.loading.reading import Reading, caches_of, why_own
-from anyrank.models.alike import Inventory, check_alike, inventory_of
+from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
 from anyrank.models.frozen_parts import frozen_parts
@@ -28,9 +29,12 @@ from anyrank.models.share import default_buffer
 from anyrank.models.tensors import ModelTensor
 from anyrank.sources.source import Source, list_source
 from anyrank.tensors.sharded_tensor import Coordinates
-from anyrank.world.alike import digest_of, unlike
-from anyrank.world.failures import describe_values
+from anyrank.world.alike import Compared, differing, digest_of, join_digests
+from anyrank.world.failures import describe_texts
 from anyrank.world.ranks import Ranks
+
+# What ranks compare beside their tensors: what fills them, and each frozen part, by its name.
+FILLS, FROZEN = "fills", "frozen "
 
 
 @dataclass(frozen=True)
@@ -58,22 +62,28 @@ class AgreedPlan:
 
 @dataclass(frozen=True)
 class _MatchSummary:
-    """A rank's match, summarised for the other ranks.
+    """What a rank lets the others know of its match, or some ranks of theirs.
 
     Attributes:
-        inventory: inventory of its tensors.
-        fills: digest of the sources of their values; empty in a process alone.
+        inventory: of its tensors; of what fills them, and of each frozen part whose hash is known.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
-        frozen: hash of each frozen part, None if unknown.
-        buffer_bytes: staging memory that this rank would use.
+        buffer_bytes: staging memory that it would use.
     """
 
     inventory: Inventory
-    fills: str
     has_meta_buffers: bool
     has_real_tensors: bool
-    frozen: dict[str, str | None]
     buffer_bytes: int
+
+    def join(self, others: _MatchSummary) -> _MatchSummary:
+        """Merge what ranks say."""
+        return _MatchSummary(
+            join_digests(self.inventory, others.inventory),
+            self.has_meta_buffers or others.has_meta_buffers,
+            self.has_real_tensors or others.has_real_tensors,
+            # Ranks exchange blocks of one size, so the least memory of any rank counts for all.
+            min(self.buffer_bytes, others.buffer_bytes),
+        )
 
 
 def plan_load(
@@ -81,7 +91,7 @@ def plan_load(
     source: Source | None,
     ranks: Ranks,
     options: LoadOptions,
-    sources: Sequence[SourceInfo],
+    info: SourceInfo,
     read_headers: Callable[[], Headers],
     *,
     known: Listing | None = None,
@@ -89,18 +99,18 @@ def plan_load(
     """Plan a load and agree on it. All ranks; nothing is changed.
 
     Args:
-        model, source, ranks, options: arguments of the load.
-        sources: the source that each rank was given.
-        read_headers: result of `header_reader`.
-        known: contents of the source, if all ranks know them already.
+        model, source, ranks, options: of the load.
+        info: what the ranks were given.
+        read_headers: of `header_reader`.
+        known: what the source holds, where all ranks know it already.
 
     Raises:
         LoadError: an error of any rank, on all ranks.
     """
-    # One rank lists the source for all: two listings could show two states of one folder.
-    first = agreed_reader(sources, ranks)
-    headers = sources[ranks.ranks.index(first)].headers
-    are_copies = len({info.location for info in sources if info.visible}) > 1
+    # One rank lists the source for all: two listings could be of two states of one folder.
+    first = agreed_reader(info, ranks)
+    headers = info.headers if first == ranks.ranks[0] else None
+    are_copies = len(info.locations) > 1
     if headers is None or are_copies:
 
         def read() -> Headers:
@@ -118,25 +128,23 @@ def plan_load(
         match = match_model(model, own_listing, options, tensors, parts)
         return match, _summary(model, match, options, ranks)
 
-    match, summaries = ranks.run_and_gather("planning the load", match_here)
-    # Ranks with other models would fill other tensors, or wait for one another: none may go on.
-    inventories = [summary.inventory for summary in summaries]
+    match, summary = ranks.run_and_reduce("planning the load", match_here, _MatchSummary.join)
+    # Ranks with other models would fill other tensors, or wait for one another: none goes on.
     title = "the ranks' models differ"
-    coordinates = check_alike(title, match.tensors, inventories, ranks, LoadError)
-    if len({summary.fills for summary in summaries}) > 1:
+    check_alike(title, match.tensors, summary.inventory, ranks, LoadError)
+    if ranks.size > 1 and not summary.inventory[FILLS].digest:
         raise LoadError(
             "the ranks' renaming functions give different names, or their dicts of tensors have "
             "different keys or dtypes"
         )
+    coordinates = find_coordinates(match.tensors, summary.inventory, ranks)
     if ranks.index == 0:
         warn_of_idle(match)
-    _compare_frozen([summary.frozen for summary in summaries], ranks)
+    _compare_frozen(_frozen_hashes(model, match), summary.inventory, ranks)
     if options.layout is not None:
         check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
-    # Ranks exchange blocks of one size, so the smallest memory of any rank counts for all.
-    buffer_bytes = min(summary.buffer_bytes for summary in summaries)
-    visible = [info.visible for info in sources]
-    caches = caches_of(ranks.ranks, ranks.nodes, [info.path for info in listing.files])
+    visible = [info.sees(position) for position in range(ranks.size)]
+    caches = caches_of(ranks.ranks, ranks.nodes, [file.path for file in listing.files])
     reason = why_own(options.strategy, caches, visible)
     if reason is not None:
         reading = Reading("own", reason, ranks.ranks)
@@ -144,16 +152,16 @@ def plan_load(
         from anyrank.loading.sharing.decision import shared_reading
 
         reading = shared_reading(
-            options.strategy, match, coordinates, caches, visible, ranks, buffer_bytes
+            options.strategy, match, coordinates, caches, visible, ranks, summary.buffer_bytes
         )
     return AgreedPlan(
         match=match,
         coordinates=coordinates,
         reading=reading,
-        buffer_bytes=buffer_bytes,
-        seed=sources[0].seed,
-        rebuild=any(summary.has_meta_buffers for summary in summaries),
-        in_place=any(summary.has_real_tensors for summary in summaries),
+        buffer_bytes=summary.buffer_bytes,
+        seed=info.seed,
+        rebuild=summary.has_meta_buffers,
+        in_place=summary.has_real_tensors,
     )
 
 
@@ -168,34 +176,45 @@ def _summary(
     model: nn.Module, match: ModelMatch, options: LoadOptions, ranks: Ranks
 ) -> _MatchSummary:
     tensors = match.tensors
-    left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
-    # All ranks get the same values for a part that is filled; other parts keep each rank's own.
-    kept = {part for t in left for registration in t.registrations for part in registration.path}
+    inventory = inventory_of(tensors, ranks)
+    if ranks.size > 1:
+        inventory[FILLS] = Compared(_digest(match), ranks.rank)
+        for name, text in _frozen_hashes(model, match).items():
+            inventory[FROZEN + name] = Compared(text, ranks.rank)
     return _MatchSummary(
-        inventory=inventory_of(tensors, ranks),
-        fills=_digest(match) if ranks.size > 1 else "",
+        inventory=inventory,
         has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
         has_real_tensors=any(not tensors[index].is_meta for index in match.stored),
-        frozen={
-            name: part.anyrank_frozen.digest  # type: ignore[union-attr]
-            for name, part in frozen_parts(model)
-            if part in kept
-        },
         buffer_bytes=options.buffer_bytes or default_buffer(tensors),
     )
 
 
-def _compare_frozen(parts: Sequence[Mapping[str, str | None]], ranks: Ranks) -> None:
-    """Compare frozen parts: nobody broadcasts them, so they must be equal to begin with.
+def _frozen_hashes(model: nn.Module, match: ModelMatch) -> dict[str, str]:
+    """The hash of each frozen part that keeps its values, where it is known.
+
+    All ranks get the same for a part that is filled; of others each keeps its own.
+    """
+    tensors = match.tensors
+    left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
+    kept = {part for t in left for registration in t.registrations for part in registration.path}
+    known: dict[str, Any] = {
+        name: part.anyrank_frozen for name, part in frozen_parts(model) if part in kept
+    }
+    return {name: digest for name, frozen in known.items() if (digest := frozen.digest) is not None}
+
+
+def _compare_frozen(hashes: Mapping[str, str], inventory: Inventory, ranks: Ranks) -> None:
+    """Nobody broadcasts frozen parts, so they must be equal to begin with. All ranks.
 
     Raises:
         LoadError: a part whose hash, taken when it was frozen, differs between ranks.
     """
-    for name, values in unlike(dict(zip(ranks.ranks, parts, strict=True))).items():
-        known = {rank: value for rank, value in values.items() if value is not None}
-        if len({*known.values()}) > 1:
+    lines = {FROZEN + name: {name: text} for name, text in hashes.items()}
+    compared = {kind: known for kind, known in inventory.items() if kind.startswith(FROZEN)}
+    for by_name in differing(lines, compared, ranks).values():
+        for name, by_text in by_name.items():
             title = f"the frozen part {name or '(the model itself)'} differs between ranks"
-            text = describe_values(title, known, ranks.name_ranks)
+            text = describe_texts(title, by_text, ranks.name_ranks)
             raise LoadError(f"{text}: freeze the same weights on every rank")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -22,7 +23,6 @@ from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, replicas, shared
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import join_first
-from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
 SHOWN = 5  # pairs in a message
@@ -46,7 +46,9 @@ def verify_source(match: ModelMatch, reading_ranks: tuple[int, ...], ranks: Rank
             return []
         return _check_files(match.listing, reading_ranks.index(ranks.rank), len(reading_ranks))
 
-    checked = next((words for words in ranks.together("checking the files", check) if words), [])
+    _, checked = ranks.run_and_reduce(
+        "checking the files", lambda: (None, check()), lambda words, others: words or others
+    )
     return ["replicas", *(checked or [NO_CHECKSUMS])]
 
 
@@ -163,10 +165,9 @@ def compare_replicas(
     """
     different = differing_replicas(shared, ranks, digest_all)
     if different:
-        groups = [(name, ranks_by_value(values)) for name, values in [*different.items()][:10]]
         shown = [
-            f"{name}: " + " differs from ".join(f"ranks {members}" for members in known.values())
-            for name, known in groups
+            f"{name}: " + " differs from ".join(f"ranks {some.listed}" for some in by_text.values())
+            for name, by_text in [*different.items()][:10]
         ]
         raise LoadError(
             f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
@@ -176,8 +177,8 @@ def compare_replicas(
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
     """NaN and infinite values by tensor, counted by the ranks together. All ranks."""
 
-    def count() -> dict[str, int]:
-        counts: dict[str, int] = {}
+    def count() -> Counter[str]:
+        counts: Counter[str] = Counter()
         for target in targets:
             local = target.local()
             if local.is_floating_point() and local.dtype.itemsize > 1 and local.numel():
@@ -187,4 +188,5 @@ def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
                     counts[target.name] = bad
         return counts
 
-    return dict(sum(map(Counter, ranks.together("looking for NaN", count)), Counter()))
+    _, counts = ranks.run_and_reduce("looking for NaN", lambda: (None, count()), operator.add)
+    return dict(counts)

@@ -2,82 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from anyrank.errors import AnyrankError
-from anyrank.tensors.sharded_tensor import (
-    Coordinates,
-    Members,
-    ShardedTensor,
-    coordinates_of,
-    describe,
+from anyrank.models.mesh_coordinates import UNKNOWN, coordinates_of_all, digest_meshes
+from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, describe
+from anyrank.world.alike import (
+    Compared,
+    RanksByText,
+    differing,
+    digest_of,
+    digests_of,
+    join_digests,
 )
-from anyrank.world.alike import Values, differing, digest_of
-from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
+Inventory: TypeAlias = "dict[str, Compared]"
+"""What a rank says of its tensors, which all ranks have in one order, and of their meshes."""
 
-class Inventory(NamedTuple):
-    """A rank's summary of its tensors for the other ranks; all of them list tensors in one order.
-
-    Attributes:
-        digest: equal on ranks that have the same tensors.
-        coordinates: this rank's position in the mesh of each tensor.
-    """
-
-    digest: str
-    coordinates: Coordinates
+TENSORS, MESHES = "tensors", "meshes"
+MODULUS = 1 << 128  # of digests as numbers
 
 
 def inventory_of(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
-    """Make an inventory; a process alone gets no digest, because nobody would compare it."""
-    digest = digest_of(describe(tensors)) if ranks.size > 1 else ""
-    return Inventory(digest, coordinates_of(tensors))
+    """An inventory, for `join_digests` to merge; in a process alone without digests."""
+    if ranks.size == 1:
+        return {}
+    return digest_alone(tensors, ranks) | {
+        MESHES: Compared(digest_meshes(tensors, ranks), ranks.rank)
+    }
+
+
+def digest_alone(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
+    """An inventory for `check_alike` alone."""
+    return {TENSORS: Compared(digest_of(describe(tensors)), ranks.rank)}
 
 
 def check_alike(
     title: str,
     tensors: Sequence[ShardedTensor],
-    inventories: Sequence[Inventory],
+    inventory: Inventory,
     ranks: Ranks,
     error: type[AnyrankError],
-) -> dict[int, Coordinates]:
+) -> None:
     """Refuse ranks that have other tensors, or have them in another order. All ranks.
 
     Args:
-        title: beginning of the error: "the ranks' models differ".
-        tensors: this rank's tensors.
-        inventories: inventory of each rank.
-        ranks: the ranks that compare.
-        error: the error's class.
-
-    Returns:
-        The coordinates of every rank, by global rank.
+        title: of the error: "the ranks' models differ".
+        tensors: of this rank.
+        inventory: of all ranks, merged by `join_digests`.
+        ranks: that compare.
+        error: its class.
 
     Raises:
         AnyrankError: of class `error`: the first difference.
     """
-    by_rank = dict(zip(ranks.ranks, inventories, strict=True))
-    if len({inventory.digest for inventory in inventories}) == 1:
-        return {rank: inventory.coordinates for rank, inventory in by_rank.items()}
-    lines = {"tensors": {f"{n}": row for n, row in enumerate(describe(tensors))}}
-    digests = [{"tensors": inventory.digest} for inventory in inventories]
-    values = next(iter(differing(lines, digests, ranks, limit=1)["tensors"].values()))
-    texts = {rank: row or "no further tensor" for rank, row in values.items()}
-    (first, *_), (other, *_), *_ = ranks_by_value(texts).values()
+    if ranks.size == 1 or inventory[TENSORS].digest:
+        return
+    lines = {TENSORS: {f"{n}": row for n, row in enumerate(describe(tensors))}}
+    wrong = differing(lines, {TENSORS: inventory[TENSORS]}, ranks, limit=1)
+    by_text = next(iter(wrong[TENSORS].values()))
+    (text, first), (other_text, other), *_ = by_text.items()
+    lacks = "no further tensor"
     raise error(
-        f"{title}: rank {first} has {texts[first]}, rank {other} has {texts[other]}: build them "
-        "alike on all ranks"
+        f"{title}: rank {first.ranks[0]} has {text or lacks}, rank {other.ranks[0]} has "
+        f"{other_text or lacks}: build them alike on all ranks"
     )
+
+
+def find_coordinates(
+    tensors: Sequence[ShardedTensor], inventory: Inventory, ranks: Ranks
+) -> Mapping[int, Coordinates]:
+    """The coordinates of every rank in the tensors' meshes, by global rank. All ranks.
+
+    Args:
+        tensors: of this rank; `check_alike` has found them alike.
+        inventory: of all ranks, merged.
+        ranks: of the call.
+    """
+    are_alike = ranks.size > 1 and inventory[MESHES].digest not in ("", UNKNOWN)
+    return coordinates_of_all(tensors, ranks, are_alike=are_alike)
 
 
 def differing_replicas(
     shared: Iterable[tuple[ShardedTensor, Members]],
     ranks: Ranks,
     digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]],
-) -> dict[str, Values]:
-    """Compare the parts that several ranks hold copies of. All ranks.
+) -> dict[str, RanksByText]:
+    """Compare what several ranks hold alike. All ranks.
 
     Args:
         shared: tensors with the ranks that hold the same part; those of other ranks are left out.
@@ -85,24 +98,35 @@ def differing_replicas(
         digest_all: gives a text for this rank's part of each, the same on all ranks.
 
     Returns:
-        Name of each tensor that differs -> the digest of each rank that holds it.
+        Name of each tensor that differs -> the digests, and the ranks that hold each.
     """
 
-    def digest_own() -> tuple[dict[Members, dict[str, str]], dict[Members, str]]:
+    def digest_own() -> tuple[dict[str, dict[str, str]], int]:
         own_pairs = [(tensor, members) for tensor, members in shared if ranks.rank in members]
-        # Of all ranks, because some may lack tensors that others hold.
-        lines: dict[Members, dict[str, str]] = {ranks.ranks: {}}
+        # Of all ranks, as some may lack what others hold.
+        by_members: dict[Members, dict[str, str]] = {ranks.ranks: {}}
         digests = digest_all(tensor for tensor, _ in own_pairs)
         for (tensor, members), text in zip(own_pairs, digests, strict=True):
-            own_lines = lines.setdefault(members, {})
+            own_lines = by_members.setdefault(members, {})
             # Two keys of an optimizer's state may give one name.
             own_lines[tensor.name] = own_lines.get(tensor.name, "") + text
-        return lines, {members: digest_of(texts.items()) for members, texts in lines.items()}
+        balance, lines = 0, dict[str, dict[str, str]]()
+        for members, texts in by_members.items():
+            lines[digest_of(members)] = texts
+            number = int(digest_of([members, *texts.items()]), 16)
+            balance += number * ((len(members) - 1) if ranks.rank == members[0] else -1)
+        return lines, balance % MODULUS
 
-    lines, digests = ranks.run_and_gather("comparing the replicas", digest_own)
-    # One digest covers all that the same ranks hold: names are sent only where one differs.
-    wrong: dict[str, Values] = {}
-    for by_name in differing(lines, digests, ranks).values():
-        for name, values in by_name.items():  # one line for all parts of a tensor
-            wrong.setdefault(name, {}).update(values)
+    # One number, however many groups of ranks there are that hold the same: it is 0 where in each
+    # of them all have the digest of the first.
+    lines, balance = ranks.run_and_reduce(
+        "comparing the replicas", digest_own, lambda some, others: (some + others) % MODULUS
+    )
+    if not balance:
+        return {}
+    compared = ranks.reduce("comparing the replicas", digests_of(lines, ranks.rank), join_digests)
+    wrong: dict[str, RanksByText] = {}
+    for by_name in differing(lines, compared, ranks).values():
+        for name, by_text in by_name.items():  # of several parts of one tensor
+            wrong.setdefault(name, {}).update(by_text)
     return wrong

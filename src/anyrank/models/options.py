@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -15,8 +15,10 @@ from anyrank.settings import BUFFER_BYTES
 from anyrank.sources.source import Source, check_source
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
-from anyrank.world.arguments import compare_arguments
+from anyrank.world.arguments import compare_and_reduce
 from anyrank.world.ranks import Ranks
+
+T = TypeVar("T")
 
 STRATEGIES = ("auto", "own", "stripe", "scatter")  # who reads which bytes
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -91,28 +93,29 @@ class LoadOptions:
         call: str,
         model: nn.Module,
         source: Source | None,
-        tell: Callable[[], object],
-    ) -> list[Any]:
-        """Check a call's arguments, and compare them between the ranks. All ranks.
+        tell: Callable[[], T],
+        merge: Callable[[T, T], T],
+    ) -> T:
+        """Check a call's arguments, and compare them over the ranks. All ranks.
 
         `buffer_bytes` and `progress` may differ between ranks: the smallest buffer counts, and the
         first rank's progress.
 
         Returns:
-            What `tell` gave on each rank.
+            What `tell` gave on each rank, merged.
 
         Raises:
             ValueError, TypeError: an argument that is wrong in itself; on all ranks.
             LoadError: arguments that differ between ranks; on all ranks.
         """
         names = (*CHOICES, "rename", "verify")
-        # Layouts may differ, because each rank names its own parts: but either all ranks give one,
-        # or none.
-        return compare_arguments(
+        # Layouts may differ, as each rank names its own parts: all give one, or none does.
+        return compare_and_reduce(
             ranks,
             call,
             {n: getattr(self, n) for n in names} | {"layout": self.layout is not None},
             LoadError,
             lambda: self.check_call(model, source),
             tell,
+            merge,
         )

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from anyrank.checks import check_int, check_model
 from anyrank.errors import RankError
-from anyrank.watching.facts import LINES, Facts, Known, facts_of
-from anyrank.watching.findings import Findings
+from anyrank.watching.facts import LINES, Facts, Known, Tables, facts_of
+from anyrank.watching.findings import Finding, Findings
 from anyrank.watching.rules import run_rules
-from anyrank.world.alike import differing
+from anyrank.world.alike import Compared, differing, digests_of, join_digests
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import open_ranks
 
@@ -87,10 +87,18 @@ def check_now(
         arguments = {"global_batch": global_batch, "accumulation": accumulation}
         compare_arguments(ranks, "check", arguments, RankError, check_arguments)
 
-        def find_facts() -> tuple[dict[str, dict[str, str]], Facts]:
-            return facts_of(model, optimizers, loader, ranks, written, is_seeded)
+        def find_facts() -> tuple[tuple[Tables, Facts], dict[str, Compared]]:
+            tables, facts = facts_of(model, optimizers, loader, ranks, written, is_seeded)
+            return (tables, facts), digests_of(tables, ranks.rank)
 
-        tables, facts = ranks.run_and_gather("looking at the model", find_facts)
-        wrong = differing(tables, [known.digests for known in facts], ranks, LINES)
-        known = Known(ranks.ranks, facts, wrong, global_batch, accumulation)
-        return Findings(run_rules(known), ranks.size)
+        (tables, own_facts), compared = ranks.run_and_reduce(
+            "looking at the model", find_facts, join_digests
+        )
+        wrong = differing(tables, compared, ranks, LINES)
+        facts = ranks.collect("telling what was seen", own_facts)
+
+        def judge() -> list[Finding]:
+            assert facts is not None
+            return run_rules(Known(ranks.ranks, facts, wrong, global_batch, accumulation))
+
+        return Findings(ranks.run_on_one("judging the set-up", judge), ranks.size)

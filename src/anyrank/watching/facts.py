@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,11 +16,15 @@ from anyrank.training.steps.loader import ElasticLoader
 from anyrank.watching import data_facts, model_rules
 from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.findings import Finding
-from anyrank.world.alike import Values, digest_of
+from anyrank.world.alike import RanksByText
 from anyrank.world.ranks import Ranks
 
 FINDINGS = 32  # of a rank itself
 LINES = 32  # of a table, from each rank; what is gathered is small
+
+
+Tables: TypeAlias = "dict[str, dict[str, str]]"
+"""Lines that ranks should have alike, by table."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,6 @@ class Facts:
     """One rank's: small, and without a tensor.
 
     Attributes:
-        digests: of each table.
         tensor_parallel: ranks that share one copy of the data.
         seed: of torch's generator, which is the same however often a rank has drawn.
         is_seeded: whether forwards run under seeds of their own, as an ElasticLoader's do.
@@ -37,7 +40,6 @@ class Facts:
         findings: of this rank by itself.
     """
 
-    digests: Mapping[str, str]
     tensor_parallel: int
     seed: int
     is_seeded: bool
@@ -53,13 +55,13 @@ class Known:
     Attributes:
         ranks: global ranks.
         facts: of each.
-        differing: table -> line -> its values.
+        differing: table -> line -> its texts, and their ranks.
         global_batch, accumulation: arguments of `check`.
     """
 
     ranks: tuple[int, ...]
     facts: Sequence[Facts]
-    differing: Mapping[str, Mapping[str, Values]]
+    differing: Mapping[str, Mapping[str, RanksByText]]
     global_batch: int | None
     accumulation: int
 
@@ -76,7 +78,7 @@ def facts_of(
     ranks: Ranks,
     written: Collection[int] | None = None,
     is_seeded: bool = False,
-) -> tuple[dict[str, dict[str, str]], Facts]:
+) -> tuple[Tables, Facts]:
     """This rank's tables and facts.
 
     Args:
@@ -108,7 +110,6 @@ def facts_of(
     return (
         tables,
         Facts(
-            {name: digest_of(table.items()) for name, table in tables.items()},
             parts.tensor_parallel(),
             _seed(parts.on_accelerator()),
             is_seeded or isinstance(loader, ElasticLoader),

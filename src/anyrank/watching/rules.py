@@ -12,7 +12,7 @@ from anyrank.watching.facts import Facts, Known
 from anyrank.watching.findings import Finding
 from anyrank.watching.model_rules import some
 from anyrank.wording import count
-from anyrank.world.alike import Values
+from anyrank.world.alike import RanksByText
 from anyrank.world.failures import ranks_by_value
 from anyrank.world.first_ranks import name_ranks
 
@@ -60,17 +60,17 @@ def _replicas(known: Known) -> Iterator[Finding]:
 def _trainable(known: Known) -> Iterator[Finding]:
     lines = known.differing.get("kinds", {})
     if lines:
-        first, values = next(iter(lines.items()))
-        shown = {rank: value or "absent" for rank, value in values.items()}
+        first, by_text = next(iter(lines.items()))
+        shown = "; ".join(f"{text or 'absent'} on {name_ranks(r)}" for text, r in by_text.items())
         yield Finding(
             "trainable",
-            f"{first} is {_show(shown, '; ')}",
+            f"{first} is {shown}",
             _where(lines),
             "gradients are exchanged in order and by size: ranks would hang, or sum unlike ones",
             "build the model alike on all ranks: no branch on the rank",
         )
     elif order := known.differing.get("order", {}):
-        names = {name: lines for lines in order.values() for name in lines.values() if name}
+        names = {name: by_text for by_text in order.values() for name in by_text if name}
         yield Finding(
             "trainable",
             "parameters are registered in different orders",
@@ -185,24 +185,24 @@ def _ranks(known: Known) -> Iterator[tuple[int, Facts]]:
     yield from zip(known.ranks, known.facts, strict=True)
 
 
-def _show(values: Mapping[int, Hashable], between: str = ", ") -> str:
+def _show(values: Mapping[int, Hashable]) -> str:
     """Values as text: "8 on ranks 0, 1, 4 on rank 2"."""
     groups = ranks_by_value(values).items()
-    return between.join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
+    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
 
 
-def _differing(known: Known, tables: str) -> dict[str, Values]:
+def _differing(known: Known, tables: str) -> dict[str, RanksByText]:
     """Lines of the tables of a kind for which two ranks have different values."""
-    differing: dict[str, Values] = {}
+    differing: dict[str, RanksByText] = {}
     for name, lines in known.differing.items():
-        for line, values in lines.items() if name.startswith(tables) else ():
-            present: Values = {rank: value for rank, value in values.items() if value is not None}
-            if len({*present.values()}) > 1:
+        for line, by_text in lines.items() if name.startswith(tables) else ():
+            present: RanksByText = {text: r for text, r in by_text.items() if text is not None}
+            if len(present) > 1:
                 differing.setdefault(line, present)
     return differing
 
 
-def _where(lines: Mapping[str, Values]) -> str:
+def _where(lines: Mapping[str, RanksByText]) -> str:
     """The first lines, and the ranks that are alike on the first."""
-    groups = ranks_by_value(next(iter(lines.values())))
-    return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in groups.values())
+    by_text = next(iter(lines.values()))
+    return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in by_text.values())

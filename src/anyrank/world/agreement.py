@@ -12,21 +12,20 @@ import hashlib
 import pickle
 import struct
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
 
 from anyrank.world.connections import Connections
 from anyrank.world.failures import Failure, as_failure, join_failures
-from anyrank.world.first_ranks import FirstRanks
+from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.waits import POLL_SEC
 
-K = TypeVar("K")
-
 HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
-HEAD = struct.Struct("<16sBQ")  # digest, status, length of the value
+HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
+LONG_BYTES = 512  # from here on values are compressed, as what ranks say is mostly alike
 FINE, TROUBLE, END = range(3)  # all did this and succeeded; they did not; the error
-KINDS = 8  # of failures, or of what ranks do, that an error tells apart
 NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
 
 Merge = Callable[[Sequence[bytes]], bytes]
@@ -48,7 +47,7 @@ class Action:
 
 @dataclass
 class Account:
-    """Who does what, and who has failed how, of some ranks; at most `KINDS` of each."""
+    """Who does what, and who has failed how, of some ranks: the first few of each."""
 
     actions: dict[Action, FirstRanks]
     failures: dict[Failure, FirstRanks]
@@ -56,18 +55,10 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(
-            _joined(self.actions, other.actions),
-            _joined(self.failures, other.failures),
+            join_first(self.actions, other.actions),
+            join_first(self.failures, other.failures),
             self.failed + other.failed,
         )
-
-
-def _joined(first: Mapping[K, FirstRanks], second: Mapping[K, FirstRanks]) -> dict[K, FirstRanks]:
-    joined = {**first}
-    for key, ranks in second.items():
-        joined[key] = joined[key] + ranks if key in joined else ranks
-    ordered = sorted(joined.items(), key=lambda item: item[1].ranks)
-    return dict(ordered[:KINDS])
 
 
 @dataclass(frozen=True)
@@ -78,25 +69,29 @@ class _Message:
     status: int
     value: bytes
 
-    def pack(self) -> tuple[bytes, bytes]:
-        """Its head, and what follows: nothing where the value is short."""
-        head = HEAD.pack(self.digest, self.status, len(self.value))
-        if len(head) + len(self.value) <= HEAD_BYTES:
-            return (head + self.value).ljust(HEAD_BYTES, b"\0"), b""
-        return head.ljust(HEAD_BYTES, b"\0"), self.value
+    @cached_property
+    def parts(self) -> list[bytes]:
+        """What is sent: its head, and what follows, nothing where the value is short."""
+        value, is_long = self.value, len(self.value) > LONG_BYTES
+        if is_long:
+            value = zlib.compress(value, 1)
+        head = HEAD.pack(self.digest, self.status, len(value), is_long)
+        if len(head) + len(value) <= HEAD_BYTES:
+            return [(head + value).ljust(HEAD_BYTES, b"\0")]
+        return [head.ljust(HEAD_BYTES, b"\0"), value]
 
     @classmethod
     def unpack(cls, head: bytes, receive: Callable[[int], bytes]) -> _Message:
         """The message of a head.
 
         Args:
-            head: as `pack` made it.
+            head: the first of its `parts`.
             receive: returns as many bytes as it is asked for, which follow.
         """
-        digest, status, length = HEAD.unpack_from(head)
+        digest, status, length, is_long = HEAD.unpack_from(head)
         is_short = HEAD.size + length <= HEAD_BYTES
         value = head[HEAD.size : HEAD.size + length] if is_short else receive(length)
-        return cls(digest, status, value)
+        return cls(digest, status, zlib.decompress(value) if is_long else value)
 
 
 class DifferentActions(Exception):
@@ -219,9 +214,7 @@ class Agreement:
 
     def _start(self, message: _Message, index: int) -> list[Callable[[], None]]:
         """Start to send a message; returns the waits."""
-        head, tail = message.pack()
-        parts = [head, tail] if tail else [head]
-        return [self.connections.send(part, index) for part in parts]
+        return [self.connections.send(part, index) for part in message.parts]
 
     def _send(self, message: _Message, index: int) -> None:
         for wait in self._start(message, index):

@@ -1,30 +1,41 @@
 """What ranks should have alike, in lines of text: where it differs, and on which ranks.
 
-The lines of a model are many, so only a digest of them is gathered. Where digests differ, one rank
-sends its lines to all, each names those that it has otherwise, and all send these.
+The lines of a model are many, so the ranks compare a digest of them. Where digests differ, one rank
+sends its lines to all, each names those that it has otherwise, and all say which text they have.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias, TypeVar
 
+from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.ranks import Ranks
 
-Values: TypeAlias = "dict[int, str | None]"  # rank -> its text; None where it lacks the line
+RanksByText: TypeAlias = "dict[str | None, FirstRanks]"
+"""A text, or None where a line is lacking, and the ranks that have it: the first few texts."""
+
 Key = TypeVar("Key", str, tuple[int, ...])
 
+WHAT = "comparing what differs"
 
-def unlike(lines: Mapping[int, Mapping[str, str | None]]) -> dict[str, Values]:
-    """The lines that ranks do not have alike.
 
-    Args:
-        lines: of each rank.
+class Compared(NamedTuple):
+    """A digest that some ranks have of their lines of a kind; as they are merged, what it comes to.
+
+    Attributes:
+        digest: "" where the ranks' digests differ.
+        rank: the first of those that have lines of the kind.
     """
-    names = dict.fromkeys(name for own_lines in lines.values() for name in own_lines)
-    values = {name: {rank: known.get(name) for rank, known in lines.items()} for name in names}
-    return {name: by_rank for name, by_rank in values.items() if len({*by_rank.values()}) > 1}
+
+    digest: str
+    rank: int
+
+    def join(self, others: Compared) -> Compared:
+        """Merge what ranks have."""
+        same = self.digest if self.digest == others.digest else ""
+        return Compared(same, min(self.rank, others.rank))
 
 
 def digest_of(items: Iterable[object]) -> str:
@@ -32,54 +43,73 @@ def digest_of(items: Iterable[object]) -> str:
     return hashlib.blake2b(repr([*items]).encode(), digest_size=16).hexdigest()
 
 
+def digests_of(lines: Mapping[Key, Mapping[str, str]], rank: int) -> dict[Key, Compared]:
+    """What this rank says of its lines, by kind, for `join_digests` to merge."""
+    return {kind: Compared(digest_of(own.items()), rank) for kind, own in lines.items()}
+
+
+def join_digests(
+    digests: Mapping[Key, Compared], others: Mapping[Key, Compared]
+) -> dict[Key, Compared]:
+    """Merge what ranks say of their lines; see `Ranks.reduce`."""
+    joined = {**digests}
+    for kind, compared in others.items():
+        joined[kind] = joined[kind].join(compared) if kind in joined else compared
+    return joined
+
+
 def differing(
     lines: Mapping[Key, Mapping[str, str]],
-    digests: Sequence[Mapping[Key, str]],
+    compared: Mapping[Key, Compared],
     ranks: Ranks,
     limit: int | None = None,
-) -> dict[Key, dict[str, Values]]:
+) -> dict[Key, dict[str, RanksByText]]:
     """Lines that differ between ranks that have lines of their kind. All ranks.
 
     Args:
         lines: of this rank, by kind.
-        digests: of every rank, in order: `digest_of` the items of its lines, by kind.
+        compared: `digests_of` the lines of every rank, merged.
         ranks: that compare.
         limit: of the lines of a kind that are returned; None for all of them.
 
     Returns:
-        Kind -> name -> the text of each rank that has lines of the kind.
+        Kind -> name -> the texts, and the ranks that have lines of the kind.
     """
-    kinds = dict.fromkeys(kind for by_kind in digests for kind in by_kind)
-    by_rank = dict(zip(ranks.ranks, digests, strict=True))
-    having = {kind: {r: d[kind] for r, d in by_rank.items() if kind in d} for kind in kinds}
-    wrong = sorted(kind for kind, known in having.items() if len({*known.values()}) > 1)
+    wrong = {kind: known.rank for kind, known in sorted(compared.items()) if not known.digest}
     if not wrong:
         return {}
-    firsts = {kind: next(iter(having[kind])) for kind in wrong}  # the ranks that send their lines
     own_lines = {kind: {**lines[kind]} for kind in wrong if kind in lines}
-    what = "comparing what differs"
-    sent = ranks.gather(what, {k: own_lines[k] for k in own_lines if firsts[k] == ranks.rank})
-    first = {kind: sent[ranks.ranks.index(firsts[kind])].get(kind, {}) for kind in wrong}
-    proposed = ranks.gather(
-        what, {k: _unlike_names(own_lines.get(k, first[k]), first[k], limit) for k in wrong}
-    )
-    # Each rank proposes names of its own, so all are asked for all of them.
-    names = {
-        k: [*dict.fromkeys(name for by_kind in proposed for name in by_kind[k])] for k in wrong
+    sent = {kind: own_lines[kind] for kind, first in wrong.items() if first == ranks.rank}
+    first = ranks.reduce(WHAT, sent, lambda some, others: some | others)
+
+    def join_names(
+        some: dict[Key, list[str]], others: dict[Key, list[str]]
+    ) -> dict[Key, list[str]]:
+        return {kind: [*dict.fromkeys(some[kind] + others[kind])][:limit] for kind in wrong}
+
+    own_names = {
+        kind: _unlike_names(own_lines.get(kind, first[kind]), first[kind], limit) for kind in wrong
     }
-    names = {kind: names[kind][:limit] for kind in wrong}
+    names = ranks.reduce(WHAT, own_names, join_names)
+    own_rank = FirstRanks.first_of([ranks.rank])
     own_texts = {
-        kind: {n: texts.get(n) for n in names[kind] if texts.get(n) != first[kind].get(n)}
+        kind: {name: {texts.get(name): own_rank} for name in names[kind]}
         for kind, texts in own_lines.items()
     }
-    answers = dict(zip(ranks.ranks, ranks.gather(what, own_texts), strict=True))
-    return {
-        kind: {
-            name: {r: answers[r][kind].get(name, first[kind].get(name)) for r in having[kind]}
-            for name in names[kind]
-        }
-        for kind in wrong
-    }
+    return ranks.reduce(WHAT, own_texts, _join_texts)
+
+
+def unlike(ranks: Ranks, what: str, lines: Mapping[str, str]) -> dict[str, RanksByText]:
+    """The lines that ranks do not have alike; one digest is sent where they do. All ranks.
+
+    Args:
+        ranks: that compare.
+        what: they do, for messages.
+        lines: of this rank.
+    """
+    own_kind = {"lines": {**lines}}
+    compared = ranks.reduce(what, digests_of(own_kind, ranks.rank), join_digests)
+    return differing(own_kind, compared, ranks).get("lines", {})
 
 
 def _unlike_names(
@@ -87,3 +117,15 @@ def _unlike_names(
 ) -> list[str]:
     """Names of lines that are unlike the first rank's, in its order."""
     return [name for name in {**first, **lines} if lines.get(name) != first.get(name)][:limit]
+
+
+def _join_texts(
+    some: dict[Key, dict[str, RanksByText]], others: dict[Key, dict[str, RanksByText]]
+) -> dict[Key, dict[str, RanksByText]]:
+    joined = {**some}
+    for kind, by_name in others.items():
+        known = joined.get(kind, {})
+        joined[kind] = {
+            name: join_first(known.get(name, {}), by_text) for name, by_text in by_name.items()
+        }
+    return joined

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from anyrank.errors import AnyrankError, WrongType, WrongValue
-from anyrank.world.alike import unlike
-from anyrank.world.failures import argument_text, describe_values
+from anyrank.world.alike import Compared, differing, digests_of, join_digests
+from anyrank.world.failures import argument_text, describe_texts
 from anyrank.world.ranks import Ranks
+
+T = TypeVar("T")
 
 
 def compare_arguments(
@@ -17,8 +19,7 @@ def compare_arguments(
     arguments: Mapping[str, object],
     error: type[AnyrankError],
     check: Callable[[], object] | None = None,
-    tell: Callable[[], object] | None = None,
-) -> list[Any]:
+) -> None:
     """Check a call's arguments, and compare them over the ranks. All ranks.
 
     Args:
@@ -27,35 +28,54 @@ def compare_arguments(
         arguments: by name; compared by their repr, functions by their name.
         error: the class for arguments that differ.
         check: raises an error if this rank's arguments are wrong.
-        tell: called after `check`; what it returns goes to all ranks in the same exchange.
-
-    Returns:
-        What `tell` returned on each rank.
 
     Raises:
         AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
-            `check` or `tell` raised it on a rank.
+            `check` raised it on a rank.
         ValueError, TypeError: `check` raised it on a rank.
-        RankError: other ranks called something else; or `check` or `tell` raised an error of
-            another class on a rank.
+        RankError: other ranks called something else; or `check` raised an error of another class
+            on a rank.
+    """
+    compare_and_reduce(ranks, call, arguments, error, check, lambda: None, lambda value, _: value)
+
+
+def compare_and_reduce(
+    ranks: Ranks,
+    call: str,
+    arguments: Mapping[str, object],
+    error: type[AnyrankError],
+    check: Callable[[], object] | None,
+    tell: Callable[[], T],
+    merge: Callable[[T, T], T],
+) -> T:
+    """As `compare_arguments`, and merge what the ranks tell in the same exchange. All ranks.
+
+    Args:
+        ranks, call, arguments, error, check: as there.
+        tell: called after `check`; may raise as it does.
+        merge: as for `Ranks.reduce`; what the first rank tells is the first of all.
     """
 
-    def check_own() -> tuple[dict[str, str], object]:
+    def look() -> tuple[dict[str, dict[str, str]], tuple[dict[str, Compared], T]]:
         try:
             if check is not None:
                 check()
-            value = tell() if tell is not None else None
+            value = tell()
         except (TypeError, ValueError) as wrong:
             if ranks.size == 1 or isinstance(wrong, AnyrankError):
                 raise
             kind = WrongType if isinstance(wrong, TypeError) else WrongValue
             raise kind(str(wrong)) from wrong
-        return {name: argument_text(value) for name, value in arguments.items()}, value
+        texts = {"": {name: argument_text(value) for name, value in arguments.items()}}
+        return texts, (digests_of(texts, ranks.rank), value)
 
-    answers = ranks.together(f"{call}()", check_own)
-    texts = {rank: own_texts for rank, (own_texts, _) in zip(ranks.ranks, answers, strict=True)}
-    for name, values in unlike(texts).items():
+    texts, (compared, told) = ranks.run_and_reduce(
+        f"{call}()",
+        look,
+        lambda some, others: (join_digests(some[0], others[0]), merge(some[1], others[1])),
+    )
+    for name, by_text in differing(texts, compared, ranks).get("", {}).items():
         title = f"{call}(): {name}= differs between ranks"
-        text = describe_values(title, values, ranks.name_ranks)
+        text = describe_texts(title, by_text, ranks.name_ranks)
         raise error(f"{text}: give all ranks the same")
-    return [value for _, value in answers]
+    return told

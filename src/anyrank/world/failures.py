@@ -58,18 +58,18 @@ def describe_values(
     values: Mapping[int, str | None],
     name_ranks: Callable[[Sequence[int] | FirstRanks], str],
 ) -> str:
-    """As `describe_spread`, of each rank's value."""
-    spread = {value: FirstRanks.first_of(ranks) for value, ranks in ranks_by_value(values).items()}
-    return describe_spread(title, spread, name_ranks)
+    """As `describe_texts`, of each rank's value."""
+    by_text = {value: FirstRanks.first_of(ranks) for value, ranks in ranks_by_value(values).items()}
+    return describe_texts(title, by_text, name_ranks)
 
 
-def describe_spread(
+def describe_texts(
     title: str,
-    spread: Mapping[str | None, FirstRanks],
+    by_text: Mapping[str | None, FirstRanks],
     name_ranks: Callable[[Sequence[int] | FirstRanks], str],
 ) -> str:
     """A title and each value with its ranks: "title: 1 on rank 0, 2 on ranks 1, 2"."""
-    texts = (("absent" if value is None else value, ranks) for value, ranks in spread.items())
+    texts = (("absent" if value is None else value, ranks) for value, ranks in by_text.items())
     parts = (f"{text[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for text, ranks in texts)
     return f"{title}: {', '.join(parts)}"
 

@@ -33,7 +33,7 @@ from anyrank.world.failures import (
     NO_ANSWER,
     Failure,
     Interrupted,
-    describe_spread,
+    describe_texts,
     join_failures,
     ranks_by_value,
 )
@@ -443,13 +443,13 @@ def _describe_crossing(
         lambda action: action.call,
         lambda action: f"{action.call}, its call {action.number}",
     ]
-    spread: dict[str | None, FirstRanks] = {}
+    by_text: dict[str | None, FirstRanks] = {}
     for tell in tellings:
-        spread = {}
+        by_text = {}
         for action, ranks in actions.items():
             text = tell(action)
-            spread[text] = spread[text] + ranks if text in spread else ranks
-        if len(spread) > 1:
+            by_text[text] = by_text[text] + ranks if text in by_text else ranks
+        if len(by_text) > 1:
             break
-    text = describe_spread("ranks do different things at the same place", spread, name_ranks)
+    text = describe_texts("ranks do different things at the same place", by_text, name_ranks)
     return f"{text}: make the same calls on all ranks, in the same order"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def lengths_sent(primitive: str, length: int) -> list[int]:
 
     with open_ranks(call="test()") as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Connections, "send", spied)
-        SAY[primitive](ranks, b"x" * length)
+        SAY[primitive](ranks, os.urandom(length))
     return sent
 
 

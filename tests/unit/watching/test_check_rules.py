@@ -14,6 +14,7 @@ from anyrank.watching.data_facts import LoaderFacts
 from anyrank.watching.facts import Facts, Known
 from anyrank.watching.rules import run_rules
 from anyrank.watching.slow import find_model
+from anyrank.world.first_ranks import FirstRanks
 
 LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0)
 
@@ -21,7 +22,7 @@ LOADER = LoaderFacts(4, (2, 0), 0, 64, "", 0)
 def facts(**changes: Any) -> Facts:
     """Those of a rank on which all is well."""
     changes.setdefault("seed", changes.pop("number", 0))
-    well = Facts({}, 1, 0, False, "", None, ())
+    well = Facts(1, 0, False, "", None, ())
     return dataclasses.replace(well, **changes)
 
 
@@ -38,12 +39,12 @@ def said(*every: Facts, **options: Any) -> list[tuple[str, str]]:
 
 
 def test_lines_that_a_rank_lacks_are_no_other_values() -> None:
-    lacking = {"values whole": {"w": {0: "a", 1: None}}}
+    lacking = {"values whole": {"w": {"a": FirstRanks((0,), 1), None: FirstRanks((1,), 1)}}}
     assert said(facts(), facts(number=1), differing=lacking) == []
 
 
 def test_frozen_parts_are_told_from_trained_ones() -> None:
-    values = {0: "a", 1: "b"}
+    values = {"a": FirstRanks((0,), 1), "b": FirstRanks((1,), 1)}
     differing = {"values whole": {"w": values}, "values frozen whole": {"vae.w": values}}
     trained, frozen = run_rules(known(facts(), facts(number=1), differing=differing))
     assert (trained.where[:2], frozen.where[:6]) == ("w,", "vae.w,")

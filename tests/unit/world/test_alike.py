@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
 
-from anyrank.world.alike import differing, digest_of, unlike
+from anyrank.world.alike import differing, digests_of, join_digests
+from anyrank.world.first_ranks import FirstRanks, join_first, name_ranks
 from anyrank.world.ranks import one_process
+
+Texts = dict[str | None, FirstRanks]
 
 
 def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) -> Any:
     """What each rank learns of the differences; all of them run side by side."""
-    digests = [{k: digest_of(v.items()) for k, v in table.items()} for table in tables]
     barrier, box = threading.Barrier(len(tables)), dict[int, Any]()
 
-    def gather(_: str, value: Any) -> list[Any]:
+    def reduce(_: str, value: Any, merge: Any) -> Any:
         box[int(threading.current_thread().name)] = value
         barrier.wait(60)
-        answer = [box[each] for each in range(len(tables))]
+        answer = functools.reduce(merge, [box[each] for each in range(len(tables))])
         barrier.wait(60)
         return answer
 
+    digests = [digests_of(table, rank) for rank, table in enumerate(tables)]
+    merged = functools.reduce(join_digests, digests)
     learnt: list[Any] = [None] * len(tables)
 
     def learn(number: int) -> None:
-        ranks: Any = SimpleNamespace(ranks=tuple(range(len(tables))), rank=number, gather=gather)
-        learnt[number] = differing(tables[number], digests, ranks, limit)
+        ranks: Any = SimpleNamespace(ranks=tuple(range(len(tables))), rank=number, reduce=reduce)
+        learnt[number] = differing(tables[number], merged, ranks, limit)
 
     numbers = range(len(tables))
     threads = [threading.Thread(target=learn, args=(n,), name=str(n)) for n in numbers]
@@ -38,16 +43,24 @@ def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) 
     return learnt[0]
 
 
+def on(**ranks_by_text: list[int]) -> Texts:
+    """Which ranks have which text; "none" for those that lack the line."""
+    return {
+        None if text == "none" else text.strip("_"): FirstRanks.first_of(ranks)
+        for text, ranks in ranks_by_text.items()
+    }
+
+
 def test_one_line_of_a_long_table_is_found() -> None:
     table = {f"model.layers.{number}.weight": "same" for number in range(20_000)}
     other = {**table, "model.layers.777.weight": "other"}
-    line = {"model.layers.777.weight": {0: "same", 1: "other", 2: "same"}}
+    line = {"model.layers.777.weight": on(same=[0, 2], other=[1])}
     assert compared([{"kinds": table}, {"kinds": other}, {"kinds": table}]) == {"kinds": line}
 
 
 def test_a_table_that_the_first_rank_lacks_is_compared_among_those_that_have_it() -> None:
     found = compared([{}, {"values b": {"w": "1"}}, {"values b": {"w": "2", "v": "3"}}])
-    assert found == {"values b": {"w": {1: "1", 2: "2"}, "v": {1: None, 2: "3"}}}
+    assert found == {"values b": {"w": on(_1=[1], _2=[2]), "v": on(none=[1], _3=[2])}}
 
 
 def test_tables_that_differ_everywhere_are_cut() -> None:
@@ -61,14 +74,28 @@ def test_tables_that_differ_everywhere_are_cut() -> None:
 
 def test_a_cut_answer_has_every_ranks_own_text() -> None:
     tables = [{"kinds": {"a": a, "b": b}} for a, b in ("11", "12", "22")]
-    assert compared(tables, 1) == {"kinds": {"b": {0: "1", 1: "2", 2: "2"}}}
+    assert compared(tables, 1) == {"kinds": {"b": on(_1=[0], _2=[1, 2])}}
 
 
 def test_no_difference_takes_no_exchange() -> None:
-    assert differing({"kinds": {"w": "a"}}, [{"kinds": "1"}], one_process()) == {}
+    lines = {"kinds": {"w": "a"}}
+    assert differing(lines, digests_of(lines, 0), one_process()) == {}
 
 
 def test_what_a_rank_lacks_is_unlike_what_another_has() -> None:
-    lines = {0: {"a": "1", "b": "2"}, 3: {"b": "2", "c": "4"}}
-    assert unlike(lines) == {"a": {0: "1", 3: None}, "c": {0: None, 3: "4"}}
-    assert unlike({0: {"a": "1"}}) == unlike({}) == {}
+    found = compared([{"kinds": {"a": "1", "b": "2"}}, {"kinds": {"b": "2", "c": "4"}}])
+    assert found == {"kinds": {"a": on(_1=[0], none=[1]), "c": on(none=[0], _4=[1])}}
+
+
+def test_a_thousand_ranks_with_a_text_each_are_told_in_a_few() -> None:
+    tables = [{"kinds": {"w": f"{rank}"}} for rank in range(1000)]
+    digests = functools.reduce(
+        join_digests, (digests_of(table, rank) for rank, table in enumerate(tables))
+    )
+    assert digests == {"kinds": ("", 0)}
+    every = functools.reduce(
+        join_first, ({f"{rank}": FirstRanks((rank,), 1)} for rank in range(1000))
+    )
+    assert list(every) == [f"{rank}" for rank in range(8)]
+    some = FirstRanks.first_of(range(1000))
+    assert name_ranks(some) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"

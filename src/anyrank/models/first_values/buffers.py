@@ -31,30 +31,33 @@ def rebuilt_values(
         LoadError: no rule fills some buffers; names each of them.
     """
 
-    def fill() -> tuple[list[Replacement], tuple[dict[str, str], list[str]]]:
-        """The buffers of this rank; the rule of each, and the buffers that no rule fills."""
+    def fill() -> tuple[list[Replacement], tuple[dict[str, str], set[str]]]:
+        """The buffers of this rank; the rule of each, and those that none fills."""
         replacements: list[Replacement] = []
         rules: dict[str, str] = {}
-        lost: list[str] = []
+        lost = set[str]()
         for target in targets:
             if target.kind != "derived" or not target.is_meta:
                 continue
             local = allocate(target, device)
             rule = initialiser.fill(target, local)
             if rule is None:
-                lost.append(target.name)
+                lost.add(target.name)
                 continue
             rules[target.name] = rule
             replacements.append(Replacement(target, local))
         return replacements, (rules, lost)
 
-    replacements, answers = ranks.run_and_gather("rebuilding buffers", fill)
-    lost = sorted({name for _, names in answers for name in names})
+    replacements, (rules, lost) = ranks.run_and_reduce(
+        "rebuilding buffers",
+        fill,
+        lambda some, others: (some[0] | others[0], some[1] | others[1]),
+    )
     if lost:
         raise LoadError(
             "non-persistent buffers on meta that no rule of their module rebuilds: "
-            f"{', '.join(lost)}"
+            f"{', '.join(sorted(lost))}"
             "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
             "the module a reset_parameters() that fills them"
         )
-    return {name: rule for rules, _ in answers for name, rule in rules.items()}, replacements
+    return rules, replacements

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
-from anyrank.loading.headers import header_reader, look_at_source
+from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.load import fill_from_files
 from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.verify import compare_ties
@@ -130,8 +130,9 @@ def _plan_module(
     headers = header_reader(module, path, ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
     try:
-        sources = ranks.together("looking at the source", tell)
-        plan = plan_load(module, path, ranks, options, sources, headers, known=listing)
+        what = "looking at the source"
+        _, info = ranks.run_and_reduce(what, lambda: (None, tell()), SourceInfo.join)
+        plan = plan_load(module, path, ranks, options, info, headers, known=listing)
         if plan.match.stored_twice:
             compare_ties(plan.match, plan.reading.reading_ranks, ranks)
     except LoadError as error:

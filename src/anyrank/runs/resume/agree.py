@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from anyrank.errors import CheckpointError
 from anyrank.runs.resume.options import SaveOptions
 from anyrank.runs.saving.collect import check_boundary
@@ -15,7 +17,7 @@ from anyrank.world.ranks import Ranks
 
 def agree_on_run(
     state: TrainState, folder: RunFolder, options: SaveOptions, ranks: Ranks, has_callback: bool
-) -> list[bool]:
+) -> bool:
     """Compare the arguments of a run's objects, and look at its folder. All ranks.
 
     Args:
@@ -26,7 +28,7 @@ def agree_on_run(
         has_callback: whether this rank has `on_commit`.
 
     Returns:
-        `has_callback` of each rank.
+        Whether a rank has `on_commit`.
 
     Raises:
         CheckpointError: ranks give other arguments, or their data differs; the folder is another
@@ -43,7 +45,8 @@ def agree_on_run(
         state.parts.check_optimizers(ranks.index)  # before hours of training
         return has_callback
 
-    return ranks.together("opening the run", check_own)
+    what = "opening the run"
+    return ranks.run_and_reduce(what, lambda: (None, check_own()), operator.or_)[1]
 
 
 def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:

@@ -18,8 +18,11 @@ from anyrank.runs.resume.agree import agree_on_run, become_writer
 from anyrank.runs.resume.listeners import Listeners, open_listeners
 from anyrank.runs.resume.loop import (
     BoundaryReport,
+    BoundaryRow,
     Loop,
     StepCounter,
+    join_reports,
+    join_signals,
     require_loader,
     stop_condition,
 )
@@ -296,36 +299,38 @@ class Checkpoints:
         self._is_training = True
         options, number = self._options, self._state.step + 1
 
-        def report() -> BoundaryReport:
+        def report() -> tuple[None, BoundaryRow]:
             self._counter.check_countable()
-            return BoundaryReport(
+            return None, BoundaryReport(
                 save_failed=self._background is not None and self._background.has_failed,
-                signal=self._signals.find_pending(),
+                signals=self._signals.pending(),
                 save_is_due=options.cadence.is_due(number, self._last_save),
-                ahead=self._counter.ahead,
+                ahead=self._counter.ahead(ranks.rank),
                 news=self._listeners.tell(number),
                 has_foreign_gradients=self._counter.has_foreign_gradients,
-            )
+            ).row
 
         with self._counter.guard_boundary():
-            reports = ranks.together("completing the step", report)
+            _, row = ranks.run_and_reduce(
+                "completing the step", report, partial(join_reports, self._listeners.join)
+            )
+            known = BoundaryReport(*row)
             self._counter.count()
-            self._counter.learn_ahead(ranks, reports)
+            self._counter.learn_ahead(ranks, known.ahead)
         if not self._has_stepped:  # now its optimizers have their state
             self._has_stepped = True
             warn_of_refusal(self._state, ranks)
-        if any(report.save_failed for report in reports):
+        if known.save_failed:
             self.wait()
-        has_foreign_gradients = any(report.has_foreign_gradients for report in reports)
-        if ranks.size > 1 and (has_foreign_gradients or options.compares_replicas(number)):
+        if ranks.size > 1 and (known.has_foreign_gradients or options.compares_replicas(number)):
             check_replicas(self._state, ranks)
-        return partial(self._end_step, reports)
+        return partial(self._end_step, known)
 
-    def _end_step(self, reports: Sequence[BoundaryReport]) -> None:
+    def _end_step(self, known: BoundaryReport) -> None:
         """Do what is due after a step. All ranks."""
-        self._listeners.on_step([report.news for report in reports])
-        signals = {report.signal for report in reports} - {None}
-        if reports[0].save_is_due or signals:
+        self._listeners.on_step(known.news)
+        signals = {*known.signals}
+        if known.save_is_due or signals:
             self._save_for(signals)
 
     def end_if_asked(self) -> None:
@@ -340,12 +345,12 @@ class Checkpoints:
         """
         self._signals.watch()
         ranks = self._open("end_if_asked")
-        signals = {*ranks.together("looking for SIGTERM", self._signals.find_pending)}
+        signals = {*ranks.reduce("looking for SIGTERM", self._signals.pending(), join_signals)}
         if signal.SIGTERM in signals:
             self._counter.leave_step()
             self._save_for(signals)
 
-    def _save_for(self, signals: Set[int | None]) -> None:
+    def _save_for(self, signals: Set[int]) -> None:
         """Save because it is due, or for a signal; ends the run after SIGTERM. All ranks."""
         self.save(unless_saved=True)
         self._signals.mark_done(signals)
@@ -379,7 +384,7 @@ class Checkpoints:
         start = time.perf_counter()
         self.wait()
         if (state.step, state.run) == self._on_disk:
-            ranks.together("preparing a save", lambda: check_boundary(state))
+            ranks.run("preparing a save", lambda: check_boundary(state))
             if ranks.index == 0:
                 self._records.warn_of_saved(self.path, state, always=not unless_saved)
         else:
@@ -437,9 +442,9 @@ class Checkpoints:
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
-            has_callback = self._records.has_callback
-            rows = agree_on_run(self._state, self._folder, self._options, ranks, has_callback)
-            self._records.has_callback = any(rows)
+            self._records.has_callback = agree_on_run(
+                self._state, self._folder, self._options, ranks, self._records.has_callback
+            )
             if self._background is not None:
                 self._groups.enter_context(self._background.connected(ranks))
             self._listeners = open_listeners(

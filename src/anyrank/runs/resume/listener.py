@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from anyrank.runs.resume.search import StepOfRun, StepSearch
@@ -13,7 +12,7 @@ from anyrank.runs.state.resume_report import ResumeReport
 class RunListener:
     """Hears of what a run does. Made when the run is opened; every rank has the same listeners.
 
-    All methods but `tell` are called by all ranks together, so they may agree.
+    All methods but `tell` and `join` are called by all ranks together, so they may agree.
     """
 
     def open_search(self, folder: RunFolder, verify: bool) -> StepSearch | None:
@@ -34,11 +33,15 @@ class RunListener:
     def tell(self, number: int) -> Any:
         """What this rank tells the others of a step before it counts, in the run's agreement."""
 
-    def on_step(self, news: Sequence[Any]) -> None:
+    def join(self, news: Any, others: Any) -> Any:
+        """Merge what ranks tell, in another thread; see `Ranks.run_and_reduce`."""
+        return news
+
+    def on_step(self, news: Any) -> None:
         """A step has counted.
 
         Args:
-            news: what each rank's listener has told of it.
+            news: what the ranks have told of it, merged.
         """
 
     def on_save(self) -> None:

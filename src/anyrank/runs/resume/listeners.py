@@ -37,9 +37,14 @@ class Listeners(list[RunListener]):
         """What each tells the other ranks of a step before it counts."""
         return [listener.tell(number) for listener in self]
 
-    def on_step(self, news: Sequence[Sequence[Any]]) -> None:
-        """A step has counted, of which each rank's `tell` returned this. All ranks."""
-        for listener, of_listener in zip(self, zip(*news, strict=True), strict=True):
+    def join(self, news: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Merge what ranks tell."""
+        rows = zip(self, news, others, strict=True)
+        return [listener.join(own, other) for listener, own, other in rows]
+
+    def on_step(self, news: Sequence[Any]) -> None:
+        """A step has counted, of which the ranks have told this. All ranks."""
+        for listener, of_listener in zip(self, news, strict=True):
             listener.on_step(of_listener)
 
     def on_save(self) -> None:

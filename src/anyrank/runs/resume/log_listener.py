@@ -6,7 +6,7 @@ import collections
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,16 +87,19 @@ class LogListener(RunListener):
         losses = sum(weight * float(loss) for weight, loss in last.losses if weight)
         return losses, sum(last.weights.values())
 
-    def on_step(self, news: Sequence[Any]) -> None:
+    def join(self, news: Any, others: Any) -> tuple[float, float] | None:
+        if news is None or others is None:
+            return news or others
+        return news[0] + others[0], news[1] + others[1]
+
+    def on_step(self, news: Any) -> None:
         self._steps_sec, self._last = self._steps_sec + self._since_last(), time.monotonic()
         if not self._has_begun:
             self._has_begun = True
             self._write(self._state.step - 1, event=START, redone_steps=self._redone_steps)
         if self._state.step % LINE_STEPS == 0:
-            losses = [loss for loss in news if loss is not None]
-            weight = sum(weight for _, weight in losses)
-            loss = sum(loss for loss, _ in losses) / weight if weight else None
-            self._write(self._state.step, loss)
+            losses, weight = news or (0.0, 0.0)
+            self._write(self._state.step, losses / weight if weight else None)
 
     def on_save(self) -> None:
         self._saves_sec, self._last = self._saves_sec + self._since_last(), time.monotonic()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -21,12 +21,11 @@ from anyrank.errors import CheckpointError
 from anyrank.runs.saving.collect import is_within_step
 from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.train_state import TrainState
-from anyrank.training.steps.agreed_batches import OwnBatches
+from anyrank.training.steps.agreed_batches import Ahead, OwnBatches
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.training.steps.position import Position
 from anyrank.training.steps.step import Step
 from anyrank.training.steps.step_listeners import tell_of_step
-from anyrank.world.failures import Failure
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -34,25 +33,57 @@ log = logging.getLogger("anyrank.resume")
 EARLY_STEP = "the optimizer stepped before all of its microbatches were run"
 
 
+BoundaryRow: TypeAlias = "tuple[Any, ...]"
+
+
 class BoundaryReport(NamedTuple):
-    """What a rank sends to the others at the end of a step.
+    """What a rank says at the end of a step, or some ranks together; a plain tuple as it is sent.
 
     Attributes:
         save_failed: whether a background save has failed.
-        signal: SIGTERM or SIGUSR1, if the rank got one.
+        signals: SIGTERM and SIGUSR1, if a rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
-        ahead: why it could not fetch the first batches of the next step, and what the others have
-            to know of these.
+        ahead: of the first batches of the next step, if they were fetched.
         news: what the run's listeners tell, in their order.
         has_foreign_gradients: as of `StepHooks`.
     """
 
     save_failed: bool
-    signal: int | None
+    signals: tuple[int, ...]
     save_is_due: bool
-    ahead: tuple[Failure | None, Any]
+    ahead: Ahead | None
     news: Sequence[Any]
     has_foreign_gradients: bool
+
+    @property
+    def row(self) -> BoundaryRow:
+        """As it is sent, without a name that would take more bytes than all of it."""
+        return tuple(self)
+
+
+def join_reports(
+    join_news: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    row: BoundaryRow,
+    other_row: BoundaryRow,
+) -> BoundaryRow:
+    """Merge what ranks say at the end of a step; the first rank's comes first."""
+    report, other = BoundaryReport(*row), BoundaryReport(*other_row)
+    ahead = report.ahead or other.ahead
+    if report.ahead is not None and other.ahead is not None:
+        ahead = report.ahead.join(other.ahead)
+    return BoundaryReport(
+        save_failed=report.save_failed or other.save_failed,
+        signals=join_signals(report.signals, other.signals),
+        save_is_due=report.save_is_due,
+        ahead=ahead,
+        news=join_news(report.news, other.news),
+        has_foreign_gradients=report.has_foreign_gradients or other.has_foreign_gradients,
+    ).row
+
+
+def join_signals(signals: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Merge the signals that ranks have got."""
+    return tuple(sorted({*signals, *others}))
 
 
 class Loop(Iterator[Step]):
@@ -249,15 +280,15 @@ class StepCounter:
         """As of `StepHooks`, in the step that ends."""
         return self._hooks.has_foreign_gradients
 
-    @property
-    def ahead(self) -> tuple[Failure | None, Any]:
-        """Why this rank could not fetch them, and what the others have to know of them."""
-        return (None, None) if self._ahead is None else (self._ahead.failure, self._ahead.report)
+    def ahead(self, rank: int) -> Ahead | None:
+        """What this rank says of them; None where there is nothing to say."""
+        ahead = None if self._ahead is None else self._ahead.ahead(rank)
+        return ahead if ahead is not None and (ahead.failed or ahead.report) else None
 
-    def learn_ahead(self, ranks: Ranks, reports: Sequence[BoundaryReport]) -> None:
+    def learn_ahead(self, ranks: Ranks, ahead: Ahead | None) -> None:
         """The ranks know now which of them could not."""
         if self._ahead is not None:
-            self._ahead.learn(ranks, [report.ahead for report in reports])
+            self._ahead.learn(ranks, ahead or Ahead({}, 0, []))
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
         """Whether steps were counted, and none is under way: then leaving saves. All ranks.
@@ -270,15 +301,19 @@ class StepCounter:
             self._state.parts.check_usable()
             return self.completed > 0, is_within_step(self._state)
 
-        flags = ranks.together("leaving the loop", report)
-        if any(is_within for _, is_within in flags):
+        _, (has_counted, is_within) = ranks.run_and_reduce(
+            "leaving the loop",
+            lambda: (None, report()),
+            lambda some, others: (some[0] or others[0], some[1] or others[1]),
+        )
+        if is_within:
             log.warning(
                 "step %d was begun and not completed, so nothing is saved on leaving: the newest "
                 "checkpoint stays the one before",
                 self._state.step,
             )
             return False
-        return any(has_counted for has_counted, _ in flags)
+        return has_counted
 
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from anyrank.runs.resume.listener import RunListener
 from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.train_state import TrainState
-from anyrank.training.steps.pace import Pace, Spent
+from anyrank.training.steps.pace import Pace
 from anyrank.world.ranks import Ranks
 
 
@@ -32,16 +31,21 @@ class PaceListener(RunListener):
         """Seconds in which this rank has waited for others so far."""
         return 0.0 if self._pace is None else self._pace.waited_sec
 
-    def tell(self, number: int) -> list[Spent]:
-        """The times of this rank's last steps if they are due; mostly nothing."""
-        return [] if self._pace is None else self._pace.take_window()
+    def tell(self, number: int) -> bool:
+        """Whether this rank has the times of its last steps; mostly not."""
+        return self._pace is not None and self._pace.has_window
 
-    def on_step(self, news: Sequence[Any]) -> None:
+    def join(self, news: Any, others: Any) -> bool:
+        return news and others
+
+    def on_step(self, news: Any) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._start()
-        elif self._pace is not None and self._ranks.index == 0 and all(news):
-            self._pace.warn_of_slow(self._ranks.ranks, news)
+        elif self._pace is not None and news:
+            windows = self._ranks.collect("comparing the pace", self._pace.take_window())
+            if windows is not None:
+                self._pace.warn_of_slow(self._ranks.ranks, windows)
 
     def on_save(self) -> None:
         if self._pace is not None:

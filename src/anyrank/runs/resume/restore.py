@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,10 @@ class _Restorer:
                 raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
             return any(part.has_meta_buffers for part in self.matched.values())
 
-        self.has_meta_buffers = any(self.ranks.together("matching the checkpoint", match_parts))
+        what = "matching the checkpoint"
+        _, self.has_meta_buffers = self.ranks.run_and_reduce(
+            what, lambda: (None, match_parts()), operator.or_
+        )
 
     def _compare_settings(self) -> list[str]:
         """Compare the script's settings with those of the saved run; returns problems."""
@@ -122,7 +126,7 @@ class _Restorer:
         self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole
         try:
             self._read()
-            self.ranks.together("restoring the state", self._commit)
+            self.ranks.run("restoring the state", self._commit)
             if self.has_meta_buffers:
                 self._rebuild()
             self.outcomes = self._restore_streams()
@@ -164,8 +168,8 @@ class _Restorer:
             except LoadError as error:
                 raise unreadable_error(self.source.path, error) from error
 
-        self.ranks.together("opening the checkpoint", lambda: reader.open(files))
-        self.ranks.together("reading the checkpoint", read)
+        self.ranks.run("opening the checkpoint", lambda: reader.open(files))
+        self.ranks.run("reading the checkpoint", read)
         self.bytes_read += reader.bytes_read
 
     def _commit(self) -> None:
@@ -209,7 +213,11 @@ class _Restorer:
         def restore_saved() -> dict[str, StreamOutcome]:
             return restore(saved, coords, seed=seed, samples=samples, generators=generators)
 
-        outcomes = self.ranks.together("restoring the random streams", restore_saved)[0]
+        _, outcomes = self.ranks.run_and_reduce(  # the first rank's
+            "restoring the random streams",
+            lambda: (None, restore_saved()),
+            lambda first, _: first,
+        )
         self._note_undrawn(saved.unused)
         return outcomes
 
@@ -259,6 +267,7 @@ class _Restorer:
         """The report of the resume. All ranks."""
         source = self.source
         seconds = time.perf_counter() - self.start
+        # A report says these two numbers of each rank, and is equal on all.
         measured = self.ranks.gather("measuring the resume", (self.bytes_read, seconds))
         components = {name: part.outcome for name, part in self.matched.items()}
         components[RANDOM] = self._stream_outcome()

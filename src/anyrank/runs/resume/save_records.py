@@ -35,7 +35,7 @@ class SaveRecords:
         """Record a finished save, and call `on_commit`. All ranks."""
         self._note(record, ranks)
         if self.has_callback:
-            ranks.together("calling on_commit", lambda: self._call_back(record, ranks))
+            ranks.run("calling on_commit", lambda: self._call_back(record, ranks))
 
     def add_alone(self, record: SaveRecord, ranks: Ranks) -> None:
         """The same without the other ranks, which may have failed."""

@@ -80,6 +80,11 @@ class PendingSignals:
         """A signal that is not handled yet, or None; SIGTERM before SIGUSR1."""
         return next((number for number in WATCHED if number in self.received), None)
 
+    def pending(self) -> tuple[int, ...]:
+        """The same, for the other ranks."""
+        number = self.find_pending()
+        return () if number is None else (number,)
+
     def mark_done(self, numbers: Set[int | None]) -> None:
         """Mark signals that any rank got as handled by a save; every SIGUSR1 is handled by one."""
         self.received.difference_update(numbers, {signal.SIGUSR1})

@@ -4,6 +4,7 @@ No file of a step is written.
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.manifest import Manifest
-from anyrank.models.alike import Inventory, check_alike, inventory_of
+from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
 from anyrank.models.digests import check_has_memory
 from anyrank.runs.saving.rank_file import Item, make_items
 from anyrank.runs.state.part_types import SHOWN, PartState, differences, shared_tensors
@@ -34,7 +35,7 @@ from anyrank.training.random_state.saved_streams import (
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.versions import __version__
 from anyrank.wording import join_first
-from anyrank.world.alike import digest_of
+from anyrank.world.alike import digest_of, join_digests
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
@@ -328,7 +329,7 @@ def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
 
 def _compare(
     parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
-) -> dict[int, Coordinates]:
+) -> Mapping[int, Coordinates]:
     """Raise an error for what differs between the ranks; see `check_alike`. All ranks."""
     first = answers[0]
     for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
@@ -348,10 +349,11 @@ def _compare(
                 f"the ranks' states are of different runs: rank {ranks.ranks[0]} of {first.run}, "
                 f"rank {rank} of {other.run}: save and resume a state on all ranks together"
             )
-    inventories = [answer.inventory for answer in answers]
+    inventory = functools.reduce(join_digests, (answer.inventory for answer in answers))
     title = "the ranks' states differ"
     tensors = shared_tensors(parts)
-    coordinates = check_alike(title, tensors, inventories, ranks, CheckpointError)
+    check_alike(title, tensors, inventory, ranks, CheckpointError)
+    coordinates = find_coordinates(tensors, inventory, ranks)
     differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
     if not differing:
         return coordinates

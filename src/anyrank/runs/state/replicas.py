@@ -15,14 +15,19 @@ from dataclasses import replace
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.models.alike import Inventory, check_alike, differing_replicas, inventory_of
+from anyrank.models.alike import (
+    Inventory,
+    check_alike,
+    differing_replicas,
+    find_coordinates,
+    inventory_of,
+)
 from anyrank.models.digests import digests_of
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.runs.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, shared
 from anyrank.wording import first_few
-from anyrank.world.alike import Values
-from anyrank.world.failures import ranks_by_value
+from anyrank.world.alike import RanksByText, join_digests
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
@@ -53,7 +58,7 @@ def compare_replicas(
     if not differing:
         return []
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    wrong = {name: values for name, values in differing.items() if name not in may_differ}
+    wrong = {name: by_text for name, by_text in differing.items() if name not in may_differ}
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
         raise CheckpointError(
@@ -122,10 +127,11 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
         parts = state.parts.save_tensors(ranks.index)
         return parts, inventory_of(shared_tensors(parts), ranks)
 
-    parts, inventories = ranks.run_and_gather("looking at the replicas", list_own)
+    parts, inventory = ranks.run_and_reduce("looking at the replicas", list_own, join_digests)
     tensors = shared_tensors(parts)
     title = f"step {state.step}: the ranks' states differ"
-    coordinates = check_alike(title, tensors, inventories, ranks, CheckpointError)
+    check_alike(title, tensors, inventory, ranks, CheckpointError)
+    coordinates = find_coordinates(tensors, inventory, ranks)
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     replicas = [*shared(tensors, coordinates)]
     differing = _differing_tensors(
@@ -138,7 +144,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
 
 def _differing_tensors(
     tensors: Iterable[tuple[ShardedTensor, Members]], turn: int | None, ranks: Ranks
-) -> dict[str, Values]:
+) -> dict[str, RanksByText]:
     """Those that differ, by name; of `turn` a ninth is compared, without it all. All ranks."""
 
     def digest_all(own_tensors: Iterable[ShardedTensor]) -> list[str]:
@@ -158,7 +164,7 @@ def _ninth(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
 
 def _describe(
     head: str,
-    wrong: Mapping[str, Values],
+    wrong: Mapping[str, RanksByText],
     parts: Mapping[str, PartState],
     others: Sequence[str],
 ) -> str:
@@ -166,13 +172,13 @@ def _describe(
 
     Args:
         head: what was not done for it, or at which step.
-        wrong: name of each tensor that must not differ -> its digest on each rank.
+        wrong: name of each tensor that must not differ -> its digests, and their ranks.
         parts: of the state.
         others: names of tensors that differ too, and may.
     """
     texts = [
-        f"{name}: " + " unlike ".join(f"ranks {alike}" for alike in ranks_by_value(values).values())
-        for name, values in wrong.items()
+        f"{name}: " + " unlike ".join(f"ranks {some.listed}" for some in by_text.values())
+        for name, by_text in wrong.items()
     ]
     optimizers = [
         part
@@ -181,7 +187,7 @@ def _describe(
         and wrong.keys() & {tensor.name for tensor in saved.tensors}
     ]
     of_optimizers = {tensor.name for part in optimizers for tensor in parts[part].tensors}
-    each_its_own = all(len({*values.values()}) == len(values) for values in wrong.values())
+    each_its_own = all(some.count == 1 for by_text in wrong.values() for some in by_text.values())
     if each_its_own and wrong.keys() <= of_optimizers:
         reason = (
             f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "

@@ -19,7 +19,12 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, storing, write_file
 from anyrank.loading.verify import compare_replicas, content_hashes
-from anyrank.models.alike import check_alike, differing_replicas, inventory_of
+from anyrank.models.alike import (
+    check_alike,
+    differing_replicas,
+    find_coordinates,
+    inventory_of,
+)
 from anyrank.models.dialects.layouts.given import join_parts, tensors_with_layout
 from anyrank.models.dialects.peft.merging import as_merged
 from anyrank.models.own_code import (
@@ -44,6 +49,7 @@ from anyrank.tools.convert.report import ConvertReport
 from anyrank.tools.convert.selection import Selection
 from anyrank.tools.convert.stored import convert_listing
 from anyrank.wording import count
+from anyrank.world.alike import join_digests
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import Group
 from anyrank.world.ranks import Ranks, open_ranks
@@ -74,9 +80,11 @@ def convert_live(
         )
         if options.layout is not None:
             join_parts([tensors], ranks)
-        inventories = ranks.together("describing the model", lambda: inventory_of(tensors, ranks))
-        title = "the ranks' models differ"
-        coordinates = check_alike(title, tensors, inventories, ranks, LoadError)
+        _, inventory = ranks.run_and_reduce(
+            "describing the model", lambda: (None, inventory_of(tensors, ranks)), join_digests
+        )
+        check_alike("the ranks' models differ", tensors, inventory, ranks, LoadError)
+        coordinates = find_coordinates(tensors, inventory, ranks)
         pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
         tied = {alias: name for alias, name in pairs if alias != name}
         # Another rank's tie would be written as the first rank's.

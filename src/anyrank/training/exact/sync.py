@@ -151,16 +151,13 @@ class ExactSync(GradientSync):
         refusal = record.refusal or (reason and f"exact=True: {reason}")
         return replace(record, states=self.sums.states(), used=used, refusal=refusal)
 
-    def finish(self, records: Sequence[StepRecord], factor: float | None) -> None:
+    def finish(self, record: StepRecord, factor: float | None) -> None:
         """Exchange the sums and set them as gradients, then scale all gradients. All ranks."""
-        self.sums.exchange(used_on_any_rank(self.summed, records))
-        for (_, group, reduction), *used_by_rank in zip(
-            self.reductions, *(record.used for record in records), strict=True
-        ):
-            # FSDP2 gave zeros to parameters that no microbatch used: without it they have no
-            # gradient.
+        self.sums.exchange(used_on_any_rank(self.summed, record))
+        for (_, group, reduction), used in zip(self.reductions, record.used, strict=True):
+            # FSDP2 gave zeros to parameters that no microbatch used: without it they have none.
             for number, param in enumerate(group.fsdp_params):
-                if number in reduction.without and not any(number in used for used in used_by_rank):
+                if number in reduction.without and number not in used:
                     param.sharded_param.grad = None
         if factor is not None:
             self.scale(factor)

@@ -6,7 +6,8 @@ microbatch only. Parameters without a wrapper are averaged once, after the last 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from anyrank.training.gradients.buckets import average, local
 from anyrank.training.gradients.fsdp2 import check_names, drop_accumulated, parameter_groups
 from anyrank.training.steps.step_record import FROZEN, GRADIENT, NO_GRADIENT, StepRecord
 from anyrank.wording import count
+from anyrank.world.alike import Compared
 from anyrank.world.ranks import Ranks
 
 
@@ -166,24 +168,32 @@ class GradientSync:
         if not is_first:
             return record
         norm = sum(map(squares, self.summed.values()))
-        return replace(record, squared_norm=norm, squares=[*map(squares, self.exchanged.values())])
+        exchanged = [*map(squares, self.exchanged.values())]
+        return replace(
+            record,
+            squared_norm=norm,
+            norm=Compared(repr(norm), self.ranks.rank),
+            least=exchanged,
+            most=exchanged,
+            is_finite=all(map(math.isfinite, exchanged)),
+        )
 
     def states(self) -> bytes:
         """The state of each parameter summed here: frozen, without a gradient, or with one."""
         return bytes(map(_state_of, self.summed.values()))
 
-    def finish(self, records: Sequence[StepRecord], factor: float | None) -> None:
+    def finish(self, record: StepRecord, factor: float | None) -> None:
         """Scale all gradients, and average those that no wrapper averages. All data-parallel ranks.
 
         Args:
-            records: of all ranks.
+            record: of all ranks.
             factor: multiplies all gradients; None for 1.
         """
         if factor is not None:
             self.scale(factor)
         if self.ranks.size == 1:
             return
-        used = used_on_any_rank(self.summed, records)
+        used = used_on_any_rank(self.summed, record)
         for parameter in used.values():  # a gradient that no rank has stays None, as on one rank
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -218,11 +228,12 @@ def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def used_on_any_rank(
-    summed: Mapping[str, nn.Parameter], records: Sequence[StepRecord]
+    summed: Mapping[str, nn.Parameter], record: StepRecord
 ) -> dict[str, nn.Parameter]:
     """The parameters that have a gradient on some rank."""
-    rows = zip(summed.items(), *(record.states for record in records), strict=True)
-    return {name: parameter for (name, parameter), *states in rows if GRADIENT in states}
+    assert record.states is not None  # `judge` has refused it
+    rows = zip(summed.items(), record.states, strict=True)
+    return {name: parameter for (name, parameter), state in rows if state == GRADIENT}
 
 
 def _state_of(parameter: nn.Parameter) -> int:

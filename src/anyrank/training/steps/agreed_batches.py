@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.schedule import MicrobatchSlot
-from anyrank.world.failures import Failure, as_failure
+from anyrank.world.failures import Failure, as_failure, join_failures
+from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.ranks import Ranks
 
 FIRST = 2  # batches of a step that the ranks agree on at once
@@ -22,12 +24,31 @@ class Fetcher:
     Attributes:
         fetch: returns the batch of a slot.
         report: what the other ranks have to know of some batches that were fetched.
-        learn: takes what each rank has reported.
+        learn: takes what all ranks have reported.
     """
 
     fetch: Callable[[MicrobatchSlot], FetchedBatch]
-    report: Callable[[Sequence[FetchedBatch]], Any] = lambda _: None
+    report: Callable[[Sequence[FetchedBatch]], list[Any]] = lambda _: []
     learn: Callable[[list[Any]], object] = lambda _: None
+
+
+class Ahead(NamedTuple):
+    """What ranks say of batches that they have fetched for the next step.
+
+    Attributes:
+        failures: why ranks could not, the first few, and whose they are.
+        failed: how many could not.
+        report: what the others have to know of the batches.
+    """
+
+    failures: dict[Failure, FirstRanks]
+    failed: int
+    report: list[Any]
+
+    def join(self, others: Ahead) -> Ahead:
+        """Merge what ranks say."""
+        failures = join_first(self.failures, others.failures)
+        return Ahead(failures, self.failed + others.failed, self.report + others.report)
 
 
 class OwnBatches:
@@ -44,30 +65,35 @@ class OwnBatches:
     def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
         self._batches: list[FetchedBatch] = []
         self._cause: Exception | None = None
-        # Raises if any rank has failed, or returns what each has reported.
+        # Raises if any rank has failed, or returns what all have reported.
         self._wait: Callable[[], list[Any]] | None = None
-        self._learn, self.report = fetcher.learn, None
+        self._learn, self.report = fetcher.learn, list[Any]()
         try:
             self._batches += map(fetcher.fetch, slots)
             self.report = fetcher.report(self._batches)
         except Exception as error:
             self._cause = error
 
-    @property
-    def failure(self) -> Failure | None:
-        """Why this rank could not fetch them, for the others; None if it could."""
-        return None if self._cause is None else as_failure(self._cause)
+    def ahead(self, rank: int) -> Ahead:
+        """What this rank says of them."""
+        if self._cause is None:
+            return Ahead({}, 0, self.report)
+        return Ahead({as_failure(self._cause): FirstRanks((rank,), 1)}, 1, [])
 
     def tell(self, ranks: Ranks) -> None:
         """Tell the others, without a wait, whether this rank could fetch them. All ranks."""
-        self._wait = ranks.start_together(WHAT, self._cause, self.report)
+        self._wait = ranks.start_reduce(WHAT, self._cause, self.report, operator.add)
 
-    def learn(self, ranks: Ranks, answers: Sequence[tuple[Failure | None, Any]]) -> None:
+    def learn(self, ranks: Ranks, ahead: Ahead) -> None:
         """The ranks, of which others may have other loaders, have told each other."""
 
         def wait() -> list[Any]:
-            ranks.raise_failures(WHAT, [failure for failure, _ in answers], self._cause)
-            return [report for _, report in answers]
+            if self._cause is not None and ranks.size == 1:
+                raise self._cause
+            if ahead.failures:
+                error = join_failures(WHAT, ahead.failures, ahead.failed, ranks.size)
+                raise error from self._cause
+            return ahead.report
 
         self._wait = wait
 

@@ -126,6 +126,11 @@ class Pace:
             self.waited_sec += time.perf_counter() - self._last - self._agreements()
         self.pause()
 
+    @property
+    def has_window(self) -> bool:
+        """Whether `take_window` has something."""
+        return bool(self._spent)
+
     def take_window(self) -> list[Spent]:
         """What each part took over the last window, once; empty until the next is full."""
         spent, self._spent = self._spent, []

@@ -29,6 +29,7 @@ from anyrank.training.gradients.sync import GradientSync
 from anyrank.training.steps.agreed_batches import Fetcher, OwnBatches, fetch_first
 from anyrank.training.steps.step_listeners import fetching_ahead
 from anyrank.training.steps.step_run import StepRun
+from anyrank.world.alike import Compared, digest_of
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.group import ALONE, check_group, find_members
 from anyrank.world.ranks import Ranks
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 OnBatchChange = Literal["error", "rescale"]
 STATE_VERSION = 1
+WHAT = "comparing the samples"
 KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
 MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
@@ -57,19 +59,25 @@ WAYS = {
 
 @dataclass(frozen=True)
 class RankAccounts:
-    """What a rank has of the epochs since the last check, for comparison.
+    """What a rank has of the epochs since the last check, for comparison, or all ranks together.
 
     Attributes:
-        index: of the rank among the data-parallel ones.
-        step: completed steps.
-        plans: of each epoch, its number, and the receipts of its earlier and planned samples.
-        seen: of each, the receipt of the samples that this rank has run.
+        plans: digest of each epoch's number, and of its earlier and planned samples.
+        seen: of each epoch, the receipt of the samples that were run.
+        is_one_each: whether no two ranks run the same samples, as those of a tensor-parallel group
+            do.
     """
 
-    index: int
-    step: int
-    plans: list[tuple[int, Receipt, Receipt]]
+    plans: Compared
     seen: list[Receipt]
+    is_one_each: bool
+
+    def join(self, others: RankAccounts) -> RankAccounts:
+        """Merge what ranks have."""
+        # Of unlike lengths only where the plans are.
+        seen = [own + other for own, other in zip(self.seen, others.seen, strict=False)]
+        is_one_each = self.is_one_each and others.is_one_each
+        return RankAccounts(self.plans.join(others.plans), seen, is_one_each)
 
 
 class Position:
@@ -426,16 +434,24 @@ class Position:
             CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
                 steps.
         """
-        rows = ranks.gather("comparing the samples", self.rank_accounts())
-        steps = [row.step for row in rows]
-        by_index = {row.index: row.seen for row in rows}
-        if any(row.plans != rows[0].plans or row.seen != by_index[row.index] for row in rows):
+        accounts = self.rank_accounts(ranks)
+        known = ranks.reduce(WHAT, accounts, RankAccounts.join)
+        seen, are_alike = known.seen, bool(known.plans.digest)
+        if are_alike and not known.is_one_each:
+            # Ranks with the same data count once: a receipt by data-parallel index, for all.
+            by_index = {self.data_rank()[0]: accounts.seen}
+            by_index = ranks.reduce(WHAT, by_index, _join_seen)
+            are_alike = all(by_index.values())
+            # Of unlike lengths only where they are not alike.
+            seen = [sum(row, Receipt()) for row in zip(*by_index.values(), strict=False)]
+        if not are_alike:
+            steps = ranks.gather(WHAT, self.step)  # once, for an error
             raise CheckpointError(
                 f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
                 "every rank must run all steps, and commit() each of them"
             )
-        for number, account in enumerate(self.accounts):
-            total = sum((seen[number] for seen in by_index.values()), account.earlier)
+        for account, run in zip(self.accounts, seen, strict=True):
+            total = account.earlier + run
             if total != (plan := account.planned):
                 raise CheckpointError(
                     f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
@@ -446,11 +462,14 @@ class Position:
         self.receipts += map(self._verdict, self.accounts[:-1])
         del self.accounts[:-1]
 
-    def rank_accounts(self) -> RankAccounts:
+    def rank_accounts(self, ranks: Ranks) -> RankAccounts:
         """What this rank has to say for `check_receipt`."""
-        index, _ = self.data_rank()
         plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
-        return RankAccounts(index, self.step, plans, [account.seen for account in self.accounts])
+        return RankAccounts(
+            plans=Compared(digest_of(plans), ranks.rank),
+            seen=[account.seen for account in self.accounts],
+            is_one_each=self.data_rank() == (ranks.index, ranks.size),
+        )
 
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
         """What is known of a finished epoch, all of whose samples were run as planned."""
@@ -459,3 +478,14 @@ class Position:
         extra = f", {account.dropped} dropped" if account.dropped else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
         return EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")
+
+
+def _join_seen(
+    some: dict[int, list[Receipt]], others: dict[int, list[Receipt]]
+) -> dict[int, list[Receipt]]:
+    """The receipts by data-parallel index; [] where ranks with the same one differ."""
+    joined = some | others
+    for index in some.keys() & others.keys():
+        if some[index] != others[index]:
+            joined[index] = []
+    return joined

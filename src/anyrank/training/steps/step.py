@@ -63,6 +63,7 @@ from anyrank.training.gradients.norm import clip_gradients
 from anyrank.training.gradients.sync import GradientSync, reshard
 from anyrank.training.random_state.streams import accelerators_of, kept, reseed
 from anyrank.training.steps.agreed_batches import one_ahead
+from anyrank.training.steps.exact_sum import ExactSum
 from anyrank.training.steps.position import Position
 from anyrank.training.steps.step_run import Pass, StepRun
 from anyrank.world.arguments import compare_arguments
@@ -335,14 +336,17 @@ class Step:
             ValueError: no rank has called `backward` yet.
         """
         last = self._run.passes[-1:]
-        terms = [w * float(loss) for this in last for w, loss in this.losses if w]
-        own_weights = [weight for this in last for weight in this.weights.values()]
-        rows = self._ranks.gather("step.loss()", (terms, own_weights))
-        weights = [weight for _, row in rows for weight in row]
-        if not weights:
+        own_terms = (w * float(loss) for this in last for w, loss in this.losses if w)
+        own_weights = (weight for this in last for weight in this.weights.values())
+        terms, weights = self._ranks.reduce(
+            "step.loss()",
+            (ExactSum.of_values(own_terms), ExactSum.of_values(own_weights)),
+            lambda some, others: (some[0] + others[0], some[1] + others[1]),
+        )
+        if not weights.count:
             raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
-        total = math.fsum(weights)
-        return math.fsum(term for row, _ in rows for term in row) / total if total else 0.0
+        total = float(weights)
+        return float(terms) / total if total else 0.0
 
     def rank_loss(self) -> torch.Tensor:
         """This rank's part of `loss()`, without an exchange or a wait for the device. Any rank.
@@ -394,7 +398,7 @@ class Step:
         if self._divisor is None:
             if position.exponent is None:
                 is_first = slot.k == 0 and not slot.is_copy
-                weight = max(self._ranks.gather("comparing weights", units if is_first else 0.0))
+                weight = self._ranks.reduce("comparing weights", units if is_first else 0.0, max)
                 position.exponent = round(math.log2(weight)) if weight else None
             self._divisor = math.ldexp(self._run.plan.num_microbatches, position.exponent or 0)
         return self._divisor

@@ -1,7 +1,7 @@
 """What the ranks tell each other at the end of a step, and the one function that judges it.
 
-Each rank makes a `StepRecord`; all are gathered at once, and every rank judges all of them, so that
-every rank comes to the same end.
+Each rank makes a `StepRecord`; they are merged on their way, and every rank judges what they come
+to, so that every rank comes to the same end.
 """
 
 from __future__ import annotations
@@ -10,62 +10,103 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from anyrank.world.alike import differing, unlike
-from anyrank.world.failures import describe_values
+from anyrank.training.steps.exact_sum import ExactSum
+from anyrank.world.alike import Compared, differing, unlike
+from anyrank.world.failures import describe_texts
 from anyrank.world.ranks import Ranks
 
 FROZEN, NO_GRADIENT, GRADIENT = range(3)  # states of a parameter
 ROUNDING = 1e-5  # of sums of the same float32 values in different orders
+WHAT = "comparing the step"
+UNMEASURED = Compared("0", 0)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one rank has seen in a pass over a step's microbatches.
+    """What one rank has seen in a pass over a step's microbatches, or some ranks together.
 
     Attributes:
-        weights: of its microbatches that had a backward, without copies.
-        without: its microbatches that had none.
-        losses: of its microbatches; in a model's first passes alone, as `values`, `squared_norm`
-            and `squares`.
-        refusal: why this rank's gradients cannot be summed, and the way out; None if they can.
-        values: hash of the parameters that no wrapper keeps equal.
-        states: of each parameter that no wrapper exchanges: frozen, with a gradient, or without.
+        ranks: how many.
+        weights: of the microbatches that had a backward, without copies.
+        without: the first microbatch that had none; None where all had one.
+        losses: digest of a rank's losses; in a model's first passes alone, as `values`, `norm` and
+            the squares. All digests are "" where those of the ranks differ.
+        refusal: why a rank's gradients cannot be summed, and the way out; None if they can.
+        values: digest of the parameters that no wrapper keeps equal.
+        states: of each parameter that no wrapper exchanges: frozen, without a gradient, or with one
+            on any rank; None where ranks freeze different ones.
         squared_norm: sum of the squares of their gradients.
-        squares: of each parameter that DDP exchanges, the same of its gradient.
+        norm: digest of it.
+        least, most: of each parameter that DDP exchanges, the same of its gradient, on the ranks
+            with the least and the most.
+        is_finite: whether all of these are.
         used: with exact=True, of each unit of FSDP2 the parameters that a microbatch has used.
     """
 
-    weights: list[float]
-    without: list[int]
-    losses: list[float]
+    ranks: int
+    weights: ExactSum
+    without: int | None
+    losses: Compared
     refusal: str | None
-    values: str = ""
-    states: bytes = b""
+    values: Compared
+    states: bytes | None = b""
     squared_norm: float = 0.0
-    squares: list[float] = field(default_factory=list[float])
+    norm: Compared = UNMEASURED
+    least: list[float] = field(default_factory=list[float])
+    most: list[float] = field(default_factory=list[float])
+    is_finite: bool = True
     used: list[set[int]] = field(default_factory=list[set[int]])
+
+    def join(self, others: StepRecord) -> StepRecord:
+        """Merge what ranks have seen."""
+        without = [k for k in (self.without, others.without) if k is not None]
+        return StepRecord(
+            ranks=self.ranks + others.ranks,
+            weights=self.weights + others.weights,
+            without=min(without, default=None),
+            losses=self.losses.join(others.losses),
+            refusal=self.refusal or others.refusal,
+            values=self.values.join(others.values),
+            states=_join_states(self.states, others.states),
+            squared_norm=self.squared_norm,
+            norm=self.norm.join(others.norm),
+            least=[*map(min, self.least, others.least)],
+            most=[*map(max, self.most, others.most)],
+            is_finite=self.is_finite and others.is_finite,
+            used=[used | more for used, more in zip(self.used, others.used, strict=True)],
+        )
+
+
+def _join_states(states: bytes | None, others: bytes | None) -> bytes | None:
+    if states is None or others is None or len(states) != len(others):
+        return None
+    if any((one == FROZEN) != (two == FROZEN) for one, two in zip(states, others, strict=True)):
+        return None
+    return bytes(map(max, states, others))
 
 
 def judge(
     number: int,
-    records: Sequence[StepRecord],
+    record: StepRecord,
+    own_states: bytes,
     summed: Sequence[str],
     exchanged: Sequence[str],
     values: Mapping[str, str],
     ranks: Ranks,
 ) -> bool:
-    """Judge the records of all ranks. All ranks.
+    """Judge what the ranks have seen. All ranks.
 
     Args:
         number: of the step.
-        records: of each rank, in their order.
+        record: of all ranks.
+        own_states: of this rank.
         summed: names of the parameters that no wrapper exchanges.
         exchanged: of those that DDP does.
         values: shape and hash of this rank's parameters, of which its record has the hash.
         ranks: the data-parallel ranks.
 
     Returns:
-        Whether the records show that each gradient is exchanged once. They do not where gradients
+        Whether the record shows that each gradient is exchanged once. It does not where gradients
         are all zero or not finite, or equal because the losses are.
 
     Raises:
@@ -74,16 +115,15 @@ def judge(
             a gradient is exchanged twice, or not at all; weights that no wrapper keeps equal
             differ.
     """
-    if refusal := next((record.refusal for record in records if record.refusal), None):
-        raise ValueError(refusal)
-    weights = [weight for record in records for weight in record.weights]
-    check_backwards(number, weights, [k for record in records for k in record.without])
-    _check_trainable(summed, [record.states for record in records], ranks)
-    is_once = _check_not_exchanged(
-        [record.squared_norm for record in records], [record.losses for record in records]
-    )
-    is_exchanged = _check_exchanged(exchanged, [record.squares for record in records])
-    _check_alike(values, records, ranks)
+    if record.refusal:
+        raise ValueError(record.refusal)
+    without = [] if record.without is None else [record.without]
+    check_backwards(number, range(record.weights.count), without)
+    if record.states is None:
+        _refuse_trainable(summed, own_states, ranks)
+    is_once = _check_not_exchanged(record)
+    is_exchanged = _check_exchanged(exchanged, record)
+    _check_alike(values, record, ranks)
     return is_exchanged and is_once
 
 
@@ -101,54 +141,45 @@ def check_backwards(number: int, weights: Collection[object], without: Collectio
         )
 
 
-def _check_trainable(names: Sequence[str], states: Sequence[bytes], ranks: Ranks) -> None:
-    """Refuse parameters that are trained on some ranks only.
+def _refuse_trainable(names: Sequence[str], own_states: bytes, ranks: Ranks) -> None:
+    """Refuse parameters that are trained on some ranks only. All ranks.
 
     Args:
         names: of this rank's parameters that no wrapper exchanges.
-        states: for each rank, the state of each of its parameters.
+        own_states: the state of each.
         ranks: the data-parallel ranks.
 
     Raises:
         ValueError: on all ranks; names the first such parameter.
     """
-    trained = [row.replace(bytes([NO_GRADIENT]), bytes([GRADIENT])) for row in states]
-    if len({*trained}) == 1:  # also where no records were gathered
-        return
-    by_rank = dict(zip(ranks.ranks, trained, strict=True))
-    if len({*map(len, trained)}) > 1:
-        counts = {rank: str(len(own_states)) for rank, own_states in by_rank.items()}
+    for by_text in unlike(ranks, WHAT, {"count": str(len(own_states))}).values():
         title = "the number of parameters without a wrapper differs between ranks"
-        text = describe_values(title, counts, ranks.name_ranks)
+        text = describe_texts(title, by_text, ranks.name_ranks)
         raise ValueError(f"{text}: build the same model on all ranks")
-    lines = {
-        rank: {name: str(state != FROZEN) for name, state in zip(names, own_states, strict=True)}
-        for rank, own_states in by_rank.items()
-    }
-    for name, values in unlike(lines).items():
+    lines = {name: str(state != FROZEN) for name, state in zip(names, own_states, strict=True)}
+    for name, by_text in unlike(ranks, WHAT, lines).items():
         title = f"requires_grad of {name} differs between ranks"
-        text = describe_values(title, values, ranks.name_ranks)
+        text = describe_texts(title, by_text, ranks.name_ranks)
         raise ValueError(f"{text}: freeze the same parameters on all ranks")
 
 
-def _check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks: Ranks) -> None:
+def _check_alike(values: Mapping[str, str], record: StepRecord, ranks: Ranks) -> None:
     """Refuse a model without a wrapper that differs between the ranks. All ranks.
 
     Args:
         values: shape and hash of each of this rank's parameters, by name.
-        records: of each rank, made of these.
+        record: of all ranks, which has a digest of these.
         ranks: the data-parallel ranks.
 
     Raises:
         ValueError: on all ranks; names the first parameter that differs, and the way out.
     """
-    if len({record.values for record in records}) == 1:  # also where no records were gathered
+    if record.values.digest:
         return
-    digests = [{"weights": record.values} for record in records]
-    wrong = differing({"weights": values}, digests, ranks, limit=1).get("weights", {})
-    for name, by_rank in wrong.items():
+    wrong = differing({"weights": values}, {"weights": record.values}, ranks, limit=1)
+    for name, by_text in wrong["weights"].items():
         title = f"{name} differs between ranks, as shape and hash"
-        text = describe_values(title, by_rank, ranks.name_ranks)
+        text = describe_texts(title, by_text, ranks.name_ranks)
         raise ValueError(
             f"{text}: begin with the same weights on all ranks, by torch.manual_seed(0) "
             "before the model is made, by anyrank.load(), or by DistributedDataParallel, "
@@ -156,12 +187,12 @@ def _check_alike(values: Mapping[str, str], records: Sequence[StepRecord], ranks
         )
 
 
-def _check_not_exchanged(norms: Sequence[float], losses: Sequence[Sequence[float]]) -> bool:
+def _check_not_exchanged(record: StepRecord) -> bool:
     """Refuse gradients without a wrapper that one has exchanged all the same.
 
     Args:
-        norms: of each rank's gradients before the exchange; 0 where nothing is to be checked.
-        losses: of each rank's microbatches.
+        record: of all ranks; the norm is that of a rank's gradients before the exchange, and 0
+            where nothing is to be checked.
 
     Returns:
         Whether this could be determined: not where the losses are equal on all ranks, as in a run
@@ -170,9 +201,10 @@ def _check_not_exchanged(norms: Sequence[float], losses: Sequence[Sequence[float
     Raises:
         ValueError: they are equal on all ranks, and the losses are not; on all ranks.
     """
+    norm = record.squared_norm
     # Where all ranks overflow, as with the first scale of a GradScaler, all norms are inf.
-    if len(norms) > 1 and norms[0] and math.isfinite(norms[0]) and len(set(norms)) == 1:
-        if all(list(row) == list(losses[0]) for row in losses):
+    if record.ranks > 1 and norm and math.isfinite(norm) and record.norm.digest:
+        if record.losses.digest:
             return False
         raise ValueError(
             "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
@@ -181,12 +213,12 @@ def _check_not_exchanged(norms: Sequence[float], losses: Sequence[Sequence[float
     return True
 
 
-def _check_exchanged(names: Sequence[str], squares: Sequence[Sequence[float]]) -> bool:
+def _check_exchanged(names: Sequence[str], record: StepRecord) -> bool:
     """Check that DDP has exchanged its gradients, after the last microbatch.
 
     Args:
         names: of the parameters that DDP exchanges.
-        squares: for each rank, of each one's gradient the sum of squares; none to check nothing.
+        record: of all ranks; without squares where nothing is to be checked.
 
     Returns:
         Whether this could be determined: not from gradients that are all zero, or not finite.
@@ -194,11 +226,12 @@ def _check_exchanged(names: Sequence[str], squares: Sequence[Sequence[float]]) -
     Raises:
         ValueError: DDP has not exchanged them; on all ranks.
     """
-    flat = [value for row in squares for value in row]
-    if not all(map(math.isfinite, flat)):
+    if not record.is_finite:
         return False
-    for name, *values in zip(names, *squares, strict=True) if flat else ():
-        if max(values) - min(values) > ROUNDING * max(values):
+    has_gradients = any(record.most)
+    rows = zip(names, record.least, record.most, strict=True) if has_gradients else ()
+    for name, least, most in rows:
+        if most - least > ROUNDING * most:
             raise ValueError(
                 f"the gradients of {name} differ between ranks after the step's last "
                 "microbatch, so DistributedDataParallel has not exchanged them: call the "
@@ -206,4 +239,4 @@ def _check_exchanged(names: Sequence[str], squares: Sequence[Sequence[float]]) -
                 "under no_sync(); if the forward leaves parameters out, or some are frozen since "
                 "it was wrapped, DistributedDataParallel(find_unused_parameters=True)"
             )
-    return any(flat) or not names
+    return has_gradients or not names

@@ -15,9 +15,10 @@ import torch
 from anyrank.checks import as_float, check_type
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.training.gradients.sync import GradientSync
+from anyrank.training.steps.exact_sum import ExactSum
 from anyrank.training.steps.step_listeners import watching_optimizers
-from anyrank.training.steps.step_record import StepRecord, check_backwards, judge
-from anyrank.world.alike import digest_of
+from anyrank.training.steps.step_record import WHAT, StepRecord, check_backwards, judge
+from anyrank.world.alike import Compared, digest_of
 from anyrank.world.ranks import Ranks
 
 
@@ -183,26 +184,27 @@ class Pass:
         """
         sync, plan = self.sync, self.plan
         record, values = self._record()
-        # Without the gather a refusal is each rank's own: all make the same calls, so all refuse.
-        must_gather = sync.meets or bool(self._is_weighted) or self.is_new
-        records = self.ranks.gather("comparing the step", record) if must_gather else [record]
-        summed, exchanged = [*sync.summed], [*sync.exchanged]
-        is_checked = judge(plan.number, records, summed, exchanged, values, self.ranks)
-        weights = [weight for record in records for weight in record.weights]
+        own_states = record.states or b""
+        # Without it a refusal is each rank's own: all make the same calls, so all refuse.
+        must_compare = sync.meets or bool(self._is_weighted) or self.is_new
+        if must_compare:
+            record = self.ranks.reduce(WHAT, record, StepRecord.join)
+        names = [*sync.summed], [*sync.exchanged]
+        is_checked = judge(plan.number, record, own_states, *names, values, self.ranks)
         if self._is_weighted is not None and not self.own_backward:
-            self.total = math.fsum(weights) if must_gather else plan.samples
+            self.total = float(record.weights) if must_compare else plan.samples
         # No rank has run a backward, as in an evaluation; a rank with copies alone has losses.
-        if not (weights or self.losses or self.own_backward):
+        if not (record.weights.count or self.losses or self.own_backward):
             sync.drop_unfinished()
             return False
         factor: float | None = None  # of the gradients, where the losses had weights
         if self._is_weighted:
             assert divisor is not None
-            total = math.fsum(weights)
+            total = float(record.weights)
             factor = divisor / total if total else 0.0
         elif not self.own_backward and plan.samples != plan.assumed_samples:
             factor = plan.assumed_samples / plan.samples
-        sync.finish(records, factor)
+        sync.finish(record, factor)
         return is_checked
 
     def _record(self) -> tuple[StepRecord, dict[str, str]]:
@@ -219,8 +221,15 @@ class Pass:
             )
         losses = [float(loss) for _, loss in self.losses] if self.is_new else []
         values = sync.values() if self.is_new and self.ranks.size > 1 else {}
-        digest = digest_of(values.items())
-        record = StepRecord([*self.weights.values()], self._without, losses, refusal, digest)
+        rank = self.ranks.rank
+        record = StepRecord(
+            ranks=1,
+            weights=ExactSum.of_values(self.weights.values()),
+            without=min(self._without, default=None),
+            losses=Compared(digest_of(losses), rank),
+            refusal=refusal,
+            values=Compared(digest_of(values.items()), rank),
+        )
         # Gradients that an evaluation finds are those of the training, exchanged already.
         has_exchanged = has_losses or self.own_backward
         return sync.complete(record, self.is_new and has_exchanged), values

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.training.random_state.streams import kept
 from anyrank.training.steps.agreed_batches import Fetcher
-from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position
+from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
 from anyrank.training.streams.deal import Deal
 from anyrank.training.streams.lanes import OUT, READY, Report, Rows, Shard
 from anyrank.training.streams.plan import LanePlan
@@ -163,8 +164,10 @@ class StreamPosition(Position):
                         self.lanes.lanes[lane].looks = 1
                     return [cast("Report", self._next(lane).request.report) for lane in some]
 
-                answers = self.ranks.together("reading shards", look)
-                new |= {report.lane: report for part in answers for report in part}
+                _, reports_of_all = self.ranks.run_and_reduce(
+                    "reading shards", lambda look=look: (None, look()), operator.add
+                )
+                new |= {report.lane: report for report in reports_of_all}
             rows += [row for lane in lanes for row in new[lane].rows]
             reports += new.values()
             deal.take(new.values())
@@ -212,7 +215,7 @@ class StreamPosition(Position):
             return [answer.report for answer in answers if answer.report is not None]
 
         def learn(answers: list[Any]) -> None:
-            self.learn(plan, [known for part in answers for known in part or ()])
+            self.learn(plan, answers)
 
         return Fetcher(lambda slot: self.fetch(plan, slot), report, learn)
 
@@ -336,9 +339,9 @@ class StreamPosition(Position):
         account.seen += sum_of(self.own_rows)
         self.own_rows = []
 
-    def rank_accounts(self) -> Any:
+    def rank_accounts(self, ranks: Ranks) -> RankAccounts:
         self._sum_up()
-        return super().rank_accounts()
+        return super().rank_accounts(ranks)
 
     def _note(self, text: str) -> None:
         """Tell the user, and the report of a run."""

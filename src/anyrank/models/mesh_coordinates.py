@@ -1,0 +1,97 @@
+"""Where every rank is in the mesh of each tensor: what other ranks hold follows from it.
+
+A DTensor's mesh knows it of all its ranks, so nothing goes around. A mesh of some of the ranks,
+as FSDP2's beside tensor parallelism, is a slice of one of all of them, which torch knows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, coordinates_of
+from anyrank.world.alike import digest_of
+from anyrank.world.ranks import Ranks
+
+Coordinate: TypeAlias = "tuple[int, ...] | None"
+UNKNOWN = "unknown"  # a digest where this rank does not know where the others are
+
+ByRank: TypeAlias = "tuple[Coordinate, ...]"  # in the order of the ranks
+
+
+def digest_meshes(tensors: Sequence[ShardedTensor], ranks: Ranks) -> str:
+    """Equal where ranks know alike where all of them are; UNKNOWN where this one does not."""
+    known = _by_mesh(tensors, ranks)
+    return UNKNOWN if known is None else digest_of(known)
+
+
+def coordinates_of_all(
+    tensors: Sequence[ShardedTensor], ranks: Ranks, *, are_alike: bool
+) -> Mapping[int, Coordinates]:
+    """The coordinates of every rank, by global rank. All ranks.
+
+    Args:
+        tensors: of this rank.
+        ranks: of the call.
+        are_alike: whether all have the same `digest_meshes`.
+    """
+    known = _by_mesh(tensors, ranks) if are_alike else None
+    if known is None:
+        # Layouts that a rank was told of itself alone, as by layout=, and meshes that are no part
+        # of one of all ranks: who holds what is known to nobody else.
+        gathered = ranks.gather("comparing the meshes", coordinates_of(tensors))
+        return dict(zip(ranks.ranks, gathered, strict=True))
+    meshes, which = known
+    return {
+        rank: Coordinates(tuple(mesh[position] for mesh in meshes), which)
+        for position, rank in enumerate(ranks.ranks)
+    }
+
+
+def _by_mesh(
+    tensors: Sequence[ShardedTensor], ranks: Ranks
+) -> tuple[tuple[ByRank, ...], tuple[int, ...]] | None:
+    """The coordinates of all ranks in each of the tensors' meshes, and which mesh each tensor has;
+    None where this rank does not know them.
+    """
+    nowhere: ByRank = (None,) * ranks.size
+    by_id: dict[int, ByRank | None] = {}
+    numbers: dict[ByRank, int] = {}
+    which: list[int] = []
+    for tensor in tensors:
+        known: ByRank | None = nowhere
+        if tensor.layout is not None:
+            mesh: Any = getattr(tensor.tensor, "device_mesh", None)
+            if id(mesh) not in by_id:
+                by_id[id(mesh)] = None if mesh is None else _in_mesh(mesh, ranks)
+            known = by_id[id(mesh)]
+            if known is None or known[ranks.index] != tensor.coordinate:
+                return None
+        which.append(numbers.setdefault(known, len(numbers)))
+    return tuple(numbers), tuple(which)
+
+
+def _in_mesh(mesh: Any, ranks: Ranks) -> ByRank | None:
+    """The coordinates of all ranks in a mesh, or in those like it of other ranks."""
+    root = (
+        mesh if mesh.mesh.numel() == ranks.size else getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    )
+    spots = _spots(root)
+    if {*spots} != {*ranks.ranks}:
+        return None
+    if root is not mesh:
+        names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+        if len(names) != mesh.ndim or not {*names} <= {*all_names}:
+            return None
+        axes = [all_names.index(name) for name in names]
+        spots = {rank: tuple(spot[axis] for axis in axes) for rank, spot in spots.items()}
+        if any(spots[rank] != spot for rank, spot in _spots(mesh).items()):
+            return None
+    return tuple(spots[rank] for rank in ranks.ranks)
+
+
+def _spots(mesh: Any) -> dict[int, tuple[int, ...]]:
+    """The coordinate of each rank of a mesh."""
+    ranks = mesh.mesh.flatten().tolist()
+    indices = (mesh.mesh >= 0).nonzero().tolist()
+    return {rank: tuple(index) for rank, index in zip(ranks, indices, strict=True)}
