@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from anyrank.world.ranks import Ranks
+from anyrank.world.agreement import CONNECTING
+from anyrank.world.connections import Connections
 
 
 @contextlib.contextmanager
@@ -29,12 +30,13 @@ def warnings_of(name: str) -> Generator[list[str]]:
 def meetings() -> Generator[list[str]]:
     """What the ranks meet for; one of a single rank is none."""
     met: list[str] = []
-    usual = Ranks._start
+    usual = Connections.talk
 
-    def spied(self: Ranks, connections: Any, kind: str, what: str, *args: Any, **kw: Any) -> Any:
-        met.append(what)
-        return usual(self, connections, kind, what, *args, **kw)
+    def spied(self: Connections, exchange: Any, what: str) -> Any:
+        if what != CONNECTING:
+            met.append(what)
+        return usual(self, exchange, what)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "_start", spied)
+        patch.setattr(Connections, "talk", spied)
         yield met

@@ -29,14 +29,10 @@ def inventory_of(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
     """An inventory, for `join_digests` to merge; in a process alone without digests."""
     if ranks.size == 1:
         return {}
-    return digest_alone(tensors, ranks) | {
-        MESHES: Compared(digest_meshes(tensors, ranks), ranks.rank)
+    return {
+        TENSORS: Compared(digest_of(describe(tensors)), ranks.rank),
+        MESHES: Compared(digest_meshes(tensors, ranks), ranks.rank),
     }
-
-
-def digest_alone(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
-    """An inventory for `check_alike` alone."""
-    return {TENSORS: Compared(digest_of(describe(tensors)), ranks.rank)}
 
 
 def check_alike(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from anyrank import faults
 from anyrank.world.connections import Connections
 from anyrank.world.failures import Failure, as_failure, join_failures
 from anyrank.world.first_ranks import FirstRanks, join_first
@@ -26,6 +27,7 @@ HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follo
 HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
 LONG_BYTES = 512  # from here on values are compressed, as what ranks say is mostly alike
 FINE, TROUBLE, END = range(3)  # all did this and succeeded; they did not; the error
+CONNECTING = "connecting the ranks"
 NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
 
 Merge = Callable[[Sequence[bytes]], bytes]
@@ -155,6 +157,7 @@ class Agreement:
         heads = [connections.receive(HEAD_BYTES, child) for child in self.neighbours.children]
         children = zip(heads, self.neighbours.children, strict=True)
         joined = join([self._received(head, child) for head, child in children])
+        faults.point("ranks.talk")
         if parent is None:
             verdict = joined
             self._check_not_ended()
@@ -162,6 +165,7 @@ class Agreement:
             head = connections.receive(HEAD_BYTES, parent)
             self._send(joined, parent)
             verdict = self._received(head, parent)
+        faults.point("ranks.talk")
         down = verdict if self.goes_down or verdict.status else replace(verdict, value=b"")
         sent = [self._start(down, child) for child in self.neighbours.children]
         for waits in sent:
@@ -227,8 +231,7 @@ class Agreement:
 
 def connect_neighbours(connections: Connections) -> None:
     """Send the first messages, for which neighbours in the tree connect. All ranks."""
-    what = "connecting the ranks"
     agreement = Agreement(
-        connections, Action(0, "", what), "", b"", None, b"".join, goes_down=False
+        connections, Action(0, "", CONNECTING), "", b"", None, b"".join, goes_down=False
     )
-    connections.talk(agreement.run, what)()
+    connections.talk(agreement.run, CONNECTING)()

@@ -45,7 +45,7 @@ def digest_of(items: Iterable[object]) -> str:
 
 def digests_of(lines: Mapping[Key, Mapping[str, str]], rank: int) -> dict[Key, Compared]:
     """What this rank says of its lines, by kind, for `join_digests` to merge."""
-    return {kind: Compared(digest_of(own.items()), rank) for kind, own in lines.items()}
+    return {kind: Compared(digest_of(texts.items()), rank) for kind, texts in lines.items()}
 
 
 def join_digests(

@@ -69,7 +69,7 @@ def compare_and_reduce(
         texts = {"": {name: argument_text(value) for name, value in arguments.items()}}
         return texts, (digests_of(texts, ranks.rank), value)
 
-    texts, (compared, told) = ranks.run_and_reduce(
+    texts, (compared, answer) = ranks.run_and_reduce(
         f"{call}()",
         look,
         lambda some, others: (join_digests(some[0], others[0]), merge(some[1], others[1])),
@@ -78,4 +78,4 @@ def compare_and_reduce(
         title = f"{call}(): {name}= differs between ranks"
         text = describe_texts(title, by_text, ranks.name_ranks)
         raise error(f"{text}: give all ranks the same")
-    return told
+    return answer

@@ -53,16 +53,6 @@ def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
     return groups
 
 
-def describe_values(
-    title: str,
-    values: Mapping[int, str | None],
-    name_ranks: Callable[[Sequence[int] | FirstRanks], str],
-) -> str:
-    """As `describe_texts`, of each rank's value."""
-    by_text = {value: FirstRanks.first_of(ranks) for value, ranks in ranks_by_value(values).items()}
-    return describe_texts(title, by_text, name_ranks)
-
-
 def describe_texts(
     title: str,
     by_text: Mapping[str | None, FirstRanks],

@@ -40,7 +40,7 @@ class Listeners(list[RunListener]):
     def join(self, news: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Merge what ranks tell."""
         rows = zip(self, news, others, strict=True)
-        return [listener.join(own, other) for listener, own, other in rows]
+        return [listener.join(of_some, of_others) for listener, of_some, of_others in rows]
 
     def on_step(self, news: Sequence[Any]) -> None:
         """A step has counted, of which the ranks have told this. All ranks."""

@@ -80,7 +80,7 @@ class StepRecord:
 def _join_states(states: bytes | None, others: bytes | None) -> bytes | None:
     if states is None or others is None or len(states) != len(others):
         return None
-    if any((one == FROZEN) != (two == FROZEN) for one, two in zip(states, others, strict=True)):
+    if any((a == FROZEN) != (b == FROZEN) for a, b in zip(states, others, strict=True)):
         return None
     return bytes(map(max, states, others))
 
