@@ -207,9 +207,9 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
     peft.save(adapted("lora", lora_alpha=4), tmp_path)
     model = adapted("lora")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"has lora_alpha=4, and the model's adapter 8"):
+    with pytest.raises(ValueError, match=r"lora_alpha is 8, and was 4"):
         peft.load(model, tmp_path)
-    with pytest.raises(ValueError, match="the model's adapter 3"):
+    with pytest.raises(ValueError, match="r is 3, and was 2"):
         peft.load(adapted("lora", r=3, lora_alpha=4), tmp_path)
     model = adapted("lora", lora_alpha=4, modules_to_save=["lm_head"])
     with pytest.raises(anyrank.LoadError, match=r"lacks 1 tensors of the adapter.*lm_head"):

@@ -6,6 +6,7 @@ Tested with peft 0.21. A run that leaves the frozen base out is `anyrank.TrainSt
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,31 +19,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
+from anyrank.models.dialects.peft.adapters import FREE, INIT, other_settings
+from anyrank.models.dialects.peft.merging import changes_one_name, other_than_lora
+from anyrank.models.tensors import find_tensors
 from anyrank.versions import warn_if_untested
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks, open_ranks
 
 __all__ = ["load", "merge", "save"]
 
+# Classes of LoRA's layers whose products are added to a sharded weight.
+KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-INIT = "init_lora_weights"
-# Settings that may differ without changing what the adapter computes.
-FREE = (
-    "base_model_name_or_path",
-    "inference_mode",
-    "revision",
-    "peft_version",
-    "task_type",
-    "auto_mapping",
-    "lora_dropout",
-    "modules_to_save",  # this and the next decide which tensors exist, and those are compared
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "runtime_config",
-    INIT,  # a load compares what the first values have taken out of the base
-)
 
 warn_if_untested("peft")
 
@@ -128,8 +116,8 @@ def load(
     with open_ranks(call="peft.load()", may_be_alone=True) as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
         source, saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
-        # The load of a single file does not look at the configuration beside it.
-        free = {*FREE} if source == path else {*FREE} - {INIT}
+        # The load of a folder compares what the first values took out of the base.
+        free = {*FREE, INIT} if source == path else FREE
         compare_arguments(
             ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys, free)
         )
@@ -151,8 +139,8 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         The PeftModel itself, without wrappers.
 
     Raises:
-        ValueError: not a PeftModel; no such adapter; merged already; a sharded adapter that is not
-            plain LoRA; a sum that is not finite. Nothing has changed then.
+        ValueError: no PeftModel, no such adapter; merged already; a weight that is tied; a sharded
+            adapter that is not plain LoRA; a sum that is not finite. Nothing has changed then.
 
     Example::
 
@@ -172,15 +160,15 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
     ]
     if any(layer.merged for layer in layers):
         raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")
+    _check_ties(inner, layers)
     if not any(hasattr(parameter, "placements") for parameter in inner.parameters()):
         inner.merge_adapter(adapter_names=[adapter], safe_merge=True)
         return inner
     for layer in layers:
-        variant = getattr(layer, "lora_variant", {})
-        if not isinstance(layer, LoraLayer) or adapter in variant or layer.lora_bias[adapter]:
+        if what := other_than_lora(layer, KINDS, adapter):
             raise ValueError(
-                f"{type(layer).__name__}: only plain LoRA is merged while sharded: save() the "
-                "adapter, and merge it into a whole model"
+                f"{_name_of(inner, layer)}: has {what}, and only plain LoRA is merged while "
+                "sharded: save() the adapter, and merge it into a whole model"
             )
     with torch.no_grad():
         finite = True
@@ -194,6 +182,36 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
             _local(layer.get_base_layer().weight).copy_(_sum(layer, adapter))
             layer.merged_adapters.append(adapter)
     return inner
+
+
+def _check_ties(model: PeftModel, layers: Sequence[Any]) -> None:
+    """Refuse an adapter that would change a tied weight under a name that it does not adapt, or
+    once for each name.
+
+    Raises:
+        ValueError: names the weight.
+    """
+    adding = [layer for layer in layers if hasattr(layer.get_base_layer(), "weight")]
+    by_weight: dict[int, list[Any]] = {}
+    for layer in adding:
+        by_weight.setdefault(id(layer.get_base_layer().weight), []).append(layer)
+    for tensor in find_tensors(model):
+        layers_here = by_weight.get(id(tensor.tensor), [])
+        if not layers_here or not isinstance(layers_here[0], LoraLayer):
+            continue
+        if problem := changes_one_name(tensor, layers_here):
+            raise ValueError(problem)
+        if len(layers_here) > 1:
+            raise ValueError(
+                f"{tensor.name}: is tied, and {len(layers_here)} layers would add the adapter to "
+                "it, one after the other: merge by anyrank.sync(merge=True) into another model, "
+                "which adds it once"
+            )
+
+
+def _name_of(model: PeftModel, layer: nn.Module) -> str:
+    """Where a model has a layer."""
+    return next(name for name, module in model.named_modules() if module is layer)
 
 
 def _sum(layer: Any, adapter: str) -> torch.Tensor:
@@ -262,8 +280,10 @@ class _Adapter:
             for key, tensor in self.tensors.items()
         }
 
-    def check(self, path: str, saved: dict[str, Any], keys: set[str], free: set[str]) -> None:
-        """Compare the adapter with a folder; settings that are `free` may differ.
+    def check(
+        self, path: str, saved: dict[str, Any], keys: set[str], free: Collection[str]
+    ) -> None:
+        """Compare it with a folder; settings that are `free` may differ.
 
         Raises:
             ValueError: it is not active, or its configuration computes otherwise.
@@ -273,14 +293,11 @@ class _Adapter:
             raise ValueError(
                 f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
             )
-        config = self.config.to_dict()
-        for name in sorted((config.keys() | saved.keys()) - free):
-            if _plain(config.get(name)) != _plain(saved.get(name)):
-                raise ValueError(
-                    f"{path}: has {name}={saved.get(name)!r}, and the model's adapter "
-                    f"{config.get(name)!r}: make the adapter with "
-                    "PeftConfig.from_pretrained(folder)"
-                )
+        if others := other_settings(self.config, saved, free):
+            raise ValueError(
+                f"{path}: the model's adapter computes otherwise: {'; '.join(others)}: make the "
+                "adapter with PeftConfig.from_pretrained(folder)"
+            )
         missing, others = sorted(self.tensors.keys() - keys), sorted(keys - self.tensors.keys())
         if missing:
             has = f", and has {len(others)} others, the first {others[0]}" if others else ""
@@ -391,10 +408,3 @@ def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) ->
         raise anyrank.CheckpointError(f"{folder}: cannot write the adapter: {error}") from error
     finally:
         config.inference_mode = was
-
-
-def _plain(value: Any) -> Any:
-    """A value of a configuration as in JSON; None and empty compare as equal."""
-    if isinstance(value, set | frozenset):
-        value = sorted(value)
-    return value or None

@@ -16,7 +16,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.models.dialects.layouts.given import GivenLayout, apply_layout, cut_as_source
-from anyrank.models.dialects.peft.merging import find_lora, is_merged, merged_name, scaling_of
+from anyrank.models.dialects.peft.merging import find_lora, is_merged, merged_names, scaling_of
 from anyrank.models.tensors import ModelTensor, find_tensors
 from anyrank.models.wrappers import plain_class
 from anyrank.tensors.layout import Layout
@@ -208,9 +208,7 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
         elif index in lora.dropped:
             merged.append(row._replace(kind="dropped"))
         else:
-            keys = tuple(
-                dict.fromkeys(merged_name(registration) for registration in tensor.registrations)
-            )
+            keys = tuple(dict.fromkeys(merged_names(tensor)))
             added = tuple(
                 Added(
                     adapter=pair.adapter,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -174,7 +174,8 @@ class Planner:
                 check_parts([(row.keys[0], row.layout) for row in end.rows], known)
         flows = self.ranks.run("planning the sync", lambda: self.flows(ends, to_ranks, sources))
         facts = joined(ends, self.options.unexpected)
-        flows += tuple(self._twins(facts.duplicates, sources))
+        turned = frozenset(key for end in ends for key in end.turned)
+        flows += tuple(self._twins(facts.duplicates, turned, sources))
         numbers = {row.keys: index for index, row in enumerate(src.rows)}
         added = _added(sources)
         return SyncPlan(
@@ -304,9 +305,12 @@ class Planner:
         )
 
     def _twins(
-        self, duplicates: Mapping[str, str], sources: Sequence[SourceTensor]
+        self,
+        duplicates: Mapping[str, str],
+        turned: Collection[str],
+        sources: Sequence[SourceTensor],
     ) -> Iterator[Flow]:
-        """Source tensors that dst ties, to be compared with one another.
+        """Source tensors that dst ties, to be compared with one another; `turned` ones transposed.
 
         Raises:
             LoadError: two that cannot be equal.
@@ -314,13 +318,15 @@ class Planner:
         numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
         for key, loaded in duplicates.items():
             tied, other = sources[numbers[key]], sources[numbers[loaded]]
-            if (tied.shape, tied.row.dtype) != (other.shape, other.row.dtype):
+            strip = Strip.whole(numbers[key], tied.shape)
+            strip = strip.transposed() if key in turned else strip
+            if (strip.box.sizes, tied.row.dtype) != (other.shape, other.row.dtype):
                 raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
             wanted = {
                 rank: local_pieces(other.shape, other.layout, coordinate)
                 for rank, coordinate in other.coordinates.items()
             }
-            whole = self._whole(tied, numbers[key], wanted)
+            whole = self._whole(tied, numbers[key], strip, wanted)
             name, twin = f"{key} and {loaded}", numbers[loaded]
             yield replace(whole, name=name, index=-1, is_compared=True, twin=twin)
 
@@ -337,13 +343,13 @@ class Planner:
                 to_ranks.setdefault(factor, set()).update(*groups)
         for factor, ranks in sorted(to_ranks.items()):
             pieces = local_pieces(sources[factor].shape, None, None)
-            yield self._whole(sources[factor], factor, dict.fromkeys(sorted(ranks), pieces))
+            strip = Strip.whole(factor, sources[factor].shape)
+            yield self._whole(sources[factor], factor, strip, dict.fromkeys(sorted(ranks), pieces))
 
     def _whole(
-        self, source: SourceTensor, number: int, wanted: Mapping[int, Sequence[Piece]]
+        self, source: SourceTensor, number: int, strip: Strip, wanted: Mapping[int, Sequence[Piece]]
     ) -> Flow:
-        """A source tensor as it is, to ranks that want pieces of it."""
-        strip = Strip.whole(number, source.shape)
+        """All of a source tensor, to ranks that want pieces of it."""
         transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
         return Flow(
             name=source.row.keys[0],

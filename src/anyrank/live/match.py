@@ -81,12 +81,14 @@ class EndMatch:
         inflows: of those that `src` holds.
         facts: the report, as far as the match knows it.
         adapters: names in `src` of tensors of adapters that this `dst` has no place for.
+        turned: names in `src` of what this `dst` has as a transposed view of another tensor.
     """
 
     rows: tuple[TensorInfo, ...]
     inflows: tuple[Inflow, ...]
     facts: SyncReport
     adapters: list[str]
+    turned: frozenset[str]
 
     @property
     def digest(self) -> str:
@@ -199,7 +201,7 @@ def match_ends(
         for index, stored in sorted({**match.stored, **match.compared}.items())
     )
     facts = _facts(dst, match, len(inflows), sources)
-    matched = EndMatch(dst.rows, inflows, facts, left)
+    matched = EndMatch(dst.rows, inflows, facts, left, match.turned)
     return match.with_tensors([]), matched
 
 

@@ -20,7 +20,7 @@ from anyrank.models.fits import find_misfit, unwritable
 from anyrank.models.frozen_parts import FrozenSource
 from anyrank.models.misfit_errors import describe, join_problems
 from anyrank.models.options import LoadOptions
-from anyrank.models.overlaps import shared_on_meta
+from anyrank.models.overlaps import shared_on_meta, twins_of
 from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
 from anyrank.sources.tables.choice import idle_renames, weights_for
@@ -137,6 +137,7 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
     stored = {positions[i]: listing.tensors[key] for i, key in matched.keys.items()}
     duplicates = matched.duplicates
     match = ModelMatch(case.tensors, listing, stored, duplicates=duplicates, idle=names.idle)
+    match = _with_twins(match, {positions[i]: key for i, key in matched.keys.items()})
     # A frozen part takes what the keys left open from its own source, and compares the rest.
     for dialect in dialects:
         match = dialect.complete(match)
@@ -158,10 +159,46 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
         of_no_use |= _tied_to(match.wanted, match.listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
     match = replace(match, unexpected=unexpected, ignored=ignored, own_code=own_code)
-    empty = {positions[n] for n in matched.missing}.difference(match.stored, match.compared)
+    twins = {twin for twin, first in match.twins.items() if first in match.stored}
+    empty = {positions[n] for n in matched.missing}.difference(match.stored, match.compared, twins)
     # A live source need not hold a part that is never written to.
     missing = [i for i in sorted(empty) if not (case.is_live and case.tensors[i].is_pinned)]
     return _with_missing(match, missing, case.options)
+
+
+def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
+    """The match in which one of several tensors that have the same memory is filled, and what the
+    source holds for the others is compared with it.
+
+    Args:
+        match: of which `tensors`, `listing`, `stored` and `duplicates` are known.
+        keys: of the tensors that have one.
+    """
+    twins = twins_of(match.tensors)
+    if not twins:
+        return match
+    stored, tensors, turned = dict(match.stored), dict(match.listing.tensors), set[str]()
+    duplicates = dict(match.duplicates)
+    for index, (first, is_turned) in twins.items():
+        own_stored = stored.get(index)
+        if own_stored is None or own_stored.shape != match.tensors[index].shape:
+            continue  # the first one's bytes are enough; a misfit is named as one
+        del stored[index]
+        own_stored = own_stored.transposed() if is_turned else own_stored
+        if first not in stored:
+            stored[first] = own_stored
+            continue
+        key = keys[index]
+        tensors[key], duplicates[key] = own_stored, keys.get(first, stored[first].name)
+        turned |= {key} if is_turned else set()
+    return replace(
+        match,
+        listing=match.listing.with_tensors(tensors),
+        stored=stored,
+        duplicates=duplicates,
+        turned=frozenset(turned),
+        twins={index: twin.first for index, twin in twins.items()},
+    )
 
 
 def _problems(
@@ -181,11 +218,9 @@ def _problems(
 def _with_missing(
     match: ModelMatch, missing: list[int], options: LoadOptions
 ) -> tuple[ModelMatch, list[int]]:
-    """Add the treatment of tensors without bytes; also return the tensors that should have some."""
-    tensors, stored = match.tensors, match.stored
-    is_adapter = bool(stored) and all(
-        tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw) for i in stored
-    )
+    """The match, with what becomes of tensors that have no bytes; and those that should have."""
+    tensors = match.tensors
+    is_adapter = _is_of_adapter_alone(match)
     # A base checkpoint holds no adapters, so they are not missing; on meta they need first values.
     # Nor does an adapter's own file hold the base, which stays as it is.
     needs_no_key = {
@@ -197,6 +232,24 @@ def _with_missing(
     keep = sorted(set(missing).difference(initialise))
     names = [tensors[i].name for i in absent]
     return replace(match, initialise=initialise, keep=keep, missing=names), absent
+
+
+def _is_of_adapter_alone(match: ModelMatch) -> bool:
+    """Whether a source is an adapter's, with which the base stays as it is: a folder with PEFT's
+    configuration, or keys as PEFT saves them, without the adapter's name. PEFT adds the base's
+    embeddings to it where they are adapted.
+    """
+    tensors, stored = match.tensors, match.stored
+    added = {
+        i for i in stored if tensors[i].adapter or is_trained_copy(tensors[i].registrations[0].raw)
+    }
+    if not added or len(added) == len(stored):
+        return bool(added)
+    if all(chunk.file in match.listing.adapters for t in stored.values() for chunk in t.chunks):
+        return True
+    return all(
+        any(stored[i].name in entry.aliases for entry in tensors[i].registrations) for i in added
+    )
 
 
 def warn_of_idle(match: ModelMatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,46 @@ from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.wrapped import values_of
+
+
+class Twin(NamedTuple):
+    """The tensor that another one is, in a second object.
+
+    Attributes:
+        first: its position among the model's tensors.
+        is_turned: whether the other is its transposed view.
+    """
+
+    first: int
+    is_turned: bool
+
+
+def twins_of(tensors: Sequence[ModelTensor]) -> dict[int, Twin]:
+    """Tensors that have all of the memory of an earlier one: what load and sync, and PEFT's merge,
+    ask whether two objects are one tensor. Those in one object are joined by `tensors_of`.
+
+    Returns:
+        Position -> the earlier one.
+    """
+    known: dict[tuple[object, ...], int] = {}
+    twins: dict[int, Twin] = {}
+    for index, target in enumerate(tensors):
+        if target.layout is not None or target.is_meta or target.kind == "derived":
+            continue
+        tensor = values_of(target.tensor)
+        if not tensor.numel() or tensor.layout != torch.strided:
+            continue
+        start = (tensor.device, tensor.data_ptr(), tensor.dtype)
+        looks = (tuple(tensor.shape), tensor.stride())
+        turned = (looks[0][::-1], looks[1][::-1])
+        if (first := known.get((*start, *looks))) is not None:
+            twins[index] = Twin(first, is_turned=False)
+        elif (first := known.get((*start, *turned))) is not None:
+            twins[index] = Twin(first, is_turned=True)
+        else:
+            known[*start, *looks] = index
+    return twins
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,11 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         for key, child in reversed(children.items()):
             if child is not None:
                 of_torch = is_wrapping(module, key)
-                hidden = of_torch or (naming is not None and naming.hides(module, key))
+                part = key if naming is None else naming.part_of(module, key, path)
                 names = (
                     _join(raw, key),
                     unwrapped if of_torch else _join(unwrapped, key),
-                    name if hidden else _join(name, key),
+                    name if of_torch or not part else _join(name, part),
                 )
                 pending.append(NamedModule(child, *names, path, naming, frozen))
     return modules

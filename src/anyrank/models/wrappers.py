@@ -54,8 +54,10 @@ class Naming(Protocol):
         """Return whether a module's class belongs to the library."""
         ...
 
-    def hides(self, module: nn.Module, child: str) -> bool:
-        """Return whether a child's name comes from the library, not from the model's author."""
+    def part_of(self, module: nn.Module, child: str, path: Path) -> str:
+        """What a child adds to names: nothing where the library put a module between; `path` ends
+        with the module.
+        """
         ...
 
     def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:

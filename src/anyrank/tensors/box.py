@@ -46,6 +46,10 @@ class Box:
         """The same sizes, moved by an amount in each dim."""
         return Box(tuple(a + b for a, b in zip(self.offsets, amounts, strict=True)), self.sizes)
 
+    def reversed(self) -> Box:
+        """The same elements of the transposed tensor."""
+        return Box(self.offsets[::-1], self.sizes[::-1])
+
     def split(self, dim: int, rows: int) -> Iterator[Box]:
         """Consecutive parts of at most `rows` rows along one dim."""
         for low in range(0, self.sizes[dim], rows):

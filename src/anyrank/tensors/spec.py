@@ -71,6 +71,14 @@ class StoredTensor:
         """The same bytes under another name."""
         return replace(self, name=name)
 
+    def transposed(self) -> StoredTensor:
+        """The same bytes with the dims in reverse order."""
+        chunks = tuple(
+            replace(chunk, box=chunk.box.reversed(), strides=chunk.strides[::-1])
+            for chunk in self.chunks
+        )
+        return replace(self, shape=self.shape[::-1], chunks=chunks)
+
     def with_file_offset(self, base: int) -> StoredTensor:
         """The same tensor in a listing whose files start `base` later."""
         chunks = tuple(replace(chunk, file=chunk.file + base) for chunk in self.chunks)

@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "tools": WEIGHTS | {"runs"},
     "watching": WEIGHTS | {"training"},
     "memory": GROUND | {"training"},
-    "integrations": {"anyrank", "versions", "world"},
+    # models, for what it judges once: whether an adapter fits, and what it changes.
+    "integrations": {"anyrank", "versions", "world", "models"},
 }
 WINGS = {*MAY_IMPORT}
 MAY_IMPORT |= {

@@ -43,6 +43,10 @@ class Strip:
         """All of a source tensor, which is the wanted tensor unchanged."""
         return Strip(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))))
 
+    def transposed(self) -> Strip:
+        """The same elements, where the wanted tensor has the dims in reverse order."""
+        return Strip(self.box.reversed(), self.source, self.start, self.dims[::-1])
+
     def to_source(self, box: Box) -> Box:
         """A box inside of the strip, in the source tensor."""
         offsets, sizes = list(self.start), [1] * len(self.start)

@@ -91,8 +91,10 @@ class ModelMatch:
         initialise: tensors that a rule fills.
         keep: missing tensors that keep their values.
         missing: names of the tensors that the source does not hold, adapters aside.
-        unexpected: keys of the source that the model cannot use.
+        twins: tensors that are earlier ones, and get their values with these.
+        unexpected: keys of the source that the model has no use for.
         duplicates: keys of a tied tensor's other ends -> the key that is loaded.
+        turned: those of them whose tensors are transposed views of the other.
         ignored: unexpected keys that need no tensor.
         frozen: frozen parts -> their own source, which fills them.
         own_code: module code that load_state_dict would have run.
@@ -106,8 +108,10 @@ class ModelMatch:
     initialise: list[int] = field(default_factory=list[int])
     keep: list[int] = field(default_factory=list[int])
     missing: list[str] = field(default_factory=list[str])
+    twins: dict[int, int] = field(default_factory=dict[int, int])
     unexpected: list[str] = field(default_factory=list[str])
     duplicates: dict[str, str] = field(default_factory=dict[str, str])
+    turned: frozenset[str] = frozenset()
     ignored: list[str] = field(default_factory=list[str])
     frozen: dict[str, str] = field(default_factory=dict[str, str])
     own_code: OwnCode = field(default_factory=OwnCode)
@@ -126,7 +130,11 @@ class ModelMatch:
     def tied(self) -> dict[str, list[str]]:
         """Tensors that the model has in several places -> their other names."""
         shared = (t for t in self.tensors if len(t.registrations) > 1)
-        return {t.name: [entry.name for entry in t.registrations[1:]] for t in shared}
+        tied = {t.name: [entry.name for entry in t.registrations[1:]] for t in shared}
+        for twin, first in self.twins.items():
+            others = [entry.name for entry in self.tensors[twin].registrations]
+            tied.setdefault(self.tensors[first].name, []).extend(others)
+        return tied
 
     @property
     def stored_twice(self) -> dict[str, str]:

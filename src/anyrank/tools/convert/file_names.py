@@ -147,12 +147,15 @@ def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensor
 
 
 def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]:
-    """Name -> the name that holds the values, from the model's declared and actual ties."""
-    ties = dict(getattr(pretrained(model), "all_tied_weights_keys", None) or {})
+    """Name -> the name that holds the values, of what is one tensor in the model. transformers'
+    list says only which name it keeps: a merged adapter may have untied what the list ties.
+    """
+    declared = getattr(pretrained(model), "all_tied_weights_keys", None) or {}
+    ties: dict[str, str] = {}
     for target in targets:
         names = [registration.name for registration in target.registrations]
-        kept = next((name for name in names if name not in ties), names[0])
-        ties |= {name: ties.get(name, kept) for name in names if name != kept}
+        kept = next((name for name in names if name not in declared), names[0])
+        ties |= {name: kept for name in names if name != kept}
     return ties
 
 

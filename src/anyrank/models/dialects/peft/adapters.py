@@ -7,7 +7,10 @@ meta, or would stay while its base is exchanged: load the base first, and make t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -22,7 +25,15 @@ KNOWN_CHOICES = (True, False, "gaussian")  # init_lora_weights whose values need
 # Others (PiSSA, OLoRA, LoftQ, ...) take the adapter's first values out of the base weights.
 KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "mica", "orthogonal")
 INIT = "init_lora_weights"
-SCALES = ("lora_alpha", "alpha", "alpha_pattern", "use_rslora")  # settings that no file stores
+# What a configuration may say otherwise without changing what the adapter computes: where it was
+# made, and which tensors it has, as those are compared.
+FREE = frozenset(
+    {
+        *("base_model_name_or_path", "inference_mode", "revision", "peft_version", "task_type"),
+        *("auto_mapping", "modules_to_save", "target_modules", "exclude_modules", "runtime_config"),
+        *("layers_to_transform", "layers_pattern", "target_parameters", "ensure_weight_tying"),
+    }
+)
 
 
 def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
@@ -132,27 +143,66 @@ def _what_base_lost(choice: object) -> object:
     return None if choice in KEEP_THE_BASE else choice
 
 
-def other_settings(
+def other_settings(config: Any, saved: Mapping[str, Any], free: Collection[str]) -> list[str]:
+    """Where the configuration of a model's adapter computes otherwise than a saved one: what load
+    and `integrations.peft` ask whether an adapter means what the model means.
+
+    Args:
+        config: of the model's adapter.
+        saved: what adapter_config.json says. What it leaves out has PEFT's default there.
+        free: settings that may differ.
+
+    Returns:
+        Each difference, in words.
+    """
+    others: list[str] = []
+    for setting in fields(config):
+        name = setting.name
+        if name in free or name.endswith("dropout"):
+            continue
+        default = _default_of(setting)
+        now, then = _plain(getattr(config, name)), _plain(saved.get(name, default))
+        if name == INIT:
+            now, then = _what_base_lost(now), _what_base_lost(then)
+        if now != then:
+            was = saved.get(name, default)
+            others.append(f"{name} is {getattr(config, name)!r}, and was {was!r}")
+            if name not in saved:
+                others[-1] += ", which PEFT takes where the file leaves it out"
+    return others
+
+
+def settings_of(
     filled: Iterable[tuple[ModelTensor, StoredTensor]], saved: Mapping[int, Mapping[str, Any]]
 ) -> list[str]:
-    """Settings that scale an adapter's product, or changed its base, and differ from saved ones.
+    """`other_settings` of the adapters that are filled.
 
     Args:
         filled: tensors that get values, and these values; only adapters' count.
             saved: index of their file -> the configuration beside it.
     """
-    others: set[str] = set()
+    asked: dict[tuple[int, int], tuple[Any, Mapping[str, Any]]] = {}
     for target, stored in filled if saved else ():
-        was = saved.get(stored.chunks[0].file, {}) if target.adapter and stored.chunks else {}
-        config = _adapter_of(target.registrations[0])[1] if was else None
-        for name in SCALES:
-            then, now = was.get(name), getattr(config, name, None)
-            if name in was and hasattr(config, name) and (then or None) != (now or None):
-                others.add(f"{name} is {now!r}, and was {then!r}")
-        then, now = was.get(INIT), getattr(config, INIT, None)
-        if INIT in was and _what_base_lost(then) != _what_base_lost(now):
-            others.add(f"{INIT} is {now!r}, and was {then!r}")
-    return sorted(others)
+        file = stored.chunks[0].file if stored.chunks else -1
+        config = _adapter_of(target.registrations[0])[1] if target.adapter else None
+        if file in saved and config is not None:
+            asked[file, id(config)] = config, saved[file]
+    return sorted({line for pair in asked.values() for line in other_settings(*pair, FREE)})
+
+
+def _default_of(setting: Field[Any]) -> Any:
+    """What a setting of a configuration is where nobody gives it."""
+    if setting.default_factory is not MISSING:
+        return setting.default_factory()
+    return None if setting.default is MISSING else setting.default
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration as JSON has it; nothing and empty are alike."""
+    value = sorted(value) if isinstance(value, set | frozenset) else value
+    value = value.to_dict() if hasattr(value, "to_dict") else value
+    value = value.value if isinstance(value, Enum) else value
+    return json.loads(json.dumps(value, default=str)) or None
 
 
 def _adapter_of(entry: Registration) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.peft.adapters import (
     BASE_FIRST,
     merged_layers,
-    other_settings,
+    settings_of,
     unknown_adapters,
 )
 from anyrank.wording import listed
@@ -38,7 +38,7 @@ class Adapters(Dialect):
             )
             lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
         filled = ((match.tensors[index], stored) for index, stored in match.wanted)
-        if settings := other_settings(filled, match.listing.adapters):
+        if settings := settings_of(filled, match.listing.adapters):
             title = "the model's adapter computes otherwise than that of adapter_config.json"
             way_out = (
                 "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "

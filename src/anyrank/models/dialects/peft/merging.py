@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from anyrank.errors import LoadError
 from anyrank.models.dialects.peft.adapters import is_below_merged
 from anyrank.models.dialects.peft.names import is_peft
+from anyrank.models.overlaps import twins_of
 from anyrank.models.wrappers import ModelTensor, Registration, plain_class
 
 LORA_KINDS = ("Linear", "Embedding")  # classes of peft.tuners.lora that `merge=True` can add
@@ -27,7 +28,8 @@ def scaling_of(tensor: ModelTensor) -> float | None:
     if not tensor.adapter:
         return None
     path, parts = tensor.registrations[0].path, tensor.name.split(".")
-    layer: Any = next((m for m in path if is_peft(m) and hasattr(m, "scaling")), None)
+    # The innermost, as a layer around another one has a scale of its own.
+    layer: Any = next((m for m in reversed(path) if is_peft(m) and hasattr(m, "scaling")), None)
     scalings: Mapping[str, Any] = {} if layer is None else layer.scaling
     return next((float(factor) for name, factor in scalings.items() if name in parts), None)
 
@@ -69,12 +71,14 @@ def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
     """Find the products that merging a model's active adapters adds, and to which weight.
 
     Raises:
-        LoadError: an adapter that is not plain LoRA, or a weight that is tied; named.
+        LoadError: an adapter that is not plain LoRA, or that changes one name of a tied weight.
     """
     numbers = {id(tensor.tensor): index for index, tensor in enumerate(tensors)}
     added: dict[int, tuple[Factors, ...]] = {}
     dropped: set[int] = set()
     seen: set[int] = set()
+    adapted: dict[int, list[Any]] = {}  # weight -> the layers that add to it
+    twins = {twin: first for twin, (first, _) in twins_of(tensors).items()}
     for index, tensor in enumerate(tensors):
         entry = tensor.registrations[0]
         if tensor.adapter:
@@ -87,10 +91,15 @@ def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
                 factors = _factors(tensor.name, layer, numbers)
                 if factors:
                     base = numbers[id(layer.get_base_layer().weight)]
-                    _check_weight(tensors[base])
-                    added[base] = factors
-        elif not _is_in_merged_model(entry):
+                    known = added.setdefault(base, factors)
+                    if known is factors or _are_tied(known, factors, twins):
+                        adapted.setdefault(base, []).append(layer)
+        elif not any(map(_is_in_merged_model, tensor.registrations)):
             dropped.add(index)
+    for base, layers in adapted.items():
+        _check_weight(tensors[base])
+        if problem := changes_one_name(tensors[base], layers):
+            raise LoadError(problem)
     used = {
         number
         for factors in added.values()
@@ -111,11 +120,9 @@ def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
             if not all(_is_all_merged(entry) for entry in tensor.registrations):
                 return None
             continue
-        entries = [
-            entry._replace(name=merged_name(entry))
-            for entry in tensor.registrations
-            if _is_in_merged_model(entry)
-        ]
+        names = merged_names(tensor)
+        places = filter(_is_in_merged_model, tensor.registrations)
+        entries = [entry._replace(name=n) for entry, n in zip(places, names, strict=True)]
         if entries:
             kept.append(replace(tensor, name=entries[0].name, registrations=entries))
     return kept
@@ -132,8 +139,12 @@ def _is_all_merged(entry: Registration) -> bool:
     return active <= {*layer.merged_adapters} and bool(layer.merged or not active)
 
 
-def merged_name(entry: Registration) -> str:
-    """The name of a tensor's place in the merged model."""
+def merged_names(tensor: ModelTensor) -> list[str]:
+    """The names of a tensor in the merged model, which has no original of a trained copy."""
+    return [_merged_name(entry) for entry in tensor.registrations if _is_in_merged_model(entry)]
+
+
+def _merged_name(entry: Registration) -> str:
     parts = entry.name.split(".")
     if "modules_to_save" in parts:
         n = parts.index("modules_to_save")
@@ -148,10 +159,9 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
         LoadError: an adapter that is not plain LoRA.
     """
     kind = plain_class(layer)
-    if kind.__name__ not in LORA_KINDS or not kind.__module__.startswith("peft.tuners.lora."):
-        what = f"{kind.__module__}.{kind.__name__}"
+    if what := other_than_lora(layer, LORA_KINDS):
         raise LoadError(
-            f"{name}: is of a {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
+            f"{name}: is of {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
         )
     if layer.disable_adapters:
         raise LoadError(
@@ -168,9 +178,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
     for adapter in layer.active_adapters:
         if adapter in layer.merged_adapters or adapter not in tables[0]:
             continue
-        variant = layer.lora_variant.get(adapter)
-        if variant is not None or layer.lora_bias[adapter]:
-            what = "lora_bias" if variant is None else type(variant).__name__
+        if what := other_than_lora(layer, LORA_KINDS, adapter):
             raise LoadError(
                 f"{name}: has {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
             )
@@ -183,18 +191,59 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
     return tuple(factors)
 
 
+def other_than_lora(layer: Any, kinds: Collection[str], adapter: str = "") -> str | None:
+    """What a layer of PEFT, or one of its adapters, is other than plain LoRA; None for that.
+
+    Args:
+        layer: of PEFT.
+        kinds: classes of LoRA's whose products can be added, by name.
+        adapter: of the layer; "" to judge its class alone.
+    """
+    kind = plain_class(layer)
+    if kind.__name__ not in kinds or not kind.__module__.startswith("peft.tuners.lora."):
+        return f"a {kind.__module__}.{kind.__name__}"
+    if adapter and (variant := layer.lora_variant.get(adapter)) is not None:
+        return type(variant).__name__
+    return "lora_bias" if adapter and layer.lora_bias[adapter] else None
+
+
 def _check_weight(weight: ModelTensor) -> None:
     """Raise LoadError for a weight to which nothing can be added."""
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(f"{weight.name}: is {weight.dtype}, to which no adapter can be added")
-    first, *places = weight.registrations
-    tied = [entry.name for entry in places if entry.module is not first.module]
-    if tied:
-        others = ", ".join(tied)
-        raise LoadError(
-            f"{weight.name}: is tied with {others}, and its adapter changes one of them: untie "
-            "them, or leave the layer out of the adapter"
-        )
+
+
+def changes_one_name(weight: ModelTensor, layers: Sequence[Any]) -> str | None:
+    """Why an adapter cannot be added to a weight that the model ties, in words; None where all
+    names of it are adapted alike. This is what sync and `integrations.peft.merge` ask.
+
+    Args:
+        weight: of the base.
+        layers: of PEFT, which add the same product to it.
+    """
+    bases = {id(layer.get_base_layer()) for layer in layers}
+    names = [entry.name for entry in weight.registrations if id(entry.module) not in bases]
+    if not names:
+        return None
+    adapted = next(entry.name for entry in weight.registrations if id(entry.module) in bases)
+    return (
+        f"{adapted}: is tied with {', '.join(names)}, and its adapter changes one of them: untie "
+        "them first (a copy in the base, tie_word_embeddings=False), adapt both alike "
+        "(ensure_weight_tying=True), or leave the layer out of the adapter"
+    )
+
+
+def _are_tied(
+    factors: Sequence[Factors], others: Sequence[Factors], twins: Mapping[int, int]
+) -> bool:
+    """Whether two layers add the same, as their factors are one another's transposed."""
+    if len(factors) != len(others):
+        return False
+    return all(
+        {twins.get(other.a, other.a), twins.get(other.b, other.b)} == {factor.a, factor.b}
+        and factor.scaling == other.scaling
+        for factor, other in zip(factors, others, strict=True)
+    )
 
 
 def _is_in_merged_model(entry: Registration) -> bool:

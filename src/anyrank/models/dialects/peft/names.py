@@ -40,15 +40,13 @@ class PeftNaming:
         """Return whether a module's class belongs to PEFT."""
         return is_peft(module)
 
-    def hides(self, module: nn.Module, child: str) -> bool:
-        """Return whether a child's name comes from PEFT, not from the model's author."""
-        if not is_peft(module):
-            return False
-        if child == "base_model":
-            return hasattr(module, "peft_config")
-        if child == "model":  # in PEFT's middle layer, between PeftModel and the user's model
-            return hasattr(module, "targeted_module_names")
-        return child in PEFT_SEGMENTS or child == "token_adapter"
+    def part_of(self, module: nn.Module, child: str, path: Path) -> str:
+        """What a child adds to names. A layer around a layer of PEFT, as of two parameters of one
+        module, keeps the inner one's `base_layer`: both have a lora_A.
+        """
+        if _hides(module, child):
+            return ""
+        return ".".join([*["base_layer"] * _layers_around(module, path), child])
 
     def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
         """The names, without the adapter's, under which PEFT saves a tensor."""
@@ -79,11 +77,35 @@ class PeftNaming:
             if not is_peft(module):
                 continue
             if hasattr(module, "peft_config") or hasattr(module, "targeted_module_names"):
-                if not self.hides(module, below[0]):
+                if not _hides(module, below[0]):
                     return True
-            elif hasattr(module, "active_adapters"):
-                return not PEFT_SEGMENTS.intersection(below) and "modules_to_save" not in below
+            elif hasattr(module, "active_adapters") and not _hides(module, below[0]):
+                return "modules_to_save" not in below
         return False
+
+
+def _hides(module: nn.Module, child: str) -> bool:
+    """Whether a child's name is the doing of PEFT, and not of the model's author."""
+    if not is_peft(module):
+        return False
+    if child == "base_model":
+        return hasattr(module, "peft_config")
+    if child == "model":  # in PEFT's middle layer, between PeftModel and the user's model
+        return hasattr(module, "targeted_module_names")
+    return child in PEFT_SEGMENTS or child == "token_adapter"
+
+
+def _layers_around(module: nn.Module, path: Path) -> int:
+    """How many layers of PEFT have this one, the last of the path, for the next one's base."""
+    count = 0
+    for outer in reversed(path[:-1]):
+        if (
+            not is_adapter_layer(outer)
+            or outer.__dict__["_modules"].get("base_layer") is not module
+        ):
+            break
+        module, count = outer, count + 1
+    return count
 
 
 def _is_saved_whole(encoder: nn.Module) -> bool:

@@ -1,0 +1,367 @@
+"""An adapter is judged alike by load, resume, sync, convert and merge: what it means, which names
+of a tied weight it changes, and whose tensors a file holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import anyrank
+from anyrank.integrations import peft
+from anyrank.testing import run_ranks
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+IDS = torch.arange(12)[None]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def llama(tied: bool = True) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **more)).eval()
+
+
+def adapted(model: Any, seed: int = 1, **options: Any) -> Any:
+    """The model with LoRA whose tensors are random."""
+    chosen = {"r": 4, "target_modules": ["q_proj"], **options}
+    model = get_peft_model(model, LoraConfig(**chosen)).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def error_of(model: Any, other: Any) -> float:
+    with torch.no_grad():
+        return float((model(IDS).logits - other(IDS).logits).abs().max())
+
+
+# -- what an adapter means ------------------------------------------------------------------------
+
+
+def without(folder: Path, *names: str, **others: Any) -> str:
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config = {name: value for name, value in config.items() if name not in names} | others
+    path.write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_alpha", 32),
+        ("use_rslora", True),
+        ("alpha_pattern", {"q_proj": 3}),
+    ],
+)
+def test_a_setting_that_a_folder_leaves_out_is_pefts_default(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    adapted(llama()).save_pretrained(tmp_path)
+    folder = without(tmp_path, name)
+    model = adapted(llama(), seed=2, **{name: value})
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for load, kind in ((anyrank.load, anyrank.LoadError), (peft.load, ValueError)):
+        with pytest.raises(kind, match=f"{name} is "):
+            load(model, folder)
+    assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
+    same = adapted(llama(), seed=2)
+    anyrank.load(same, folder)
+    assert error_of(same, PeftModel.from_pretrained(llama(), folder).eval()) == 0
+    peft.load(same, folder)
+
+
+def test_other_methods_and_what_may_differ(tmp_path: Path) -> None:
+    def loha(**options: Any) -> Any:
+        return get_peft_model(llama(), LoHaConfig(target_modules=["q_proj"], **options))
+
+    loha(alpha=4).save_pretrained(tmp_path / "loha")
+    with pytest.raises(anyrank.LoadError, match="alpha is 9, and was 4"):
+        anyrank.load(loha(alpha=9), tmp_path / "loha")
+    anyrank.load(loha(alpha=4, module_dropout=0.5), tmp_path / "loha")
+    adapted(llama()).save_pretrained(tmp_path / "lora")
+    folder = without(tmp_path / "lora", "peft_version", a_setting_of_tomorrow=True)
+    for load in (anyrank.load, peft.load):
+        load(adapted(llama(), lora_dropout=0.1, task_type="CAUSAL_LM"), folder)
+
+
+# -- ties -----------------------------------------------------------------------------------------
+
+LORA, BOTH = {"target_modules": ["q_proj", "lm_head"]}, {"ensure_weight_tying": True}
+COPIES: dict[str, dict[str, Any]] = {
+    "a trained embedding": {"modules_to_save": ["embed_tokens"]},
+    "a trained head": {"modules_to_save": ["lm_head"]},
+    "both, apart": {"modules_to_save": ["embed_tokens", "lm_head"]},
+}
+ADDED: dict[str, dict[str, Any]] = {
+    "LoRA on the head": LORA,
+    "LoRA on the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+TIED: dict[str, dict[str, Any]] = {
+    "a trained embedding, tied": {"modules_to_save": ["embed_tokens"], **BOTH},
+    "LoRA, tied by the head": {**LORA, **BOTH},
+    "LoRA, tied by the embedding": {"target_modules": ["q_proj", "embed_tokens"], **BOTH},
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_trained_copy_of_one_name_goes_only_where_the_names_are_two(kind: str) -> None:
+    model = adapted(llama(), **COPIES[kind])
+    tied = llama()
+    with pytest.raises(anyrank.LoadError, match=r"one tensor in dst.*untie"):
+        anyrank.sync(tied, model, merge=True)
+    assert error_of(tied, llama()) == 0
+    untied = llama(tied=False)
+    anyrank.sync(untied, model, merge=True)
+    assert error_of(untied, model) < 1e-4
+    peft.merge(model)
+    assert error_of(untied, model) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_an_adapter_of_one_name_of_a_tied_weight_is_not_added(kind: str) -> None:
+    model = adapted(llama(), **ADDED[kind])
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for target in (llama(), llama(tied=False)):
+        with pytest.raises(anyrank.LoadError, match=r"is tied with .*ensure_weight_tying"):
+            anyrank.sync(target, model, merge=True)
+    with pytest.raises(ValueError, match=r"is tied with .*ensure_weight_tying"):
+        peft.merge(model)
+    assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
+    alone = adapted(llama(tied=False), **ADDED[kind])
+    target = llama(tied=False)
+    anyrank.sync(target, alone, merge=True)
+    assert error_of(target, alone) < 1e-4
+    peft.merge(alone)
+    assert error_of(target, alone) < 1e-4
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_an_adapter_that_is_tied_as_well_counts_once(kind: str, tmp_path: Path) -> None:
+    model = adapted(llama(), **TIED[kind])
+    for tied in (True, False):
+        target = llama(tied)
+        anyrank.sync(target, model, merge=True)
+        assert error_of(target, model) < 1e-4
+    model.save_pretrained(tmp_path / "peft")
+    for fill in (
+        lambda other: anyrank.load(other, tmp_path / "peft"),
+        lambda other: peft.load(other, tmp_path / "peft"),
+        lambda other: anyrank.sync(other, model),
+        lambda other: anyrank.load(other, dict(model.state_dict())),
+    ):
+        other = adapted(llama(), seed=2, **TIED[kind])
+        fill(other)
+        assert error_of(other, model) == 0
+    state = anyrank.TrainState(model)
+    anyrank.Checkpoints(str(tmp_path / "run"), state).save()
+    other = adapted(llama(), seed=2, **TIED[kind])
+    anyrank.load(other, tmp_path / "run")
+    assert error_of(other, model) == 0
+    resumed = adapted(llama(), seed=2, **TIED[kind])
+    anyrank.Checkpoints(str(tmp_path / "run"), anyrank.TrainState(resumed)).resume()
+    assert error_of(resumed, model) == 0
+    if "LoRA" in kind:
+        with pytest.raises(ValueError, match="2 layers would add"):
+            peft.merge(model)
+
+
+def test_tied_factors_of_a_file_that_differ_are_refused(tmp_path: Path) -> None:
+    options = TIED["LoRA, tied by the head"]
+    adapted(llama(), **options).save_pretrained(tmp_path)
+    path = tmp_path / peft.WEIGHTS
+    tensors = load_file(path)
+    key = "base_model.model.lm_head.lora_A.weight"
+    tensors[key] = tensors[key] + 1
+    save_file(tensors, path)
+    model = adapted(llama(), seed=2, **options)
+    want = adapted(llama(), seed=2, **options)
+    with pytest.raises(anyrank.LoadError, match=r"one tensor in the model, and hold different"):
+        anyrank.load(model, tmp_path)
+    assert error_of(model, want) == 0
+
+
+# -- whose tensors a file holds -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*ADDED, *TIED])
+def test_a_folder_with_a_base_tensor_is_an_adapters(tmp_path: Path, kind: str) -> None:
+    options = {**ADDED, **TIED}[kind]
+    adapted(llama(), **options).save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / peft.WEIGHTS, load_file(tmp_path / peft.WEIGHTS)):
+        for missing in ("error", "init", "keep"):
+            model = adapted(llama(), seed=2, **options)
+            name = "base_model.model.model.layers.0.mlp.up_proj.weight"
+            before = model.state_dict()[name].clone()
+            anyrank.load(model, source, missing=missing)
+            assert torch.equal(model.state_dict()[name], before)
+            assert error_of(model, adapted(llama(), **options)) == 0
+
+
+def test_a_model_s_own_state_that_lacks_a_base_tensor_is_no_adapter(tmp_path: Path) -> None:
+    model = adapted(llama(), **LORA)
+    state = dict(model.state_dict())
+    del state["base_model.model.model.layers.0.mlp.up_proj.weight"]
+    torch.save(state, tmp_path / "state.pt")
+    for source in (state, tmp_path / "state.pt"):
+        with pytest.raises(anyrank.LoadError, match=r"missing in the source \(1\)"):
+            anyrank.load(adapted(llama(), **LORA), source)
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+EXPERTS: dict[str, Any] = {
+    "r": 2,
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+
+
+def test_adapters_of_two_parameters_of_one_module(tmp_path: Path) -> None:
+    model = adapted(experts(), **EXPERTS)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = anyrank.TrainState(model, torch.optim.AdamW(trained))
+    anyrank.Checkpoints(str(tmp_path / "run"), state).save()
+    model.save_pretrained(tmp_path / "peft")
+    peft.save(model, tmp_path / "ours")
+    want, got = (load_file(tmp_path / name / peft.WEIGHTS) for name in ("peft", "ours"))
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    for fill in (
+        lambda other: anyrank.load(other, tmp_path / "peft"),
+        lambda other: anyrank.load(other, tmp_path / "run"),
+        lambda other: peft.load(other, tmp_path / "ours"),
+        lambda other: anyrank.sync(other, model),
+        lambda other: anyrank.load(other, dict(model.state_dict())),
+    ):
+        other = adapted(experts(), seed=2, **EXPERTS)
+        assert error_of(other, model) > 0
+        fill(other)
+        assert error_of(other, model) == 0
+    other = adapted(experts(), seed=2, **EXPERTS)
+    anyrank.load(other, dict(experts().state_dict()))  # the base alone
+    with pytest.raises(anyrank.LoadError, match="ParamWrapper"):
+        anyrank.sync(experts(), model, merge=True)
+    whole = peft.merge(model)
+    assert error_of(whole, other) > 0
+
+
+def job_experts(folder: str) -> str:
+    model = adapted(experts(), **EXPERTS)
+    with torch.no_grad():
+        want = model(IDS).logits
+    fully_shard(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = anyrank.TrainState(model, torch.optim.AdamW(trained))
+    with anyrank.Checkpoints(folder, state) as ckpts:
+        ckpts.save()
+    other = fully_shard(adapted(experts(), seed=2, **EXPERTS))
+    trained = [parameter for parameter in other.parameters() if parameter.requires_grad]
+    with anyrank.Checkpoints(folder, anyrank.TrainState(other, torch.optim.AdamW(trained))) as c:
+        c.resume()
+    with torch.no_grad():
+        assert torch.allclose(other(IDS).logits, want, atol=1e-5)
+    try:
+        peft.merge(model)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def test_experts_under_fsdp2(tmp_path: Path) -> None:
+    for text in run_ranks(2, job_experts, str(tmp_path / "run")):
+        assert "experts" in text
+        assert "ParamWrapper" in text
+
+
+def job_tied() -> list[str]:
+    errors: list[str] = []
+    for options in (*ADDED.values(), TIED["a trained embedding, tied"]):
+        model = fully_shard(adapted(llama(), **options))
+        before = [parameter.full_tensor() for parameter in model.parameters()]
+        try:
+            peft.merge(model)
+            errors.append("none")
+        except ValueError as error:
+            errors.append(str(error))
+            after = [parameter.full_tensor() for parameter in model.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return errors
+
+
+def test_a_tied_weight_is_not_merged_under_fsdp2() -> None:
+    for errors in run_ranks(2, job_tied):
+        named = ["is tied" in text for text in errors]
+        assert named == [True, True, False], errors
+
+
+# -- two objects that are one tensor, without PEFT ------------------------------------------------
+
+
+class Twins(nn.Module):
+    """Two parameters of one memory, as they are or turned."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(6, 4)
+        weight = self.embed.weight.detach()
+        self.head = nn.Parameter(weight if kind == "same" else weight.T)
+
+
+@pytest.mark.parametrize("kind", ["same", "turned"])
+def test_one_memory_in_two_objects(kind: str, tmp_path: Path) -> None:
+    source = Twins(kind, seed=1)
+    values = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    for given in (
+        values,
+        {"embed.weight": values["embed.weight"]},
+        {"head": values["head"]},
+    ):
+        model = Twins(kind)
+        report = anyrank.load(model, given)
+        assert torch.equal(model.head, source.head)
+        assert torch.equal(model.embed.weight, source.embed.weight)
+        assert report.tied == {"head": ["embed.weight"]}
+    wrong = {**values, "head": values["head"] + 1}
+    model = Twins(kind)
+    for fill in (
+        lambda: anyrank.load(model, wrong),
+        lambda: anyrank.sync(model, wrong),
+    ):
+        with pytest.raises(anyrank.LoadError, match=r"one tensor in .*different"):
+            fill()
+        assert torch.equal(model.embed.weight, Twins(kind).embed.weight)
+    anyrank.sync(model, source)
+    assert torch.equal(model.head, source.head)
+    anyrank.Checkpoints(str(tmp_path / "run"), anyrank.TrainState(source)).save()
+    resumed = Twins(kind)
+    anyrank.Checkpoints(str(tmp_path / "run"), anyrank.TrainState(resumed)).resume()
+    assert torch.equal(resumed.head, source.head)
+    loaded = Twins(kind)
+    anyrank.load(loaded, tmp_path / "run")
+    assert torch.equal(loaded.head, source.head)
