@@ -1,7 +1,8 @@
-"""Twelve hangs on three ranks: does `anyrank.watch` name rank and line, and what does it cost?
+"""Hangs on three ranks, and on many: does `anyrank.watch` name rank and line, at what cost?
 
     python benchmarks/watch.py                    # hangs, an uneven job, costs; results/watch.json
     python benchmarks/watch.py --parts uneven --minutes 62 --after 6
+    python benchmarks/watch.py --parts many slow --ranks 16 32 48  # forked ranks, on these cores
     python benchmarks/watch.py --quick            # two hangs and costs, nothing is written
     python benchmarks/watch.py --parts hangs --device cuda  # over NCCL, on one GPU or on several
     python benchmarks/watch.py --parts hangs --device sim   # on the device that the tests simulate
@@ -20,7 +21,9 @@ import argparse
 import collections
 import contextlib
 import importlib.util
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -48,14 +51,21 @@ ROOT = HERE.parent
 PATHS = f"{ROOT / 'src'}:{ROOT}"
 sys.path[:0] = PATHS.split(":")
 
-from tests.hangs import HANGS, ON_DEVICE, PRELUDE, Hang  # noqa: E402 - the tests' own scripts
+from tests.hangs import HANGS, ON_DEVICE, ON_MANY_RANKS, PRELUDE, Hang  # noqa: E402 - the tests'
+from tests.scripts import exit_code, fork  # noqa: E402
+
+from anyrank.testing.pool import find_port  # noqa: E402
+from anyrank.watching.launched import run_program  # noqa: E402
 
 AFTER_SEC = 5
 ALONE_SEC = 20
 RECORD_SEC = 12
 LIMIT_SEC = 150.0
 RECORDED = 2000  # calls that torch's flight recorder keeps
-PARTS = ("hangs", "uneven", "cost")
+MANY_AFTER_SEC = 8
+MANY_LIMIT_SEC = 240.0
+BUSY = 8  # processes that take what they get of the cores, beside the ranks
+PARTS = ("hangs", "many", "slow", "uneven", "cost")
 QUICK = ("skips a collective", "SIGSTOP")
 RECORDER = f"""
 def write_records():
@@ -236,6 +246,98 @@ def uneven(minutes: float, after: int) -> Run:
     }
 
 
+SLOW = """
+big = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+end = time.monotonic() + {seconds}
+go = torch.ones(1)
+number = 0
+while go.item():
+    number += 1
+    for _ in range({turns}):
+        big(torch.ones(256, 256)).square().mean().backward()
+    step(x)
+    go.fill_(float(time.monotonic() < end))
+    dist.broadcast(go, 0)
+pathlib.Path(f"ended-{{rank}}").write_text(str(number))
+dist.destroy_process_group()
+"""
+
+
+def run_rank(folder: str, *arguments: str) -> None:
+    """A rank of a script, in its folder."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    run_program(("train.py", *arguments))
+
+
+def fork_ranks(folder: str, ranks: int, *arguments: str) -> None:
+    """All ranks of a script: forks of one process, which start at once."""
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **ENVIRON}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
+    pids: list[int] = []
+    for rank in range(ranks):
+        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        pids.append(fork(f"{folder}/log", run_rank, [folder, *arguments], **variables))
+    for pid in pids:
+        exit_code(pid)
+
+
+@contextlib.contextmanager
+def forked(
+    script: str, ranks: int, *arguments: str, limit_sec: float, busy: int = 0
+) -> Generator[Path]:
+    """A script on forked ranks, beside busy processes: its folder, once all ranks have ended."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        (folder / "train.py").write_text(script)
+        for _ in range(busy):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.kill)
+        spawn = multiprocessing.get_context("spawn")
+        parent = spawn.Process(target=fork_ranks, args=(name, ranks, *arguments))
+        parent.start()
+        parent.join(limit_sec)
+        parent.kill()  # the ranks die with it
+        parent.join()
+        yield folder
+
+
+def named(hang: Hang, ranks: int, busy: int) -> Run:
+    """What the watch says of a hang of many ranks, and how long after the limit."""
+    arguments = f"{MANY_AFTER_SEC}s", "out"
+    with forked(hang.script, ranks, *arguments, limit_sec=MANY_LIMIT_SEC, busy=busy) as folder:
+        said = (folder / "log").read_text(errors="replace")
+        screens = [line for line in said.splitlines() if line.startswith("anyrank: ")]
+        if not (folder / "out").exists():
+            return {"is_right": False, "said": said[-500:]}
+        report = json.loads((folder / "out").read_text())
+        late = (folder / "out").stat().st_mtime - last_step(folder) - MANY_AFTER_SEC
+    culprit, line = hang.culprit % ranks, report["line"]
+    return {
+        "is_right": report["culprits"] == [culprit] and (line in hang.lines or not hang.has_line),
+        "kind": report["kind"],
+        "culprits": report["culprits"],
+        "late_sec": round(late, 1),
+        "screens": len(screens),
+    }
+
+
+def slow(ranks: int, minutes: float, turns: int) -> Run:
+    """A job that trains slowly on many ranks of few cores: does the watch keep still?"""
+    body, limit = SLOW.format(seconds=minutes * 60, turns=turns), minutes * 60 + 200
+    with forked(PRELUDE + body, ranks, f"{MANY_AFTER_SEC}s", "out", limit_sec=limit) as folder:
+        said = (folder / "log").read_text(errors="replace")
+        ended = [int(path.read_text()) for path in folder.glob("ended-*")]
+        return {
+            "ranks": ranks,
+            "minutes": minutes,
+            "steps": max(ended, default=0),
+            "alarms": said.count("anyrank: "),
+            "ended": len(ended),
+            "said": said[:2000],
+        }
+
+
 def train(blocks: int, steps: int) -> Runs:
     """A rank's step time with and without a watch, in turns, and the CPU time of its threads."""
     for _ in range(RECORDED):  # so that each look at the calls is as long as it can be
@@ -301,8 +403,8 @@ if all(importlib.util.find_spec(name) for name in ("jinja2", "aiohttp", "tabulat
 def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
     """The parts that were asked for, a table each."""
     found: Run = {}
+    rows: Run = {}
     if "hangs" in options.parts:
-        rows: Run = {}
         hangs = {name: hang for name, hang in HANGS.items() if name in options.hangs}
         if options.device != "cpu":  # several ranks may share a GPU
             os.environ |= {"HANG_DEVICE": options.device, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -312,6 +414,17 @@ def measure(options: argparse.Namespace, launcher: Launcher) -> Run:
         for name, hang in hangs.items():
             rows[name] = Case(name, WAYS, lambda way, _, hang=hang: WAYS[way](hang)).once()
         found["hangs"] = {"rows": rows}
+    if "many" in options.parts:
+        rows = {}
+        for ranks, busy in itertools.product(map(int, options.ranks), (0, BUSY)):
+            for name, hang in ON_MANY_RANKS.items():
+                case = f"{name}, {ranks} ranks, {busy} busy processes"
+                rows[case] = named(hang, ranks, busy)
+                tell(case, rows[case])
+        found["many"] = {"rows": rows}
+    if "slow" in options.parts:
+        found["slow"] = slow(max(map(int, options.ranks)), options.slow_minutes, options.turns)
+        tell("slow", found["slow"])
     if "uneven" in options.parts:
         found["uneven"] = uneven(options.minutes, options.after)
     if "cost" in options.parts:
@@ -330,6 +443,17 @@ def goals_of(result: Run) -> list[Run]:
             "hangs that are not named", sum(not row["is_right"] for row in rows.values()), 1
         ),
         bench.goal("seconds after the limit", late, 10),
+        bench.goal(
+            "hangs of many ranks that are not named",
+            sum(not row["is_right"] for row in result["many"]["rows"].values()),
+            0,
+        ),
+        bench.goal(
+            "seconds after the limit on many ranks",
+            max(row.get("late_sec", 999) for row in result["many"]["rows"].values()),
+            20,
+        ),
+        bench.goal("alarms of a slow job of many ranks", result["slow"]["alarms"], 0),
         bench.goal("alarms of an uneven job", result["uneven"]["alarms"], 0),
         bench.goal("uneven jobs that were ended", float(not result["uneven"]["has_ended"]), 0),
         bench.goal("share of a core", result["cost"]["cpu_share"]["most"], 0.005),
@@ -338,6 +462,14 @@ def goals_of(result: Run) -> list[Run]:
 
 if __name__ == "__main__":
     small = {"parts": ["hangs", "cost"], "hangs": [*QUICK], "blocks": 2, "steps": 20}
-    parts: Run = {"parts": [*PARTS], "hangs": [*HANGS]}
-    sizes: Run = {"minutes": 4.0, "after": 4, "blocks": 12, "steps": 200, "device": "cpu"}
+    parts: Run = {"parts": [*PARTS], "hangs": [*HANGS], "ranks": ["16", "32", "48"]}
+    sizes: Run = {
+        "slow_minutes": 10.0,
+        "turns": 20,
+        "minutes": 4.0,
+        "after": 4,
+        "blocks": 12,
+        "steps": 200,
+        "device": "cpu",
+    }
     bench.main("watch", measure, small, ["hangs"], in_tables=True, **parts, **sizes)
