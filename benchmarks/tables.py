@@ -108,24 +108,6 @@ def time_cell(row: dict[str, Any] | None) -> str:
     return with_range(ratio) if ratio["n"] > 1 else f"{ratio['median']:.2f}"
 
 
-def head(result: dict[str, Any]) -> str:
-    """The first figures of the README."""
-    group = "fsdp bf16 4"
-    rows = {row["contender"]: row for row in result["rows"] if row["group"] == group}
-    peak = {name: f"{row['peak_x']['most']:.2f}" for name, row in rows.items() if "peak_x" in row}
-    slower = 1 / rows["anyrank"]["time_x_rank0"]["median"]
-    machine = result["machine"].split(",")[0]
-    size = f"{result['model']['bf16_bytes'] / GIB:.1f}"
-    ways = [peak[way] for way in ("anyrank", "load_file", "accelerate", "rank0")]
-    return (
-        f"| a Llama of {size} GiB into FSDP2 on 4 ranks | anyrank | `load_file` on each rank | "
-        f"accelerate | rank 0 and a broadcast ({slower:.0f} times anyrank's time) |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        f"| host memory of all ranks / the weights | {' | '.join(ways)} |\n\n"
-        f"(`{result['command']}`, {machine}, no GPU)"
-    )
-
-
 def memory_row(result: dict[str, Any]) -> str:
     """The cells of memory in the table of all ways."""
     rows = {(row["group"], row["contender"]): row for row in result["rows"]}
@@ -401,10 +383,7 @@ def between(section: str) -> str:
 MEMORY_ROW = (r"(\n\| memory of 4 ranks [^|]*\| )[^\n]*( \|\n)", "load", memory_row)
 Section = tuple[str, str, Callable[[dict[str, Any]], str]]  # where, from which result, and how
 PAGES: dict[str, list[Section]] = {
-    "README.md": [
-        (r"(\n\n)\| a Llama of [^\n]* GiB into .*?no GPU\)(\n\n)", "load", head),
-        MEMORY_ROW,
-    ],
+    "README.md": [MEMORY_ROW],
     "docs/memory.md": [
         (between("mlp"), "memory", mlp_table),
         (between("loss"), "memory", loss_table),
