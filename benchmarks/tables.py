@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench import GIB, HERE, MIB, read
+from bench import HERE, MIB, read
 
 ROOT = HERE.parent
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
