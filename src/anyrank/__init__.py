@@ -95,7 +95,7 @@ __all__ = [
     "watch",
 ]
 
-# Public name -> the module that defines it. No module beside this one may bear a public name:
+# Public name -> the module that defines it. No module beside this one may have a public name:
 # importing it would set it as an attribute here, in place of the function.
 HOMES = {
     "ALONE": "anyrank.world.group",
@@ -141,7 +141,7 @@ HOMES = {
     "watch": "anyrank.watching.hang",
 }
 
-# Hidden from type checkers, which read the imports above: a misspelt name stays an error to them.
+# Hidden from type checkers, which read the imports above: a misspelt name stays an error for them.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

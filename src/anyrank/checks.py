@@ -21,7 +21,7 @@ def _short_text(value: object) -> str:
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], give: str) -> None:
-    """Refuse a value of another type; a bool is no int.
+    """Refuse a value of another type; a bool does not count as an int.
 
     Raises:
         TypeError: says what to `give`.
@@ -32,7 +32,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], give: s
 
 
 def check_bool(**arguments: object) -> None:
-    """Refuse all but True and False.
+    """Refuse anything but True and False.
 
     Raises:
         TypeError: names the argument.
@@ -48,7 +48,7 @@ def check_int(
     maximum: int | None = None,
     kind: type = Integral,
 ) -> int:
-    """The value, a whole number within the bounds.
+    """Return the value as a whole number within the bounds.
 
     Raises:
         TypeError: not of this `kind`.
@@ -63,7 +63,7 @@ def check_int(
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse all but numbers of at least 0; NaN is none.
+    """Refuse anything but a number of at least 0; NaN is refused too.
 
     Raises:
         TypeError: not a real number.
@@ -75,7 +75,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def as_float(name: str, value: Any) -> float:
-    """A number as a float.
+    """Return a number as a float.
 
     Raises:
         ValueError: an int that is too large for a float.
@@ -87,7 +87,7 @@ def as_float(name: str, value: Any) -> float:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse all but the choices.
+    """Refuse anything but the choices.
 
     Raises:
         ValueError: names the choices.
@@ -99,7 +99,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_function(name: str, value: object, give: str = "a function") -> None:
-    """Refuse what cannot be called.
+    """Refuse a value that cannot be called.
 
     Raises:
         TypeError: says what to `give`.
@@ -109,7 +109,7 @@ def check_function(name: str, value: object, give: str = "a function") -> None:
 
 
 def check_path(name: str, value: Any) -> str:
-    """A path or a URL, as text.
+    """Return a path or a URL as text.
 
     Raises:
         TypeError: neither text nor a path.
@@ -123,7 +123,7 @@ def check_path(name: str, value: Any) -> str:
 
 
 def check_names(name: str, value: Any) -> None:
-    """Refuse all but a list of names; a text alone would be read as its letters.
+    """Refuse anything but a list of names; text alone would be read as its letters.
 
     Raises:
         TypeError: says what to give.
@@ -134,7 +134,7 @@ def check_names(name: str, value: Any) -> None:
 
 
 def check_model(model: object, name: str = "model") -> None:
-    """Refuse all but modules.
+    """Refuse anything but a module.
 
     Raises:
         TypeError: names the type.

@@ -8,8 +8,9 @@ AnyrankError
  +- RecomputeError     backward does not see what the forward pass saw
  +- UnsafeFile         the file asks to run code, or lies about its own size
 
-A wrong argument is a ValueError or a TypeError. `WrongValue` and `WrongType` are those that one
-rank alone may find in the midst of a call: as AnyrankErrors they are raised on all ranks.
+A wrong argument is a ValueError or a TypeError. `WrongValue` and `WrongType` are for arguments that
+one rank alone may find wrong in the middle of a call: as AnyrankErrors they are raised on all
+ranks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ armed: dict[str, Callable[[], None]] = {}
 
 
 def point(name: str) -> None:
-    """Run what a test has armed under this name, if anything."""
+    """Run the action that a test has armed under this name, if any."""
     if armed:
         action = armed.get(name)
         if action is not None:

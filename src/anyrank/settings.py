@@ -78,7 +78,7 @@ TIMEOUT_SEC = Knob(
     "how long a rank waits for the others before it names the missing",
 )
 
-# No knobs: `anyrank run` sets them for the scripts that it starts.
+# Not knobs: `anyrank run` sets them for the scripts that it starts.
 PEERS_FOLDER = "ANYRANK_PEERS_FOLDER"  # memory that outlives the ranks
 
 KNOBS = (BUFFER_BYTES, CUDA_BUFFER_BYTES, READ_THREADS, TIMEOUT_SEC)

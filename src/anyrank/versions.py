@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 
 log = logging.getLogger("anyrank")
 
-# The table of support in README.md says what was run on each.
+# The table of support in README.md lists what was run on each.
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-# Minor versions of frameworks, by the names that pip has.
+# Minor versions of frameworks, by their names on PyPI.
 TESTED = {
     "accelerate": "1.15",
     "lightning": "2.6",
@@ -28,7 +28,7 @@ def untested_torch(installed: str) -> str | None:
     """A warning about a torch version that was not tested, or None.
 
     Args:
-        installed: as in `torch.__version__`; only its first two numbers count.
+        installed: a version like `torch.__version__`; only its first two numbers count.
     """
     match = re.match(r"(\d+)\.(\d+)", installed)
     tested = {tuple(version.split(".")[:2]) for version in TESTED_TORCH}
@@ -43,7 +43,7 @@ def untested_torch(installed: str) -> str | None:
 
 @functools.cache
 def warn_of_untested_torch(installed: str) -> None:
-    """Log `untested_torch` as one WARNING a process, on a launcher's first rank or without one."""
+    """Log `untested_torch` as one WARNING per process, on the first rank or without a launcher."""
     reason = untested_torch(installed)
     if reason is not None and os.environ.get("RANK", "0") == "0":
         log.warning("%s", reason)
@@ -54,7 +54,7 @@ def warn_if_untested(package: str) -> None:
     """Log one line if the installed minor version of a framework was not tested.
 
     Args:
-        package: of `TESTED`.
+        package: a key of `TESTED`.
     """
     from importlib.metadata import PackageNotFoundError, version
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-NAMES = 10  # below a title
+NAMES = 10  # listed below a title
 
-# What users call a dtype -> torch's name, of the dtypes that weights are cast to.
+# Users' names for dtypes -> torch's names, for the dtypes to which weights are cast.
 FLOATS = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {
     "fp64": "float64",
     "fp32": "float32",
@@ -59,7 +59,7 @@ def join_first(items: Sequence[object], limit: int, between: str = ", ") -> str:
 
 
 def listed(title: str, names: Sequence[str], hint: Callable[[str], str] = lambda name: "") -> str:
-    """The first of many names below a title, with hints at what they may be meant for."""
+    """The first of many names below a title, with hints at the names they may stand for."""
     lines = [f"{name}{hint(name)}" for name in names[:NAMES]]
     lines += first_few(names, NAMES)[NAMES:]
     return f"{title} ({len(names)}):\n  " + "\n  ".join(lines)

@@ -1,4 +1,4 @@
-"""What weights come from: files, folders, runs and other tools' checkpoints; without a model.
+"""The origins of weights: files, folders, runs and other tools' checkpoints; without a model.
 
 `loading`, `live`, `runs` and `tools` enter it. It may import `tensors` and `files`.
 """

@@ -1,4 +1,4 @@
-"""The index of torch.distributed.checkpoint, which a step of a run has as well."""
+"""The index of torch.distributed.checkpoint, which is also part of a run's step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from anyrank.sources.run_step import StoredBox
 def metadata_of(
     places: Iterable[StoredBox], aliases: Mapping[str, str], by_part: bool = True
 ) -> bytes:
-    """DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to.
+    """Build DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to.
 
     Args:
-        places: of every piece.
+        places: the places of all pieces.
         aliases: name -> the name of the tensor that it is.
-        by_part: whether what precedes a name's first dot is a table of the state, as in runs.
+        by_part: whether the text before a name's first dot is a table of the state, as in runs.
     """
     from torch.distributed.checkpoint.filesystem import (
         _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own, no public name

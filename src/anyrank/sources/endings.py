@@ -1,11 +1,11 @@
-"""Names of files of weights: which ending belongs to which format."""
+"""Names of weight files: which ending belongs to which format."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# Of Meta's own releases: each is what one tensor-parallel rank holds.
+# Files of Meta's own releases: each holds one tensor-parallel rank's part.
 META_PART = re.compile(r"consolidated\.\d+\.pth$")
 OF_META = (
     "one rank's part of a tensor parallel model, as Meta releases them, and the parts do not say "
@@ -24,5 +24,5 @@ ENDINGS = (*FILES, *(f"{ending}.index.json" for ending in FILES))
 
 
 def format_of(path: str) -> str | None:
-    """The name of a file's format, by the ending of its name; None for another ending."""
+    """The name of a file's format, from the ending of its name; None for an unknown ending."""
     return FILES.get(os.path.splitext(path)[1].lower())

@@ -30,16 +30,16 @@ from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.spec import Chunk, StoredTensor, dtype_name
 
 INDEX = "tensors.json"
-METADATA = ".metadata"  # of torch.distributed.checkpoint, which a step has as well
-ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
+METADATA = ".metadata"  # of torch.distributed.checkpoint, which a step is too
+ASIDE = ".aside-"  # prefix of a step that was moved out of the way
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """Where one box of a tensor lies: the file, and the byte of its first element.
+    """The place of one box of a tensor: the file, and the byte of its first element.
 
     Attributes:
-        start, length: byte range of the torch zip around it, as DCP's metadata counts.
+        start, length: byte range of the torch zip around it, as DCP's metadata counts it.
     """
 
     name: str
@@ -57,13 +57,13 @@ class SavedStep:
     """A committed step of a run.
 
     Attributes:
-        step: optimizer steps that were done.
+        step: completed optimizer steps.
         epoch: the current epoch.
         samples: samples of completed steps, over the whole run.
         written: time of the commit, in ISO 8601, UTC.
-        ranks: how many saved it.
-        nbytes: of its files, but for the manifest.
-        path: of its folder.
+        ranks: number of ranks that saved it.
+        nbytes: size of its files without the manifest.
+        path: path of its folder.
 
     Example::
 
@@ -83,7 +83,7 @@ class SavedStep:
 
 
 def describe(manifest: Manifest, path: str) -> SavedStep:
-    """A step by its manifest."""
+    """Describe a step by its manifest."""
     return SavedStep(
         step=manifest.step,
         epoch=manifest.epoch,
@@ -96,13 +96,14 @@ def describe(manifest: Manifest, path: str) -> SavedStep:
 
 
 class StepFolder(NamedTuple):
-    """A step's folder in a run's.
+    """The folder of a step in a run's folder.
 
     Attributes:
-        number: of the step.
-        name: of the folder.
-        is_whole: whether its manifest, which is written last, is there. On a disk a folder gets its
-            name after that, so that one without is damaged; in an object store its save died.
+        number: number of the step.
+        name: name of the folder.
+        is_whole: whether its manifest, which is written last, exists. On a disk the folder gets its
+            name only after that, so a step without one is damaged; in an object store its save
+            died.
     """
 
     number: int
@@ -111,20 +112,20 @@ class StepFolder(NamedTuple):
 
 
 def number_of(name: str) -> int | None:
-    """The step that a folder's name means; None for another name."""
+    """The step that a folder's name stands for; None for another name."""
     match = STEP.match(name)
     return int(match[1]) if match else None
 
 
 def is_step(storage: Storage, folder: str) -> bool:
-    """Whether a folder is a step that was committed."""
+    """Return whether a folder is a committed step."""
     return storage.is_file(join_path(folder, MANIFEST))
 
 
 def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
-    """The steps of a run, the newest first; `names` is what is in its folder.
+    """The steps of a run, the newest first; `names` are the entries of its folder.
 
-    A folder without a manifest counts where it has the name that a save gives.
+    A folder without a manifest counts if its name is one that a save gives.
     """
     steps: list[StepFolder] = []
     for name in names:
@@ -140,16 +141,16 @@ def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step
 def list_step(
     storage: Storage, folder: str, manifest: Manifest, small: Mapping[str, bytes] | None = None
 ) -> Listing:
-    """Every tensor of a committed step, by `tensors.json`.
+    """List every tensor of a committed step, from `tensors.json`.
 
     Args:
-        storage: where the folder is.
-        folder: of the step.
-        manifest: of the step.
-        small: what `check_sizes` has read already.
+        storage: the storage of the folder.
+        folder: the step's folder.
+        manifest: the step's manifest.
+        small: files that `check_sizes` has read already.
 
     Raises:
-        CorruptCheckpoint: the index is damaged, or a file is gone or has another size.
+        CorruptCheckpoint: the index is damaged, or a file is missing or has another size.
     """
     with reading_record(join_path(folder, INDEX)):
         if small is None:
@@ -165,10 +166,10 @@ def list_step(
 
 
 def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> dict[str, bytes]:
-    """Compare every file's size with the manifest, and the small ones' bytes, which are returned.
+    """Compare every file's size with the manifest, and the bytes of small files; return those.
 
     Raises:
-        CorruptCheckpoint: a file is gone, or is not what was written.
+        CorruptCheckpoint: a file is missing, or is not what was written.
     """
     contents: dict[str, bytes] = {}
     for name in manifest.files:
@@ -193,7 +194,7 @@ def _find_listed(storage: Storage, folder: str, name: str, manifest: Manifest) -
 
 
 def _tensor(key: str, entry: Mapping[str, Any], files: Sequence[FileRecord]) -> StoredTensor:
-    """One tensor of the index: no larger than the bytes of its pieces, which are in their files."""
+    """Read one tensor of the index; it cannot be larger than its pieces in the files."""
     shape, dtype = _counts(key, entry["shape"]), getattr(torch, entry["dtype"])
     chunks: list[Chunk] = []
     for *box, file, offset in entry["chunks"]:
@@ -210,14 +211,14 @@ def _tensor(key: str, entry: Mapping[str, Any], files: Sequence[FileRecord]) -> 
 
 
 def _counts(key: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Whole numbers of at least 0; ValueError for anything else."""
+    """Return whole numbers of at least 0; ValueError for anything else."""
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{key}: {numbers!r:.80} are not sizes")
     return tuple(numbers)
 
 
 def index_of(places: Iterable[StoredBox], aliases: Mapping[str, str]) -> bytes:
-    """`tensors.json`, from every rank's places."""
+    """Build `tensors.json` from every rank's places."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
     for saved in places:
@@ -227,7 +228,7 @@ def index_of(places: Iterable[StoredBox], aliases: Mapping[str, str]) -> bytes:
         entry["chunks"].append((saved.box.offsets, saved.box.sizes, number, saved.offset))
     for name, entry in tensors.items():
         numel = sum(math.prod(sizes) for _, sizes, _, _ in entry["chunks"])
-        if numel != math.prod(entry["shape"]):  # never commit what cannot be read
+        if numel != math.prod(entry["shape"]):  # never commit a tensor that cannot be read
             raise CheckpointError(f"{name}: {numel} elements were written of {entry['shape']}")
     index = {"files": list(files), "tensors": tensors, "aliases": dict(aliases)}
     return (json.dumps(index, separators=(",", ":")) + "\n").encode()

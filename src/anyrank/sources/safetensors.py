@@ -1,5 +1,6 @@
-"""The safetensors format: 8 bytes of header length, a JSON header, then the tensors' bytes. It is
-read, and planned for writing, a file or a Hugging Face folder of several.
+"""The safetensors format: 8 bytes of header length, a JSON header, then the tensors' bytes.
+
+It is read here, and planned for writing, as a file or a Hugging Face folder of several.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,  # two elements a byte: the file counts halves, torch counts bytes
+    "F4": torch.float4_e2m1fn_x2,  # two elements per byte: the file counts elements, torch bytes
     "C64": torch.complex64,
 }
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RESERVED = "__metadata__"
-ALIGN = 64  # of the first tensor, so that readers can map it
+ALIGN = 64  # for the first tensor, so that readers can map it
 
 
 def is_head(head: bytes) -> bool:
-    """Whether a file of these first bytes has a header in JSON behind its length."""
+    """Return whether a file with these first bytes has a JSON header after its length."""
     return head[8:9] == b"{"
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The tensors of one file, from its header.
+    """List the tensors of one file, from its header.
 
     Raises:
-        UnsafeFile: the file has not the size that its header describes, or the header is not what
-            the format allows: not JSON, an unknown dtype, or offsets that overlap or leave holes.
+        UnsafeFile: the file's size is not the one that its header describes, or the header breaks
+            the format: not JSON, an unknown dtype, or offsets that overlap or leave holes.
     """
     with closing(storage.open(path)) as file:
         info = file.info
@@ -85,7 +86,7 @@ def list_file(storage: Storage, path: str) -> Listing:
             f"{path}: has {info.size} bytes where its header describes {8 + length + end}: "
             "the file is truncated or something was appended; copy it again"
         )
-    # A tie is stored once, and the name of the other place leads to it, as `save_model` writes it.
+    # A tie is stored once, and the metadata maps the other name to it, as `save_model` writes it.
     ties = {name: kept for name, kept in texts.items() if kept in tensors and name not in tensors}
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     return Listing("safetensors", (info,), tensors, texts)
@@ -99,7 +100,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(key: str, entry: dict[str, Any], base: int, path: str) -> StoredTensor:
-    """One tensor of the header, whose bytes are counted from `base`; an error for what is none."""
+    """Read one tensor of the header, whose bytes count from `base`; raise for invalid ones."""
     shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise UnsafeFile(
@@ -118,7 +119,7 @@ def _tensor(key: str, entry: dict[str, Any], base: int, path: str) -> StoredTens
 
 
 def _end_of(header: Mapping[str, Any]) -> int:
-    """Where the last tensor ends; ValueError where they do not follow one another."""
+    """The end of the last tensor; ValueError if the tensors do not follow one another."""
     end = 0
     for start, stop, key in sorted((*entry["data_offsets"], key) for key, entry in header.items()):
         if start != end:

@@ -1,4 +1,4 @@
-"""What a source is, and what lists it.
+"""The kinds of sources, and the functions that list them.
 
 Formats of files are in `weight_files.py`, those of folders in `readers/folders.py`.
 """
@@ -23,7 +23,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 
 
 def check_source(source: object) -> None:
-    """Refuse what names no weights, before anything is read.
+    """Refuse a source that names no weights, before anything is read.
 
     Raises:
         TypeError: names the type.
@@ -51,7 +51,7 @@ def check_source(source: object) -> None:
         raise WrongValue(f"source= is {what}: give a path, a list of paths or a dict of tensors")
 
 
-# What lists the weights in a folder, by its name in LISTED_BY_READERS.
+# Functions that list the weights in a folder, by its name in LISTED_BY_READERS.
 LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
     RUN: runs.list_folder,
     DCP: dcp.list_folder,
@@ -60,11 +60,11 @@ LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
 
 
 def list_source(source: Source) -> Listing:
-    """Headers of any source: a path or URL, a list of files, or a dict of tensors in memory.
+    """Read the headers of any source: a path or URL, a list of files, or a dict of tensors.
 
     Raises:
-        LoadError: nothing there, no permission, or no format that anyrank knows; two files of a
-            list hold the same key, or each is a rank's part of a model.
+        LoadError: nothing exists there, no permission, or an unknown format; two files of a list
+            hold the same key, or each is a rank's part of a model.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
     if isinstance(source, Mapping):
@@ -94,7 +94,7 @@ def _list_path(path: str) -> Listing:
 
 
 def _list_folder(storage: Storage, path: str) -> Listing:
-    """The weights in a folder, whatever wrote it."""
+    """List the weights in a folder, whatever wrote it."""
     name = format_of_folder(storage.names(path))
     if not is_run_of_tool(name):
         return LISTERS[name](storage, path)

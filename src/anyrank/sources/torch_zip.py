@@ -1,10 +1,10 @@
-"""Files as `torch.save` writes them, planned around payloads that stay where they are.
+"""Files in the format of `torch.save`, planned around payloads that are not moved.
 
 A file is a zip of stored records: a pickle, and one record for each storage, aligned to 64 bytes.
 Only the zip's headers and directory are built here; payloads are written from where they are.
 `torch.distributed.checkpoint` keeps each piece of a tensor as a small file of this kind. The
-payloads' CRC-32s are left out, as by `torch.serialization.set_crc32_options(False)`: torch does not
-look at them.
+payloads' CRC-32s are left out, as with `torch.serialization.set_crc32_options(False)`: torch does
+not check them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from anyrank.tensors.box import row_major
 from anyrank.tensors.spec import dtype_name
 
 ALIGN = 64
-MOST_32 = 0xFFFFFFFF  # stands for "in the 64-bit record"
+MOST_32 = 0xFFFFFFFF  # means "in the 64-bit record"
 MOST_16 = 0xFFFF
 UTF8 = 0x0800
 ROOT = "archive"
-STORAGES = {  # torch's classes of storages, of which only the dtype matters
+STORAGES = {  # torch's storage classes, of which only the dtype matters
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -46,15 +46,15 @@ LEGACY_STORAGES = {kind: name for name, kind in STORAGES.items() if not name.sta
 
 
 def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What precedes and what follows the payload of one row-major tensor.
+    """The bytes before and after the payload of one row-major tensor.
 
     Args:
-        nbytes: of the payload.
-        shape: of the tensor.
-        dtype: of the tensor.
+        nbytes: size of the payload.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
 
     Returns:
-        Head and tail. Written at a multiple of 64 bytes, the head ends at one.
+        Head and tail. If written at a multiple of 64 bytes, the head ends at one.
     """
     archive = TorchZip(b"\x80\x02" + tensor_opcodes(shape, dtype, "0") + b".")
     start = archive.reserve("data/0", nbytes)
@@ -65,12 +65,12 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
 
 @dataclass
 class TorchZip:
-    """Headers and directory of a zip of stored records, with 64-bit records where they are needed.
+    """Headers and directory of a zip of stored records, with 64-bit records where needed.
 
     Attributes:
         pickled: the first record.
         size: bytes so far.
-        fixed: offset and bytes of all but the reserved records.
+        fixed: offset and bytes of everything but the reserved records.
     """
 
     pickled: bytes
@@ -85,7 +85,7 @@ class TorchZip:
             self._put(data)
 
     def reserve(self, name: str, nbytes: int) -> int:
-        """A record to be filled; where its bytes begin, a multiple of 64."""
+        """Reserve a record to be filled; return the start of its bytes, a multiple of 64."""
         self._open(name, nbytes, 0, ALIGN)
         start = self.size
         self.size += nbytes
@@ -116,7 +116,7 @@ class TorchZip:
         self.directory.append(entry + encoded + extra)
 
     def close(self) -> None:
-        """The directory."""
+        """Write the directory."""
         start, count = self.size, len(self.directory)
         data = b"".join(self.directory)
         end = start + len(data)
@@ -130,7 +130,7 @@ class TorchZip:
 
 
 def tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:
-    """What pushes a row-major tensor over a storage, by opcode: protocol 2."""
+    """The opcodes that push a row-major tensor over a storage, in protocol 2."""
     legacy = LEGACY_STORAGES.get(dtype)
     numel = torch.Size(shape).numel()
     stored = numel if legacy else numel * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Files of weights: what lists one, by the ending of its name or else by its first bytes.
+"""Lists weight files, by the ending of their names or else by their first bytes.
 
 CONTRIBUTING.md says how to add a format.
 """
@@ -17,16 +17,16 @@ from anyrank.sources.endings import FILES, format_of
 from anyrank.sources.readers import torch_file
 from anyrank.sources.readers.first_bytes import what_it_is
 
-HEAD_BYTES = 9  # by which files of other endings are told
+HEAD_BYTES = 9  # enough to recognise files with other endings
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A format of files of weights, whose endings are in `FILES`.
+    """A format of weight files, whose endings are in `FILES`.
 
     Attributes:
         list_file: reads a file's headers.
-        is_head: whether a file that begins with these bytes is in it.
+        is_head: tells whether a file that begins with these bytes has this format.
     """
 
     list_file: Callable[[Storage, str], Listing]
@@ -40,10 +40,10 @@ FORMATS = {
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The tensors of one file of any of these formats.
+    """List the tensors of one file of any of these formats.
 
     Raises:
-        LoadError: it is in none of them.
+        LoadError: it has none of these formats.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
     with saying_what_it_is(storage, path):
@@ -54,10 +54,11 @@ def list_file(storage: Storage, path: str) -> Listing:
 
 @contextmanager
 def saying_what_it_is(storage: Storage, path: str) -> Generator[None]:
-    """Say what a file is that could not be read, where its first bytes tell.
+    """Explain a file that could not be read, if its first bytes tell what it is.
 
     Raises:
-        LoadError, UnsafeFile: as within, with what the file is in place of what a reader missed.
+        LoadError, UnsafeFile: like the error inside, but with the file's kind instead of its
+            details.
     """
     try:
         yield

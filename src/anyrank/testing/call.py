@@ -19,7 +19,7 @@ from anyrank.testing.server import ForkServer
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
 MEET_SECONDS = 180.0  # the first call of a rank imports the job's modules
-STACK_SECONDS = 20.0  # of a rank on a busy machine; a waiting one writes it at once
+STACK_SECONDS = 20.0  # for a rank on a busy machine; a waiting one writes it at once
 CLEAN_SECONDS = 120.0  # a rank that has run Lightning collects garbage for seconds
 KILL_SECONDS = 20.0
 CLOSED_ERRORS = (EOFError, BrokenPipeError, ConnectionResetError)
@@ -78,7 +78,7 @@ class Call:
     def follow(
         self, awaited: Callable[[], list[int]], what: str, seconds: float, grace: float
     ) -> None:
-        """Wait until no rank is awaited, and stop those that are awaited at the deadline."""
+        """Wait until no rank is awaited, and stop the awaited ranks at the deadline."""
         deadline, why = time.monotonic() + seconds, f"within {seconds:g} s"
         first: int | None = None
         while (stuck := awaited()) and time.monotonic() < deadline:
@@ -110,7 +110,8 @@ class Call:
         """Wait for messages or deaths of these ranks until the deadline, and record all."""
         pipes = [self.ranks[index].conn for index in awaited if self.ranks[index].open]
         wait([self.server.control, *pipes], max(0.0, deadline - time.monotonic()))
-        # Deaths first: what a rank sent before its death is in the pipe once its death is known.
+        # Deaths first: everything a rank sent before its death is in the pipe once its death is
+        # known.
         self.server.watch()
         for index in awaited:
             self.drain(index)
@@ -181,7 +182,7 @@ class Call:
         self.finished.update(doomed)
 
     def read_dump(self, index: int) -> str:
-        """What the rank's fault handler has written so far; "" if it has not."""
+        """The text that the rank's fault handler has written so far; "" if there is none."""
         try:
             return self.ranks[index].stack_file.read_text()
         except FileNotFoundError:

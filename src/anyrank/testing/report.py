@@ -68,12 +68,12 @@ def name_exit(code: int) -> str:
 
 
 def is_whole(dump: str) -> bool:
-    """Whether a faulthandler dump has come to the end of the main thread, which is written last."""
+    """Return whether a faulthandler dump includes all of the main thread, which is written last."""
     return dump.rstrip().endswith((" in <module>", "\n  ..."))
 
 
 def _place_of(stack: str) -> list[str]:
-    """Where the main thread of a dump stands: its last call, then those of the code under test."""
+    """The position of a dump's main thread: its last call, then those of the code under test."""
     frames = [(), *read_faulthandler(stack).values()][-1]
     tested = [f for f in frames[1:] if f.file.startswith(_PACKAGE) or not INSTALLED.search(f.file)]
     return [str(frame) for frame in (*frames[:1], *tested)][:_SHOWN_FRAMES]
@@ -95,7 +95,8 @@ def failure(
 ) -> RanksFailed:
     """The exception for one call; each line of a rank's text is prefixed with the rank.
 
-    Last comes where the ranks with stacks stand, as of a long output often only the end is kept.
+    The positions of the ranks with stacks come last, because often only the end of a long output is
+    kept.
 
     Args:
         job: the job's name.

@@ -34,8 +34,8 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
 )
-# What the owner has imported of these packages, as test modules do, the server imports as well: one
-# rank after the other would take seconds for it.
+# The server also imports everything that the owner, for instance its test modules, has imported
+# from these packages: importing it in one rank after the other would take seconds.
 PACKAGES = ("accelerate", "anyrank", "hypothesis", "lightning", "peft", "pytest", "transformers")
 START_SECONDS = 120.0
 COMMAND = (
@@ -125,7 +125,7 @@ def _run_child(control: socket.socket, fd: int, folder: str) -> None:
 def _report_deaths(control: socket.socket, children: set[int]) -> None:
     """Kill the processes that dead ranks started, notify the owner, and reap the ranks.
 
-    In this order: who sees that a rank's process is gone must find the owner notified.
+    In this order, because whoever sees that a rank's process is gone must find the owner notified.
     """
     for pid in list(children):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -30,7 +30,7 @@ GO = "go"  # to a rank: all are
 END = "end"  # to a rank: all ranks of the call have answered
 READY = "ready"  # from a rank: cleaned up
 loaded: dict[str, ModuleRef] = {}
-being_imported: list[str] = []  # files of the caller that this rank runs, to import them
+being_imported: list[str] = []  # files of the caller that this rank is running, to import them
 
 
 class ModuleRef(NamedTuple):
@@ -96,8 +96,8 @@ class _Recorder(pickle.Pickler):
 def pack(job: Any) -> tuple[bytes, list[ModuleRef]]:
     """Pickle a job with its arguments. Returns the pickle, and the modules that it names.
 
-    Raises ValueError when something in it can only exist in this process, and RuntimeError where
-    importing a script would start the ranks that import it, and so on.
+    Raises ValueError if something in it can only exist in this process, and RuntimeError if
+    importing a script would start ranks that import it, and so on.
     """
     if being_imported:
         raise RuntimeError(
@@ -151,7 +151,7 @@ def fetch(ref: ModuleRef) -> None:
 
 
 def _leads_to_file(ref: ModuleRef) -> bool:
-    """Whether a plain import of the name finds the same file."""
+    """Return whether a plain import of the name finds the same file."""
     if ref.name == "__main__":
         return False
     importlib.invalidate_caches()

@@ -29,7 +29,7 @@ from anyrank.training.data.worker_exit import kill
 
 THREAD_SECONDS = 1.0
 CACHE: type[Any] = type(functools.lru_cache(len))
-SPIN_SECONDS = 1.0  # an idle group takes a tenth of it in a minute
+SPIN_SECONDS = 1.0  # CPU time; an idle group takes a tenth of it in a minute
 
 
 def work(conn: Connection[Any, Any], stack_file: str) -> None:
@@ -45,7 +45,7 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
     """
     stacks = open(stack_file, "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
     faulthandler.enable(stacks)
-    # Not SIGUSR1, which Checkpoints watch for.
+    # Not SIGUSR1, which Checkpoints uses.
     faulthandler.register(signal.SIGUSR2, stacks)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
@@ -75,7 +75,7 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
 def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned | Raised | None:
     """Run one job, with its default group added to `groups`.
 
-    Any exception, SystemExit included, is an answer. None when another rank could not be set up,
+    Any exception, SystemExit included, is an answer. None if another rank could not be set up, and
     and the job has not run.
     """
     try:
@@ -85,8 +85,8 @@ def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned |
                 transport.fetch(ref)
             job, args, kwargs = pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
             meet(task)
-            # A job may destroy the group before its DDP model: then the model would be the last to
-            # refer to it, and end its threads while it holds Python's lock, for which they wait.
+            # A job may destroy the group before its DDP model. Then the model, the last to refer to
+            # it, would end its threads while it holds Python's lock, for which they wait.
             groups.append(dist.group.WORLD)
             conn.send(MET)
             if conn.recv() != GO:
@@ -137,7 +137,7 @@ def reset(task: Task) -> None:
 
 
 def _clean_up() -> None:
-    """Release what the job left. Process groups first: reference cycles may hold them."""
+    """Release all that the job left. Process groups first: reference cycles may hold them."""
     fault.disarm()
     _end_children()
     # A DDP module would end its group's threads and hold Python's lock, for which they may wait.
@@ -151,7 +151,7 @@ def _clean_up() -> None:
 
 
 def _end_children() -> None:
-    """End the processes that the job left, as the workers of a loader that nothing closed.
+    """End the processes that the job left, such as workers of a loader that nothing closed.
 
     Python collects such a loader after its queues, so torch could not tell its workers to end, and
     would wait ten seconds for them.
@@ -163,7 +163,7 @@ def _end_children() -> None:
 
 
 def _find_groups() -> list[Any]:
-    """The process groups that there are."""
+    """The existing process groups."""
     world = getattr(dist.distributed_c10d, "_world", None)  # private, and not in every version
     return list(getattr(world, "pg_map", ()))
 
@@ -180,13 +180,13 @@ def _has_partial_group() -> bool:
 
 
 def _has_spinning_group() -> bool:
-    """Whether a group of gloo that something still refers to has taken seconds of CPU time.
+    """Return whether a gloo group that something still refers to has used seconds of CPU time.
 
-    Where a message came in for which nobody waits, as after a failure, its thread takes up a whole
-    core for as long as the process lives.
+    If a message came in for which nobody waits, for example after a failure, its thread takes up a
+    whole core for as long as the process lives.
     """
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             name, _, rest = (task / "stat").read_text().rpartition(") ")
             user, system = rest.split()[11:13]
             seconds = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""A job from outside: `watch`, `check`, and which rank is slow.
+"""Observes a job: `watch`, `check`, and which rank is slow.
 
 It may import `training` and the wings below.
 """

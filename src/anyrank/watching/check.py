@@ -1,4 +1,4 @@
-"""`anyrank.check`: the mistakes of a set-up on several ranks, found before the first step."""
+"""`anyrank.check`: finds the mistakes of a set-up on several ranks before the first step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def check(
     global_batch: int | None = None,
     accumulation: int = 1,
 ) -> Findings:
-    """Look for what people get wrong on several ranks. All ranks, before the first step.
+    """Look for common mistakes on several ranks. All ranks, before the first step.
 
     Nothing is changed, no sample is read and no forward is run. It takes about as long as reading
     the parameters once. In a single process the rules that compare ranks are silent. The rules are
     `replicas`, `ties`, `optimizer`, `trainable`, `random`, `sampler`, `batch` and `frozen`:
-    docs/check.md says what each finds.
+    docs/check.md says what each of them finds.
 
     Example::
 
@@ -41,14 +41,15 @@ def check(
         assert (finding.rule, finding.where) == ("optimizer", "1.weight, 1.bias, rank 0")
 
     Args:
-        model: as it is trained: wrapped, sharded, adapted.
-        optimizer: of its parameters, or several in a list; without it, its rule is silent.
-        loader: of the training data; without it, the rules of data are silent.
+        model: the model as it is trained: wrapped, sharded, adapted.
+        optimizer: the optimizer of its parameters, or a list of several; without it, its rule is
+            silent.
+        loader: the loader of the training data; without it, the rules on data are silent.
         global_batch: samples that a step should have, on all ranks together.
-        accumulation: batches that are accumulated for a step on each rank.
+        accumulation: number of batches that each rank accumulates for a step.
 
     Returns:
-        What was found, the same on all ranks: an empty list where all is well.
+        The findings, the same on all ranks: an empty list if all is well.
 
     Raises:
         LoadError: the model is wrapped by FSDP1, or a part is packed by torch.ao.
@@ -68,8 +69,10 @@ def check_now(
     written: Collection[int] | None = None,
     is_seeded: bool = False,
 ) -> Findings:
-    """As `check`; with `written`, after forwards that have changed buffers and the frozen
-    parameters with these ids, and may have run under a seed of their own. All ranks.
+    """Check like `check`; with `written`, after forwards have run. All ranks.
+
+    These have changed buffers and the frozen parameters with the ids in `written`, and may have run
+    under their own seed.
     """
     listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [value for value in listed if value is not None]

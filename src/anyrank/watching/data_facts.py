@@ -1,4 +1,4 @@
-"""What one rank's loader shows of the mistakes that `check` knows. No sample is read."""
+"""Facts about one rank's loader, for the mistakes that `check` knows. No sample is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from anyrank.training.steps.loader import ElasticLoader
 
-MOST_DATASETS = 8  # that are around each other
+MOST_DATASETS = 8  # wrapped around each other
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class LoaderFacts:
     """One rank's loader.
 
     Attributes:
-        batch: samples of a batch on this rank; None where that is not known.
-        share: of a DistributedSampler: of how many ranks, and which one's share it takes.
-        seed: of a DistributedSampler that shuffles.
-        samples: of the dataset, where it has a length.
+        batch: samples of a batch on this rank; None if unknown.
+        share: for a DistributedSampler: the number of ranks, and the one whose share it takes.
+        seed: seed of a DistributedSampler that shuffles.
+        samples: number of samples of the dataset, if it has a length.
         subset: digest of the rows of a Subset; empty for another dataset.
-        repeated: samples that are given twice, so that all ranks have as many.
+        repeated: number of samples that are given twice, so that all ranks get the same number.
     """
 
     batch: int | None
@@ -62,7 +62,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _rows(dataset: Any) -> str:
-    """The digest of the rows of a Subset, or of the one that a dataset is around; else ""."""
+    """The digest of the rows of a Subset, or of a Subset inside other datasets; else ""."""
     for _ in range(MOST_DATASETS):
         if isinstance(dataset, Subset):
             rows = repr([*map(int, dataset.indices)]).encode()

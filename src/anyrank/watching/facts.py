@@ -1,4 +1,4 @@
-"""What the ranks know together: each rank's facts, gathered once, and where its tables differ."""
+"""The ranks' common knowledge: each rank's facts, gathered once, and where its tables differ."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from anyrank.watching.findings import Finding
 from anyrank.world.alike import RanksByText
 from anyrank.world.ranks import Ranks
 
-FINDINGS = 32  # of a rank itself
-LINES = 32  # of a table, from each rank; what is gathered is small
+FINDINGS = 32  # of one rank itself
+LINES = 32  # of a table, from each rank; keeps the gathered data small
 
 
 Tables: TypeAlias = "dict[str, dict[str, str]]"
@@ -29,7 +29,7 @@ Tables: TypeAlias = "dict[str, dict[str, str]]"
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's: small, and without a tensor.
+    """The facts of one rank: small, and without a tensor.
 
     Attributes:
         tensor_parallel: ranks that share one copy of the data.
@@ -37,7 +37,7 @@ class Facts:
         is_seeded: whether forwards run under seeds of their own, as an ElasticLoader's do.
         dropout: modules that draw random numbers in each forward.
         loader: None for none, and for an ElasticLoader.
-        findings: of this rank by itself.
+        findings: findings of this rank alone.
     """
 
     tensor_parallel: int
@@ -50,7 +50,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Known:
-    """What the rules are given, the same on all ranks.
+    """The input of the rules, the same on all ranks.
 
     Attributes:
         ranks: global ranks.
@@ -67,7 +67,7 @@ class Known:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that should have different data."""
+        """The number of ranks that should have different data."""
         return max(1, len(self.ranks) // max(facts.tensor_parallel for facts in self.facts))
 
 
@@ -82,13 +82,13 @@ def facts_of(
     """This rank's tables and facts.
 
     Args:
-        model: as it is trained.
-        optimizers: of it; none when they are not known.
-        loader: of its data, or None.
-        ranks: that check together.
-        written: ids of frozen parameters that forwards have written to, as to buffers; None where
-            none ran, so that buffers are alike as well.
-        is_seeded: whether forwards ran under seeds of their own.
+        model: the model as it is trained.
+        optimizers: its optimizers; none if they are not known.
+        loader: the loader of its data, or None.
+        ranks: the ranks that check together.
+        written: ids of frozen parameters that forwards have written to, as they do to buffers; None
+            if no forward ran, so that buffers are equal too.
+        is_seeded: whether forwards ran under their own seeds.
 
     Raises:
         LoadError: the model's parameters are not its own (FSDP1).
@@ -121,20 +121,20 @@ def facts_of(
 
 
 def _seed(on_accelerator: bool) -> int:
-    """The seed of the generator that the model draws from."""
+    """The seed of the generator from which the model draws."""
     modules = [torch.get_device_module(d) for d in own_accelerator() if on_accelerator]
     seeds = (getattr(module, "initial_seed", torch.initial_seed) for module in modules)
     return next(seeds, torch.initial_seed)()
 
 
 def _share(tensor: ShardedTensor) -> str | None:
-    """The same for two ranks that hold the same part of a tensor; None outside of its mesh."""
+    """A text that is equal for ranks that hold the same part of a tensor; None outside its mesh."""
     layout, coordinate = tensor.layout, tensor.coordinate
     if layout is None:
         return "whole"
     if coordinate is None:
         return None
-    if layout.placements:  # along the other axes of the mesh ranks hold the same
+    if layout.placements:  # along the other axes of the mesh, ranks hold the same part
         axes = zip(coordinate, layout.placements, strict=True)
         coordinate = [number for number, rule in axes if rule.kind == "shard"]
     return f"{layout} at {[*coordinate]}"

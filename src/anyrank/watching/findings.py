@@ -1,4 +1,4 @@
-"""What `anyrank.check` finds, as data and as one screen."""
+"""The findings of `anyrank.check`, as data and as one screen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Finding:
     """One mistake in a training's set-up.
 
     Attributes:
-        rule: that found it, see `check`.
-        what: is wrong, in a sentence.
+        rule: the rule that found it, see `check`.
+        what: the mistake, in a sentence.
         where: the parameter, module or sampler, and the ranks.
-        why: what it leads to.
-        fix: code, or what to do.
+        why: the consequence.
+        fix: code, or an action.
     """
 
     rule: str
@@ -37,7 +37,7 @@ class Findings(list[Finding]):
     """The findings of a check, the same on all ranks: a list that prints as one screen.
 
     Attributes:
-        num_ranks: that checked together.
+        num_ranks: number of ranks that checked together.
     """
 
     def __init__(self, findings: list[Finding], num_ranks: int) -> None:

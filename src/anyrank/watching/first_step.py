@@ -2,8 +2,8 @@
 
 Started as `python -m anyrank.watching.first_step RESULT SCRIPT ARGUMENTS`, with `-m MODULE` in
 place of a script. Torch's public hooks show the modules that run a forward, and the steps. An
-optimizer that misses parameters may be one of several: it steps, and the check comes before the
-next forward.
+optimizer that misses parameters may be one of several: then it steps, and the check comes before
+the next forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anyrank.world.ranks import open_ranks
 
 
 class FirstStep:
-    """What is seen of a script.
+    """The observations of a script.
 
     Args:
         result: path of the file that the first rank writes.
@@ -35,8 +35,8 @@ class FirstStep:
 
     def __init__(self, result: str) -> None:
         self.result = result
-        self.seen: dict[int, nn.Module] = {}  # that ran a forward
-        self.frozen: dict[int, tuple[nn.Parameter, int]] = {}  # and how often they were written
+        self.seen: dict[int, nn.Module] = {}  # modules that ran a forward
+        self.frozen: dict[int, tuple[nn.Parameter, int]] = {}  # with the number of writes to each
         self.optimizers: list[Optimizer] = []
         self.model: nn.Module | None = None
         self.seed = torch.initial_seed()  # under which the last forward ran
@@ -67,14 +67,14 @@ class FirstStep:
             self.conclude()
 
     def misses(self) -> bool:
-        """Whether the model has trainable parameters that no optimizer has stepped yet."""
+        """Return whether the model has trainable parameters that no optimizer has stepped yet."""
         stepped = parameters_of(self.optimizers)
         model = self.model
         assert model is not None
         return any(p.requires_grad and id(p) not in stepped for p in model.parameters())
 
     def conclude(self) -> NoReturn:
-        """Check, write down what is found, and end the process. All ranks."""
+        """Check, write down the findings, and end the process. All ranks."""
         try:
             text = self.check()
         except AnyrankError as error:
@@ -84,13 +84,13 @@ class FirstStep:
                 file.write(text)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # whatever the script would do at its end
+        os._exit(0)  # before the script does anything at its end
 
     def check(self) -> str:
         """The findings as JSON. All ranks."""
         if self.model is None:
             raise AnyrankError("no module whose forward ran has parameters of the optimizer")
-        is_seeded = self.seed != torch.initial_seed()  # as ElasticLoader seeds each microbatch
+        is_seeded = self.seed != torch.initial_seed()  # an ElasticLoader seeds each microbatch
         written = {key for key, (p, version) in self.frozen.items() if p._version != version}
         return check_now(
             self.model, self.optimizers, None, written=written, is_seeded=is_seeded
@@ -103,7 +103,7 @@ def main(result: str, *program: str) -> None:
     register_module_forward_pre_hook(first.before_forward)
     register_optimizer_step_pre_hook(first.before_step)
     run_program(program)
-    if first.optimizers:  # it misses parameters, and the script has ended after its step
+    if first.optimizers:  # it misses parameters, and the script ended after its step
         first.conclude()
 
 

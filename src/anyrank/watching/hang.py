@@ -1,8 +1,8 @@
-"""`anyrank.watch`: a job that hangs says which rank holds it up, and at which line.
+"""`anyrank.watch`: says which rank holds up a job that hangs, and at which line.
 
 One thread on each rank publishes how many steps it has made. When they stand still, one rank has
 all of them look at themselves, looks at those of its machine that do not answer, and concludes.
-Nothing of this waits for the main thread, and signs of life go on meanwhile.
+None of this waits for the main thread, and signs of life continue meanwhile.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ LOOK_SEC = 6.0  # for a first answer: a tick, and two seconds of looking on a bu
 NEXT_SEC = 4.0  # for another answer, while answers come
 POLL_SEC = 0.2  # between looks at the answers
 END_SEC = 4.0  # for the thread, at the end of the script
-LEAVE_SEC = 10.0  # for all to hear of the exit, before some leave
-LAST_SEC = 2.0  # for the others, before a rank leaves that may have the store
-AGAIN_SEC = 4.0  # between looks while somebody is at work
+LEAVE_SEC = 10.0  # for all ranks to hear of the exit, before some leave
+LAST_SEC = 2.0  # for the others, before a rank leaves that may hold the store
+AGAIN_SEC = 4.0  # between looks while a rank is at work
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
 RUNNING: list[Watching] = []  # the watch of this process, if there is one
 
@@ -56,10 +56,10 @@ RUNNING: list[Watching] = []  # the watch of this process, if there is one
 def watch(after: str | float = "60s", *, exit: bool = False, report: str | None = None) -> Watching:
     """Have a job that hangs say which rank holds it up, and at which line. All ranks, once.
 
-    To be called after `init_process_group`; it returns at once. A step is that of an optimizer, or
-    of `Checkpoints.steps`. When no rank has made one for `after`, the stacks of all ranks are taken
-    without stopping them. If nobody is at work, as in a long evaluation or a save, one screen on
-    standard error names the rank, its line, and what the others wait in. Then the job goes on, or
+    Call it after `init_process_group`; it returns at once. A step is one of an optimizer, or of
+    `Checkpoints.steps`. When no rank has made one for `after`, the stacks of all ranks are taken
+    without stopping them. If no rank is at work (as in a long evaluation or a save), one screen on
+    standard error names the rank, its line, and what the others wait in. Then the job continues, or
     ends.
 
     Example::
@@ -70,9 +70,9 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
         watching.close()  # or the end of the script
 
     Args:
-        after: time without a step: "60s", "10min", "1h", or seconds. More than the longest pause
+        after: time without a step: "60s", "10min", "1h", or seconds. Longer than the longest pause
             in which a rank legitimately waits in one place.
-        exit: end all ranks with exit code 124 then.
+        exit: then end all ranks with exit code 124.
         report: file to which the lowest rank that answers writes a JSON object: `culprits`, `kind`,
             `file`, `line`, `function`, `waiting`, `collective`, `stacks`. `kind` is one of skipped,
             order, mismatch, loader, worker, stopped, killed, gil, store, slow, ending.
@@ -81,8 +81,8 @@ def watch(after: str | float = "60s", *, exit: bool = False, report: str | None 
         The watch. A second call while one runs changes nothing, warns, and returns the first.
 
     Raises:
-        AnyrankError: torchrun has started several ranks, and they are in no group yet.
-        ValueError, TypeError: `after` is no time, or the folder of `report` does not exist.
+        AnyrankError: torchrun has started several ranks, and they are not in a group yet.
+        ValueError, TypeError: `after` is not a time, or the folder of `report` does not exist.
     """
     after_sec, path = read_options(after, exit, report)
     for watching in RUNNING:
@@ -103,7 +103,7 @@ def _has_group() -> bool:
 
 
 def _own_connection(has_group: bool) -> Any:
-    """A connection to the ranks' store, which no call of another thread can block."""
+    """A connection to the ranks' store that no call of another thread can block."""
     if not has_group:
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     try:
@@ -116,11 +116,11 @@ def _own_connection(has_group: bool) -> Any:
 
 
 class Watching:
-    """A watch that runs. `close()` ends it; so does the end of the script.
+    """A running watch. `close()` ends it; so does the end of the script.
 
     Args:
         after_sec: time without a step.
-        exit: whether the ranks end then.
+        exit: whether to end the ranks after a verdict.
         report: absolute path of the file, or None.
     """
 
@@ -146,16 +146,16 @@ class Watching:
         self._beats = Beats(self._store, self._rank, self._size)
         self._orders = Orders(self._store, self._rank)
         self._last_beat = self._next_look = 0.0
-        self._steps_at_verdict = -1  # of all ranks: one verdict for each hang
+        self._steps_at_verdict = -1  # of all ranks: one verdict per hang
         self._has_warned = False
         Watching._count_steps()
         RUNNING.append(self)
-        atexit.register(self.close)  # a daemon thread that is in C++ then would abort the process
+        atexit.register(self.close)  # a daemon thread in C++ at exit would abort the process
         self._thread = threading.Thread(target=self._run, name="anyrank-hang", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch on this rank. Does nothing where it has ended."""
+        """End the watch on this rank. Does nothing if it has ended."""
         self._slow.close()
         self._stopped.set()
         self._woken.set()
@@ -167,7 +167,7 @@ class Watching:
     @staticmethod
     @functools.cache
     def _count_steps() -> None:
-        """Count the steps of this process from now on, for the watch that runs."""
+        """Count the steps of this process from now on, for the running watch."""
 
         def count(optimizer: Optimizer | None = None, *_: Any) -> None:
             for watching in RUNNING:
@@ -184,13 +184,13 @@ class Watching:
     def _run(self) -> None:
         try:
             self._store.set(f"process/{self._rank}", json.dumps(self._process))
-            self._beat()  # at once: the GIL may be gone before the first tick
+            self._beat()  # at once: the GIL may be held for good before the first tick
             pause_sec = self._tick_sec
             while self._pauses(pause_sec) and self._has_group == _has_group():
                 self._tick()
                 pause_sec = FIRST_SEC if self._slow.tick() else self._tick_sec
             self._beats.leave()
-        except Exception as error:  # of ours, which must not end in somebody's training
+        except Exception as error:  # a bug of the watch must not end the user's training
             name = type(error).__name__
             log.warning("the watch of rank %d ends: %s: %s", self._rank, name, error)
         finally:
@@ -200,7 +200,7 @@ class Watching:
             RUNNING.remove(self)
 
     def _pauses(self, seconds: float) -> bool:
-        """Wait for the next look; whether there is one."""
+        """Wait for the next look; return whether there is one."""
         self._woken.wait(seconds)
         self._woken.clear()
         return not self._stopped.is_set()
@@ -211,7 +211,7 @@ class Watching:
         if order := self._orders.next():
             self._orders.answer(order, self._see(order))
             if order.what == EXIT:
-                with contextlib.suppress(StoreLost):  # the rank that has it may have left
+                with contextlib.suppress(StoreLost):  # the rank that holds it may have left
                     self._store.wait([EXIT], LEAVE_SEC)
                 self._exit()
         if differing := self._digests.tick():
@@ -228,17 +228,17 @@ class Watching:
         self._beats.give(self._steps, self._idle_sec())
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and go on giving signs of life."""
+        """Wait, and keep giving signs of life."""
         self._stopped.wait(seconds)
         if time.monotonic() > self._last_beat + self._tick_sec:
             self._beat()
 
     def _idle_sec(self) -> float:
-        """Since this rank's last step."""
+        """Seconds since this rank's last step."""
         return time.monotonic() - self._last_step
 
     def _see(self, order: Order) -> Look:
-        """What an order asks for: a look at this process, or its calls."""
+        """Carry out an order: look at this process, or read its calls."""
         if order.what == LOOK:
             return self._observer.look(self._pause)
         if order.what == EXIT:
@@ -252,7 +252,7 @@ class Watching:
     # -- the rank that judges ---------------------------------------------------------------------
 
     def _warn_of_absent(self) -> None:
-        """Say once which ranks give no signs of life, as they have never begun to watch."""
+        """Log once which ranks give no signs of life, because they have never begun to watch."""
         missing = [rank for rank, beat in enumerate(self._beats.last) if beat.text == ABSENT]
         limit_sec = min(JOIN_SEC, self._after_sec)
         if missing and not self._has_warned and self._idle_sec() > limit_sec:
@@ -264,13 +264,13 @@ class Watching:
             )
 
     def _is_due(self) -> bool:
-        """Whether no rank has stepped for the limit, and nothing was said of it."""
+        """Return whether no rank has stepped for the limit, without a verdict on it yet."""
         is_new = self._beats.steps() != self._steps_at_verdict
         is_time = time.monotonic() >= self._next_look
         return is_new and is_time and self._beats.idle_sec() >= self._after_sec
 
     def _judge(self) -> None:
-        """Have all ranks look, conclude, and say it."""
+        """Have all ranks look, conclude, and report it."""
         steps, idle_sec = self._beats.steps(), self._beats.idle_sec()
         looks = self._collect(LOOK, range(self._size))
         looks |= self._look_at_silent([r for r in range(self._size) if r not in looks])
@@ -282,20 +282,20 @@ class Watching:
         self._beats.listen()
         self._next_look = time.monotonic() + AGAIN_SEC
         if verdict is None or self._beats.steps() != steps or not self._beats.find_judge():
-            return  # somebody is at work, has stepped meanwhile, or has taken this rank's place
+            return  # a rank is at work, has stepped meanwhile, or has replaced this one
         self._steps_at_verdict = steps
         if self._store.count(f"verdicts/{steps}") > 1:
-            return  # the rank that judged before has said it
+            return  # the rank that judged before has reported it
         self._say(verdict)
         if self._ends_job:
             self._end_job()
 
     def _conclude(self, looks: dict[int, Look], idle_sec: float) -> Verdict | None:
-        """What the looks at all ranks say."""
+        """Conclude from the looks at all ranks."""
         return conclude([looks[rank] for rank in sorted(looks)], idle_sec)
 
     def _tell_mismatch(self, differing: tuple[str, int]) -> None:
-        """Have all ranks show their calls of a block that differs, and say it. The first rank."""
+        """Have all ranks show their calls of a differing block, and report it. The first rank."""
         self._beats.listen()
         looks = self._collect(CALLS, range(self._size), differing)
         verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
@@ -315,8 +315,9 @@ class Watching:
     def _collect(
         self, what: str, ranks: Sequence[int], block: Sequence[str | int] = ()
     ) -> dict[int, Look]:
-        """What ranks see, this one included, of those that answer in time. Answers are waited for
-        as long as some come, and as silent ranks are not the only ones that are missing.
+        """Collect the looks of ranks, this one included, that answer in time.
+
+        It waits as long as answers come, and as silent ranks are not the only missing ones.
         """
         order = self._orders.give(what, [] if len(ranks) == self._size else ranks, block)
         looks = {self._rank: self._see(order)} if self._rank in ranks else {}
@@ -354,12 +355,12 @@ class Watching:
         looks |= look_from_outside(local, self._pause)
         self._beats.listen()
         for rank, look in looks.items():
-            if look.state in ("gil", "lost") and self._beats.last[rank].lives:  # only late
+            if look.state in ("gil", "lost") and self._beats.last[rank].lives:  # it was only late
                 looks[rank] = Look(rank, "no core", stack=look.stack, text=look.text)
         return looks
 
     def _say(self, verdict: Verdict) -> None:
-        """Print the screen, and write the report: whole, or not at all."""
+        """Print the screen, and write the report as a whole or not at all."""
         print(verdict.screen, file=sys.stderr, flush=True)
         os.ftruncate(self._verdict_file, 0)
         os.pwrite(self._verdict_file, f"{time.strftime('%H:%M:%S')}\n{verdict.screen}".encode(), 0)
@@ -377,14 +378,14 @@ class Watching:
             log.warning("the report %s cannot be written: %s", path, error.strerror)
 
     def _end_job(self) -> None:
-        """End all ranks at once, as those that stay would raise errors of closed connections."""
+        """End all ranks at once, because ranks that stay would raise connection errors."""
         self._collect(EXIT, range(self._size))
         self._store.set(EXIT, "")
         time.sleep(LAST_SEC)
         self._exit()
 
     def _exit(self) -> None:
-        """End this process, and those that it has started."""
+        """End this process, and the processes that it has started."""
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

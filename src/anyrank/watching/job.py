@@ -1,6 +1,6 @@
-"""A job that runs, seen from outside: the ranks of a launcher, their stacks, who holds it up.
+"""A running job, seen from outside: the ranks of a launcher, their stacks, who holds it up.
 
-The ranks know nothing of it. py-spy reads their stacks, which stops a process for milliseconds.
+The ranks need not cooperate. py-spy reads their stacks, which stops a process for milliseconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Job:
     """The ranks that one launcher has started on this machine.
 
     Attributes:
-        launcher: its process.
+        launcher: process of the launcher.
         ranks: rank -> its process.
     """
 
@@ -50,10 +50,10 @@ class Job:
 
 
 def find_job(pid: int | None) -> Job:
-    """The job of a launcher, or of one of its ranks; without a process the only one.
+    """The job of a launcher, or of one of its ranks; without a process, the only job.
 
     Raises:
-        AnyrankError: there is none, or there are several.
+        AnyrankError: there is no job, or there are several.
     """
     if pid is not None:
         if not state_of(pid):
@@ -84,14 +84,14 @@ def _processes() -> Iterator[int]:
 
 
 def _top(pid: int) -> int:
-    """The launcher above a rank: the first process above that is none itself."""
+    """The launcher above a rank: the first process above it that is not a rank."""
     while variable_of(pid, "RANK") and parent_of(pid) > 1:
         pid = parent_of(pid)
     return pid
 
 
 def _ranks_below(launcher: int) -> dict[int, int]:
-    """Rank -> process: of those with the same RANK the uppermost that is a Python."""
+    """Rank -> process: the uppermost Python process with that RANK."""
     ranks: dict[int, int] = {}
     for pid in descendants(launcher):
         rank = variable_of(pid, "RANK")
@@ -122,7 +122,7 @@ def look_at_job(job: Job) -> list[Look]:
         time.sleep(PAUSE_SEC)
     for rank in running:
         pid, look = job.ranks[rank], looks[rank]
-        if state_of(pid) in STOPPED:  # it ran before
+        if state_of(pid) in STOPPED:  # it ran before py-spy
             os.kill(pid, signal.SIGCONT)
         ran = seconds_wanted(pid, pid) - wanted[rank]
         look.is_busy = ran > BUSY * (time.monotonic() - start)
@@ -133,7 +133,7 @@ def look_at_job(job: Job) -> list[Look]:
 
 
 def _dump(tool: str, pid: int) -> tuple[Stack, str]:
-    """A process's main stack, and why there is none."""
+    """The main stack of a process, or why there is none."""
     command = [tool, "dump", "--json", "--full-filenames", "--pid", str(pid)]
     try:
         done = subprocess.run(  # noqa: S603 - py-spy, and a number
@@ -147,7 +147,7 @@ def _dump(tool: str, pid: int) -> tuple[Stack, str]:
 
 
 def describe(job: Job, looks: list[Look]) -> tuple[list[str], Verdict | None]:
-    """The screen, and who holds up the job, if somebody does."""
+    """The screen, and the rank that holds up the job, if there is one."""
     # Without stacks, the state of a process may say enough.
     is_sure = any(look.state in ("killed", "stopped") for look in looks)
     has_stacks = all(look.stack or look.state != "answers" for look in looks)

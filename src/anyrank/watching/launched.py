@@ -1,8 +1,8 @@
-"""A rank of `anyrank run --watch`: a script as it is, watched while it is in a group.
+"""A rank of `anyrank run --watch`: an unchanged script, watched while it is in a group.
 
 Started as `python -m anyrank.watching.launched OPTIONS SCRIPT ARGUMENTS`, with the arguments of
 `watch` as JSON, and with `-m MODULE` in place of a script. Torch is left for the script to import,
-which may set variables before.
+because the script may set variables first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from anyrank.errors import AnyrankError
 
-LOOK_SEC = 0.2  # for the group
+LOOK_SEC = 0.2  # between looks for the group
 END_SEC = 4.0  # for the thread, at the end of the script
 
 
@@ -52,7 +52,7 @@ def run_program(program: tuple[str, ...]) -> None:
 
 
 def main(options: str, *program: str) -> None:
-    """Run the program; an error of it is shown without what runs it."""
+    """Run the program; errors are shown without the frames of this launcher."""
     ended = threading.Event()
     looking = threading.Thread(
         target=_watch_groups, args=[json.loads(options), ended], daemon=True, name="anyrank-look"

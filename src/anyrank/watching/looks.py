@@ -1,7 +1,7 @@
-"""What a rank sees of itself when nobody steps: its stack over two seconds, and what it waits in.
+"""A rank's look at itself when nobody steps: its stack over two seconds, and its pending call.
 
-Two kinds of signs tell whether it stands: its main thread's frames, and what the system counts. A
-thread that waits in C is not woken by a look, so it takes no time of a core.
+Two kinds of signs tell whether it stands still: its main thread's frames, and the system's
+counters. A thread that waits in C is not woken by a look, so it takes no CPU time.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from anyrank.world.device import boot_id
 
 LOOKS = 20
 PAUSE_SEC = 0.1
-BUSY = 0.2  # of a core; a thread that polls takes less
+BUSY = 0.2  # of a core; a polling thread takes less
 STANDS = 0.8  # of the looks at the same place, by a thread that takes little time; of the limit too
 MOVED_BYTES = 1 << 20  # of files
 MOST_CHARACTERS = 6000  # of a rank's stacks in a report
-WORKER_LOOP = "_worker_loop"  # of torch; what is outside of it are the parent's lines
-MOST_WORKERS = 8  # of a rank's DataLoaders, that are looked at
-SIGNAL_SEC = 1.5  # for a stack that a signal asks for
-WRITE_SEC = 0.3  # for it to be whole; and for a second one to be another
+WORKER_LOOP = "_worker_loop"  # torch's; frames outside of it are the parent's
+MOST_WORKERS = 8  # of a rank's DataLoaders that are inspected
+SIGNAL_SEC = 1.5  # for a stack requested by a signal
+WRITE_SEC = 0.3  # until it is whole; and until a second one is another
 THREAD = re.compile(r"\b0x([0-9a-f]+)(?=.*\(most recent)")
 T = TypeVar("T")
 Functions = tuple[tuple[str, str, int], ...]
@@ -69,23 +69,23 @@ Functions = tuple[tuple[str, str, int], ...]
 
 @dataclass
 class Look:
-    """What is known of one rank at one time.
+    """The state of one rank at one time.
 
     Attributes:
-        rank: it is of.
-        state: "answers", or what keeps it from that: "killed", "lost" (on another machine),
-            "stopped", "gil", "no core", "left" (its group), "absent" (it has never called watch).
-        stack: of its main thread, the innermost frame first; empty where there is none.
+        rank: the rank.
+        state: "answers", or why it does not: "killed", "lost" (on another machine), "stopped",
+            "gil", "no core", "left" (its group), "absent" (it has never called watch).
+        stack: its main thread's, the innermost frame first; empty if there is none.
         at_work: whether it moves, reads, writes or computes.
         is_busy: whether it wants a core.
         has_finished: whether its main thread has ended.
-        dead_workers: processes of its DataLoaders that were killed, in words.
-        workers: where those that live stand, in words.
-        recorder: the variable that has switched the flight recorder off.
-        calls: what it has called, the oldest first.
-        detail: signal, exit code or limit, in words.
-        text: all threads' stacks. Threads have numbers there, as their addresses differ on ranks
-            that are alike.
+        dead_workers: processes of its DataLoaders that were killed, described.
+        workers: positions of the living ones, described.
+        recorder: the variable that has switched off the flight recorder.
+        calls: its calls, the oldest first.
+        detail: signal, exit code or limit, described.
+        text: all threads' stacks. Threads are numbered there, because their addresses differ on
+            ranks in the same state.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class Look:
     text: str = ""
 
     def to_json(self) -> str:
-        """As text for the store, which is the same for ranks that see the same."""
+        """The look as text for the store; equal for ranks that see the same."""
         plain = asdict(self)
         del plain["rank"]
         for call in plain["calls"]:
@@ -111,7 +111,7 @@ class Look:
 
     @staticmethod
     def from_json(rank: int, text: str) -> Look:
-        """A rank's, back from the store."""
+        """Rebuild a rank's look from the store."""
         plain: dict[str, Any] = json.loads(text)
         plain["stack"] = tuple(Frame(*frame) for frame in plain["stack"])
         plain["calls"] = [Call(**call) for call in plain["calls"]]
@@ -119,7 +119,7 @@ class Look:
 
 
 def look_at_process(rank: int, pid: int) -> Look:
-    """What the state of a process of this machine says of the rank that it is."""
+    """Conclude from the state of a process of this machine on the rank that it is."""
     state = state_of(pid)
     if not state or state in ENDED:
         return Look(rank, "killed", detail=end_of(pid))
@@ -129,21 +129,21 @@ def look_at_process(rank: int, pid: int) -> Look:
 
 
 class SelfObserver:
-    """A rank's view of itself, with the file that its stacks go into.
+    """A rank's view of itself, with the file that its stacks are written to.
 
     The file is in memory, and other processes of this machine read it by its number: a signal makes
     `faulthandler` write into it without the GIL, which a call into C may hold for ever.
 
     Args:
-        rank: this process's.
-        ticks: in the time without a step that makes a hang.
+        rank: this process's rank.
+        ticks: number of ticks in the time without a step that counts as a hang.
     """
 
     def __init__(self, rank: int, ticks: int) -> None:
         self.rank = rank
         self.recent_positions = collections.deque[Functions](
             maxlen=ticks
-        )  # the main thread, at each tick
+        )  # positions of the main thread, one per tick
         self.file = os.memfd_create("anyrank-stacks")
         self.signal = _free_signal()
         if self.signal:
@@ -154,29 +154,30 @@ class SelfObserver:
         self.main, self.thread = main.ident or 0, main.native_id or os.getpid()
 
     def close(self) -> None:
-        """Let go of the signal and of the file."""
+        """Release the signal and the file."""
         if self.signal:
             faulthandler.unregister(self.signal)
         os.close(self.file)
 
     def describe(self) -> dict[str, Any]:
-        """What `look_from_outside` of another process needs, as plain values.
+        """The plain values that `look_from_outside` in another process needs.
 
-        The boot and the namespace are those within which the process's id means something.
+        The process's id is valid only within this boot and this namespace.
         """
         process = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
         return process | {"file": self.file, "signal": self.signal, "main": self.main}
 
     def tick(self) -> None:
-        """Note where the main thread is, and which workers there are."""
+        """Note the position of the main thread, and the worker processes."""
         self.workers.tick()
         self.recent_positions.append(_functions(read_faulthandler(self._dump()).get(self.main, ())))
 
     def look(self, pause: Callable[[float], None]) -> Look:
         """Look for two seconds at this process.
 
-        Stacks of calls that the recorder has kept are left out: the first one makes torch import
-        its compiler, which takes a second of a core. `read_calls` gives them, where they tell more.
+        Stacks of calls that the recorder has kept are left out: reading the first one makes torch
+        import its compiler, which takes a second of CPU. `read_calls` reads them when they tell
+        more.
 
         Args:
             pause: waits for some seconds.
@@ -188,7 +189,7 @@ class SelfObserver:
         for _ in range(LOOKS):
             pause(PAUSE_SEC)
             text = self._dump()
-            moved += 2 * len(text)  # that were written and read
+            moved += 2 * len(text)  # bytes written and read
             stacks.append(read_faulthandler(text).get(self.main, ()))
         is_busy = seconds_wanted(self.thread) - wanted > BUSY * (time.monotonic() - start)
         after = calls_of(read_entries(with_stacks=False, is_still=False))
@@ -199,10 +200,10 @@ class SelfObserver:
         is_waiting = any(not call.is_done for call in calls)
         waiting_in = collective_of(stack)
         reads = bytes_moved() - moved > MOVED_BYTES and not waiting_in
-        # Without a call under way, a wait that takes a core is for the rank's own device.
+        # Without a pending call, a wait that takes a core is for the rank's own device.
         computes = is_busy and waiting_in.endswith("()") and not is_waiting and not switched_off()
         at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
-        # A pause that follows on work is as long as the limit before it counts.
+        # A pause after work must last as long as the limit before it counts.
         at_work |= self.recent_positions.count(_functions(stack)) < STANDS * len(
             self.recent_positions
         )
@@ -222,14 +223,14 @@ class SelfObserver:
         )
 
     def read_calls(self) -> Look:
-        """This rank's calls with their stacks, and how it has come to the one that it waits in."""
+        """This rank's calls with their stacks, and how it arrived at its pending call."""
         stack = read_faulthandler(self._dump()).get(self.main, ())
         is_still = _functions(stack) == (self.recent_positions or [()])[-1]
         calls = calls_of(read_entries(with_stacks=True, is_still=is_still))
         return Look(self.rank, calls=calls + own_calls(stack))
 
     def _workers_at(self, pause: Callable[[float], None]) -> list[str]:
-        """Where the worker processes of this rank's DataLoaders stand, of those in own lines."""
+        """The positions of the worker processes of this rank's DataLoaders, in own lines."""
         process = self.describe()
         pids = sorted(self.workers.known - self.workers.dead.keys())[:MOST_WORKERS]
         forked = [pid for pid in pids if self.signal and catches(pid, self.signal)]  # after us
@@ -256,10 +257,10 @@ class SelfObserver:
 def look_from_outside(
     processes: Mapping[int, dict[str, Any]], pause: Callable[[float], None]
 ) -> dict[int, Look]:
-    """Look at ranks of this machine that do not answer, as the system shows them; all at once.
+    """Look at ranks of this machine that do not answer, through the system; all at once.
 
     Args:
-        processes: of each of them, what its `SelfObserver.describe` said.
+        processes: for each of them, the values of its `SelfObserver.describe`.
         pause: waits for some seconds.
     """
     looks = {rank: look_at_process(rank, int(p["pid"])) for rank, p in processes.items()}
@@ -288,8 +289,9 @@ def look_from_outside(
 def _stacks_by_signal(
     processes: Mapping[T, dict[str, Any]], pause: Callable[[float], None]
 ) -> dict[T, str]:
-    """The stacks of processes, which a signal makes them write although the GIL is held; of those
-    that do so in time.
+    """The stacks of processes that write them in time when they get a signal.
+
+    They do so even while the GIL is held.
     """
     asked: dict[T, tuple[str, int]] = {}
     for key, process in processes.items():
@@ -327,13 +329,13 @@ def _most_common(stacks: list[Stack]) -> Stack:
 
 
 def works(stacks: list[Stack], is_busy: bool, is_waiting: bool = False) -> bool:
-    """Whether a thread goes from function to function, or computes in a library.
+    """Return whether a thread goes from function to function, or computes in a library.
 
     Going from line to line in one function is a loop, which may be endless. A thread that takes
-    little time of a core waits, and may wake up now and then to wait again.
+    little CPU time is waiting, and may wake up now and then to wait again.
 
     Args:
-        stacks: of the thread, one after the other.
+        stacks: stacks of the thread, one after the other.
         is_busy: whether it wants a core.
         is_waiting: whether a collective of its rank is not done: on a GPU, waiting takes a core.
     """
@@ -347,7 +349,7 @@ def works(stacks: list[Stack], is_busy: bool, is_waiting: bool = False) -> bool:
 
 
 def _functions(stack: Stack) -> Functions:
-    """A stack without the line of its innermost frame, at which a loop turns."""
+    """A stack without the line of its innermost frame, because a loop changes it."""
     return tuple(
         (frame.file, frame.function, number and frame.line) for number, frame in enumerate(stack)
     )

@@ -1,8 +1,8 @@
-"""Calls that ranks have made differently, and that do not hang.
+"""Finds calls that differ between ranks without a hang.
 
 Under NCCL an all_reduce of one element on some ranks and of two on another returns garbage. So each
-rank publishes digests of its calls in blocks of one group's numbers, which need no common moment,
-and the first rank compares them.
+rank publishes digests of its calls, in blocks by the numbers of each group, which need no common
+moment, and the first rank compares them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from anyrank.world.store import Store
 log = logging.getLogger("anyrank.watching")
 
 BLOCK = 16  # calls of one group in a digest
-SHARE = 500  # times what a look at the calls takes, between two looks: 0.2 %
+SHARE = 500  # pause between two looks, in durations of a look: 0.2 %
 Digests = dict[str, dict[str, str]]  # group -> block -> digest
 
 
 class CallDigests:
     """Publishes this rank's digests, and on the first rank finds a block that differs.
 
-    Where a recorder has wrapped between two looks, the calls between them are not compared, which
-    is logged once.
+    If a recorder has wrapped between two looks, the calls in between are not compared, which is
+    logged once.
 
     Args:
-        store: of the watch.
-        rank, size: of the job.
+        store: the watch's store.
+        rank, size: this rank and the number of ranks of the job.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._next_look = 0.0 if size > 1 else float("inf")
         self._digests: Digests = {}
-        self._newest: dict[str, int] = {}  # call of each group, at the last look
+        self._newest: dict[str, int] = {}  # newest call of each group at the last look
         self._has_wrapped = False
 
     def tick(self) -> tuple[str, int] | None:
-        """Look, if it is time; returns the group and block that differ. By the watch's thread."""
+        """Look, if it is time; return the group and block that differ. By the watch's thread."""
         if time.monotonic() < self._next_look:
             return None
         start = time.thread_time()
@@ -53,7 +53,7 @@ class CallDigests:
         return differing
 
     def _read(self) -> None:
-        """Take the digests of all blocks that are whole in the recorder."""
+        """Compute the digests of all blocks that are whole in the recorder."""
         groups: dict[str, dict[int, list[Call]]] = {}
         for call in read_calls(with_stacks=False):
             groups.setdefault(call.group, {}).setdefault(call.number, []).append(call)
@@ -79,7 +79,7 @@ class CallDigests:
         self._digests = digests
 
     def _compare(self) -> tuple[str, int] | None:
-        """The first block that two ranks have otherwise."""
+        """The first block that differs between two ranks."""
         keys = [f"digests/{rank}" for rank in range(self._size)]
         if not self._store.has(keys):
             return None
@@ -94,13 +94,13 @@ class CallDigests:
 
 
 def _digest(calls: dict[int, list[Call]], block: int) -> str:
-    """Of the calls of a block."""
+    """The digest of the calls of a block."""
     numbers = range(block * BLOCK, (block + 1) * BLOCK)
     lines = [call.signature for number in numbers for call in calls.get(number, ())]
     return hashlib.blake2b(repr(lines).encode(), digest_size=6).hexdigest()
 
 
 def calls_of_block(group: str, block: int, with_stacks: bool) -> list[Call]:
-    """This rank's calls of a block, and the lines at which they were made."""
+    """This rank's calls of a block, and the lines that made them."""
     calls = read_calls(with_stacks)
     return [call for call in calls if (call.group, call.number // BLOCK) == (group, block)]

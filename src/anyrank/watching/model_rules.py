@@ -1,6 +1,6 @@
-"""The rules of `check` that one rank knows by itself: what its model and optimizer show.
+"""The rules of `check` that need one rank only: its model and its optimizers.
 
-Their findings name no rank: those that several ranks have are one. No collectives.
+Their findings name no rank: equal findings of several ranks are merged. No collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anyrank.watching.findings import Finding
 from anyrank.wording import count, join_first
 
 SHOWN = 4
-# Classes with `p`, and names under which others keep the probability that they drop something.
+# Classes with `p`, and other modules' names for the probability of dropping something.
 PLAIN_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (*PLAIN_DROPOUTS, nn.AlphaDropout, nn.FeatureAlphaDropout)
 PROBABILITIES = ("dropout", "attention_dropout", "dropout_p", "drop_prob", "attn_pdrop")
@@ -39,13 +39,13 @@ def some(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter or buffer where the model has it; a tied one has several."""
+    """A parameter or buffer at its place in the model; a tied one has several."""
 
     name: str
     kind: str
     tensor: torch.Tensor
     module: nn.Module
-    unit: nn.Module | None  # of FSDP2
+    unit: nn.Module | None  # its FSDP2 unit
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Model:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The first wrapper of DDP."""
+        """The first DDP wrapper."""
         wrappers = (layer.module for layer in self.layers)
         return next((m for m in wrappers if isinstance(m, DistributedDataParallel)), None)
 
     def on_accelerator(self) -> bool:
-        """Whether it computes on one, wherever its parameters are kept."""
+        """Return whether the model computes on an accelerator, wherever its parameters are kept."""
         kinds = {
             getattr(entry.tensor, "device_mesh", entry.tensor.device) for entry in self.entries
         }
         return any(getattr(k, "device_type", getattr(k, "type", "")) != "cpu" for k in kinds)
 
     def parameters(self) -> list[Entry]:
-        """Each parameter once, where the model has it first."""
+        """Each parameter once, at its first place in the model."""
         first: dict[int, Entry] = {}
         for entry in self.entries:
             if entry.kind == "parameter":
@@ -77,8 +77,9 @@ class Model:
         return list(first.values())
 
     def tensor_parallel(self) -> int:
-        """Ranks that share one copy of the data: those along the axes behind FSDP's, or, without
-        FSDP, of the whole mesh.
+        """The number of ranks that share one copy of the data.
+
+        These are the ranks along the axes behind FSDP's, or, without FSDP, of the whole mesh.
         """
         size, is_fsdp = 1, any(is_fsdp2(layer.module) for layer in self.layers)
         for entry in self.parameters():
@@ -94,7 +95,7 @@ class Model:
 
 
 def take_apart(model: nn.Module) -> Model:
-    """The modules and tensors of a model; FSDP2's units are resharded, as optimizers see them.
+    """List the modules and tensors of a model; reshards FSDP2's units, as optimizers see them.
 
     Raises:
         LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
@@ -115,7 +116,7 @@ def take_apart(model: nn.Module) -> Model:
 
 
 def kinds_of(model: Model) -> dict[str, str]:
-    """What must be the same on all ranks of each parameter."""
+    """The properties of each parameter that must be the same on all ranks."""
     return {
         entry.name: f"{dtype_name(entry.tensor.dtype)}{list(entry.tensor.shape)}, "
         + ("trained" if entry.tensor.requires_grad else "not trained")
@@ -124,8 +125,10 @@ def kinds_of(model: Model) -> dict[str, str]:
 
 
 def readable(model: Model, written: Collection[int] | None) -> list[ShardedTensor]:
-    """What replicas hold alike: parameters, and buffers but for statistics of batches; after a
-    forward, neither buffers nor the frozen parameters that it has `written` to.
+    """The tensors that replicas hold equal copies of.
+
+    These are parameters, and buffers except for statistics of batches; after a forward, neither
+    buffers nor the frozen parameters in `written`.
     """
     tensors: dict[int, ShardedTensor] = {}
     for entry in model.entries:
@@ -144,7 +147,7 @@ def readable(model: Model, written: Collection[int] | None) -> list[ShardedTenso
 
 
 def active_dropout(model: Model) -> str:
-    """Modules that draw random numbers in each forward."""
+    """The modules that draw random numbers in each forward."""
     return some(_name(layer) for layer in model.layers if _drops(layer.module))
 
 
@@ -155,12 +158,12 @@ def _name(layer: NamedModule) -> str:
 def own_findings(
     model: Model, optimizers: Sequence[Any], digests: Mapping[int, str]
 ) -> Iterator[Finding]:
-    """What this rank's rules find.
+    """Yield the findings of this rank's own rules.
 
     Args:
-        model: taken apart.
-        optimizers: of it; none when they are not known.
-        digests: id of each tensor -> of its values on this rank.
+        model: the listed model.
+        optimizers: its optimizers; none if they are not known.
+        digests: id of each tensor -> digest of its values on this rank.
     """
     yield from _ties(model, digests)
     if optimizers:
@@ -169,7 +172,7 @@ def own_findings(
 
 
 def _ties(model: Model, digests: Mapping[int, str]) -> Iterator[Finding]:
-    """Embeddings and heads with the same values that are two parameters, or lie in two units."""
+    """Find embeddings and heads with equal values that are two parameters, or lie in two units."""
     untied = any(_says_untied(layer.module) for layer in model.layers)
     entries = [] if untied else [entry for entry in model.entries if id(entry.tensor) in digests]
     embeddings = [entry for entry in entries if isinstance(entry.module, nn.Embedding)]
@@ -201,14 +204,14 @@ def _says_untied(module: nn.Module) -> bool:
 
 
 def _varies(tensor: Any) -> bool:
-    """Whether equal values cannot be chance: the local part has elements, and not all the same."""
+    """Return whether equality cannot be chance: the local part has elements, not all equal."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "placements") else local
     return bool(local.numel() > 1 and (local != local.flatten()[0]).any())
 
 
 def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
-    """Trainable parameters that no optimizer has, and what these have in their place."""
+    """Find trainable parameters that no optimizer has, and what optimizers have in their place."""
     stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
     trained = [entry for entry in model.parameters() if entry.tensor.requires_grad]
     missing = [entry for entry in trained if id(entry.tensor) not in stepped]
@@ -239,13 +242,14 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether it is a norm that updates its statistics in each forward."""
+    """Return whether a module is a norm that updates its statistics in each forward."""
     return module.training and bool(getattr(module, "track_running_stats", False))
 
 
 def _frozen(model: Model) -> Iterator[Finding]:
-    """Parts without a trained parameter: those in train mode where that matters, and those whose
-    buffers DDP broadcasts. What an adapter is added to is none.
+    """Find parts without a trained parameter in train mode, or whose buffers DDP broadcasts.
+
+    Train mode counts if it matters. The base of an adapter does not count as such a part.
     """
     adapted = any(layer.naming is not None for layer in model.layers)
     adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())

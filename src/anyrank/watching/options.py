@@ -1,4 +1,4 @@
-"""What `anyrank.watch` and `anyrank run --watch` take. Without torch."""
+"""The options of `anyrank.watch` and `anyrank run --watch`. Without torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 
 TIME = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h)?$")
 UNITS = {None: 1.0, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-VERDICT = "anyrank-verdict"  # the file in memory with what a watch has said last, and when
-EXIT_CODE = 124  # of `timeout`, and of a job that hung
+VERDICT = "anyrank-verdict"  # the file in memory with a watch's last verdict, and its time
+EXIT_CODE = 124  # that of `timeout`, for a job that hung
 
 
 def read_options(after: object, exit: object, report: object) -> tuple[float, str | None]:
@@ -16,7 +16,7 @@ def read_options(after: object, exit: object, report: object) -> tuple[float, st
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: `after` is no time above 0, or the folder of `report` does not exist.
+        ValueError: `after` is not a time above 0, or the folder of `report` does not exist.
     """
     if not isinstance(exit, bool):
         raise TypeError(f"exit= takes True or False, not {exit!r}")

@@ -1,8 +1,8 @@
-"""What the rank that judges has all ranks do, and what they answer.
+"""Orders from the judging rank to all ranks, and their answers.
 
-An order is one key of the store. So are the names of all ranks' answers, to which each rank adds
-its own; what many ranks see alike is written once. The rank that judges reads both by as many calls
-on a thousand ranks as on two.
+An order is one key of the store. The names of all ranks' answers are one key too, to which each
+rank adds its own; equal looks of many ranks are written once. The judging rank reads both with as
+many calls on a thousand ranks as on two.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from anyrank.watching.looks import Look
 from anyrank.world.store import Store
 
 LOOK = "look"  # at itself, for two seconds
-CALLS = "calls"  # of a block of a group: tell them
-STACKS = "stacks"  # at the calls: tell them too
+CALLS = "calls"  # report the calls of a block of a group
+STACKS = "stacks"  # report the stacks of these calls too
 EXIT = "exit"
 
 
 class Order(NamedTuple):
-    """What ranks are to do at their next tick.
+    """The work for ranks at their next tick.
 
     Attributes:
         number: counts from 1.
         what: LOOK, CALLS, STACKS or EXIT.
-        ranks: that are to do it; none for all.
-        block: of CALLS and STACKS, a group and the number of a block.
+        ranks: the ranks that carry it out; empty for all.
+        block: for CALLS and STACKS, a group and the number of a block.
     """
 
     number: int
@@ -38,11 +38,11 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """Gives orders, follows them, and reads what was answered.
+    """Gives orders, follows them, and reads the answers.
 
     Args:
-        store: of the watch.
-        rank: this process's.
+        store: the watch's store.
+        rank: this process's rank.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -50,14 +50,14 @@ class Orders:
         self._newest = 0
 
     def give(self, what: str, ranks: Sequence[int] = (), block: Sequence[str | int] = ()) -> Order:
-        """Tell ranks what to do; this one is not told."""
+        """Give ranks an order; this rank does not get it."""
         order = Order(self._store.count("orders"), what, ranks, block)
         self._store.set("order", json.dumps(order))
         self._newest = order.number
         return order
 
     def next(self) -> Order | None:
-        """An order that this rank has not had yet, if there is one for it."""
+        """The next order for this rank that it has not had yet; None if there is none."""
         text = self._store.get("order")
         order = Order(*json.loads(text)) if text else Order(0, "")
         if order.number <= self._newest:
@@ -66,7 +66,7 @@ class Orders:
         return order if not order.ranks or self._rank in order.ranks else None
 
     def answer(self, order: Order, look: Look) -> None:
-        """Tell what this rank has seen."""
+        """Publish this rank's look."""
         text = look.to_json()
         name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         key = f"look/{order.number}/{name}"
@@ -81,7 +81,7 @@ class Orders:
         return {int(rank): name for rank, _, name in (line.partition(" ") for line in lines)}
 
     def take(self, order: Order, answers: dict[int, str]) -> dict[int, Look]:
-        """What ranks have answered; the store forgets it."""
+        """Read the ranks' answers; the store forgets them."""
         names = sorted({*answers.values()})
         keys = [f"look/{order.number}/{name}" for name in names]
         values = self._store.call(lambda store: store.multi_get(keys)) if keys else []

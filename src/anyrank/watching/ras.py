@@ -1,7 +1,7 @@
-"""What NCCL knows of a rank that does not answer on another machine, by its RAS.
+"""NCCL's knowledge of a rank on another machine that does not answer, from its RAS.
 
-A thread of NCCL in each process answers on a local port without the GIL, and hears of the processes
-of all machines: NCCL 2.24 and newer, as JSON from 2.28 on.
+A thread of NCCL in each process answers on a local port without the GIL, and knows the processes of
+all machines: NCCL 2.24 and newer, as JSON from 2.28 on.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from anyrank.watching.looks import Look
 
 ADDRESS = "localhost:28028"  # NCCL's own default for NCCL_RAS_ADDR
-REQUESTS = ("client protocol 2", "set format json", "timeout 3")  # each is answered by one line
+REQUESTS = ("client protocol 2", "set format json", "timeout 3")  # one line answers each
 ANSWER_SEC = 5.0  # NCCL gives up on other processes after the three seconds above
 
 
 def look_by_nccl(rank: int, size: int) -> Look:
-    """A rank as NCCL sees its process: "lost" where NCCL does not know either.
+    """A rank as NCCL sees its process: "lost" if NCCL does not know either.
 
     Args:
-        rank: global.
-        size: ranks of the job.
+        rank: global rank.
+        size: number of ranks of the job.
     """
     for group in _ask().get("communicators", []):
-        if group["size"] != size:  # another one than that of all ranks, with ranks of its own
+        if group["size"] != size:  # a group of some ranks only, which numbers them differently
             continue
         launches = {entry["rank"]: _launches(entry) for entry in group["ranks"]}
         for entry in (*group["ranks"], *group.get("missing_ranks", [])):
@@ -44,12 +44,12 @@ def look_by_nccl(rank: int, size: int) -> Look:
 
 
 def _launches(entry: dict[str, Any]) -> int:
-    """Collectives that a rank of a communicator has launched."""
+    """The number of collectives that a rank of a communicator has launched."""
     return sum(entry.get("collective_counts", {}).values())
 
 
 def _ask() -> dict[str, Any]:
-    """NCCL's answer; empty where nobody answers, or not as JSON."""
+    """NCCL's answer; empty if nobody answers, or not in JSON."""
     host, _, port = os.environ.get("NCCL_RAS_ADDR", ADDRESS).rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SEC) as connection:

@@ -1,7 +1,8 @@
-"""The calls that torch's flight recorders have kept of a rank, and our own agreements.
+"""The calls that torch's flight recorders have kept for a rank, and anyrank's own agreements.
 
-gloo has one recorder, NCCL another in builds for CUDA; their entries are alike. An entry has the
-stack at the call: under NCCL a collective returns at once, and the main thread stands elsewhere.
+gloo has one recorder, NCCL another one in builds for CUDA; their entries look the same. An entry
+has the stack at the call: under NCCL a collective returns at once, and the main thread is
+elsewhere.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from anyrank.watching.stacks import AGREEMENT, WAIT, Frame, Stack, collective_of
 from anyrank.world.rendezvous import open_connections
 from anyrank.world.waits import GroupState, Wait
 
-ACTIVE = 64  # calls under way that a rank tells of, the oldest first
+ACTIVE = 64  # calls under way that a rank reports, the oldest first
 PASSED = 8  # the newest calls of each group that have ended
 FRAMES = 6  # of a call's own lines
-SAFE_NCCL = (2, 14)  # before, a dump of NCCL's recorder may crash a job that runs
+SAFE_NCCL = (2, 14)  # before it, a dump of NCCL's recorder may crash a running job
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-VAGUE = re.compile(r"|backward|torch\.distributed|.*\(\)")  # by a stack; the record has its name
-UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls for which ranks may have other sizes
-AGREEMENTS = "anyrank"  # how the groups of our own agreements begin
-MESSAGES = "messages "  # how those begin that stand for one direction between two ranks
+VAGUE = re.compile(r"|backward|torch\.distributed|.*\(\)")  # from a stack; the record has its name
+UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls in which ranks may have different sizes
+AGREEMENTS = "anyrank"  # prefix of the groups of anyrank's own agreements
+MESSAGES = "messages "  # prefix of groups that stand for one direction between two ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-ONE_ENDED = ("send", "recv", WAIT)  # within a name by a stack: there is no record of these
+ONE_ENDED = ("send", "recv", WAIT)  # in a name from a stack: these have no record
 USUAL, OTHER, FIRST, UNREAD = "usual", "other", "first", "unread"
-COALESCED = "coalesced"  # an entry that ends with all calls of its number, which never do
+COALESCED = "coalesced"  # an entry that completes for all calls of its number, which never do
 
 
 @dataclass
 class Call:
-    """What a rank has called, or waits in.
+    """A call of a rank, or what it waits in.
 
     Attributes:
-        group, number: equal on ranks that wait for each other in it; no group where only a stack
-            shows it.
-        name: "all_gather", or what an agreement is for; none where it is not known any more.
-        shown: the public function that was called, as all_gather_object.
-        time_ns: when, by the rank's clock.
-        arrival: how the rank has come to it: USUAL, by OTHER calls than ever, or the FIRST time;
-            UNREAD where the calls have no stacks, by which calls are told apart.
-        operation: its number among all that the rank has called in the group: messages too.
-        sizes, dtypes: of its tensors; none where ranks may have others.
+        group, number: equal on ranks that wait for each other in it; no group if only a stack shows
+            it.
+        name: "all_gather", or the purpose of an agreement; empty if it is no longer known.
+        shown: the public function that was called, such as all_gather_object.
+        time_ns: time of the call, by the rank's clock.
+        arrival: how the rank arrived at it: USUAL, after OTHER calls than ever before, or for the
+            FIRST time; UNREAD if the calls have no stacks, by which they are distinguished.
+        operation: its number among all calls of the rank in the group, messages included.
+        sizes, dtypes: of its tensors; empty if ranks may have different ones.
         is_done: whether it has ended on this rank.
         stack: the user's own lines at the call.
         on_device: whether it returned at once, and waits on a device.
-        members: ranks of the group; none where that is not known.
+        members: ranks of the group; empty if unknown.
     """
 
     group: str
@@ -73,34 +74,34 @@ class Call:
     operation: int = 0
 
     def __post_init__(self) -> None:
-        self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, where it was JSON
+        self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, if it comes from JSON
 
     @property
     def key(self) -> tuple[str, int]:
-        """The same on ranks that have to make the same call."""
+        """A key that is equal on ranks that have to make the same call."""
         return self.group, self.number
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What is equal on ranks that make the same call: shapes may differ, elements may not."""
+        """A value equal on ranks that make the same call: shapes may differ, elements may not."""
         if not self.group:
             return self.name, self.stack
         return self.name, sum(map(math.prod, self.sizes)), *sorted({*self.dtypes})
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is a collective of which the flight recorder has the number."""
+        """Return whether it is a collective that the flight recorder has numbered."""
         return bool(self.group) and not self.group.startswith((AGREEMENTS, MESSAGES))
 
     @property
     def is_message(self) -> bool:
-        """Whether one rank has to do something else for it: to send, to receive, to set a key."""
+        """Return whether one rank must act for it alone: to send, to receive, to set a key."""
         if self.group:
             return self.group.startswith(MESSAGES)
         return any(word in self.name for word in ONE_ENDED)
 
     def describe(self, with_sizes: bool = False) -> str:
-        """As text: "all_gather #412 of group mesh_tp 3"."""
+        """The call as text: "all_gather #412 of group mesh_tp 3"."""
         if self.group.startswith(AGREEMENTS):
             return f'anyrank\'s agreement "{self.name}"'
         if self.group.startswith(MESSAGES):
@@ -116,20 +117,20 @@ class Call:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads what the recorders write: numbers, texts, lists and dicts."""
+    """Unpickles only what the recorders write: numbers, texts, lists and dicts."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} in a flight recorder's dump")
 
 
 def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
-    """The entries of both recorders; none of one that does not answer.
+    """The entries of both recorders; none of a recorder that does not answer.
 
     Args:
-        with_stacks: which takes up to two seconds the first time.
-        is_still: whether the job stands, so that no dump can meet a call.
+        with_stacks: read stacks too, which takes up to two seconds the first time.
+        is_still: whether the job stands still, so that no dump can collide with a call.
     """
-    # No public name: without these, the stacks alone say where a rank waits.
+    # No public name: without these, only the stacks show where a rank waits.
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
     dumps = [getattr(c10d, "_dump_fr_trace", None)]
     version = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -146,13 +147,15 @@ def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
 
 
 def read_calls(with_stacks: bool) -> list[Call]:
-    """All calls of a job that runs that can be read safely, the oldest first."""
+    """All calls of a running job that can be read safely, the oldest first."""
     return _calls(read_entries(with_stacks, is_still=False))
 
 
 def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
-    """All calls but those of our own groups, which have no name there (`own_calls` has them), and
-    messages that have arrived, whose number both ends do not share.
+    """All calls, except those of anyrank's own groups and messages that have arrived.
+
+    Own groups have no name there (`own_calls` has them); both ends of a message do not share its
+    number.
     """
     groups: dict[str, list[Call]] = {}
     ends = {_launch(entry): entry for entry in entries if _name(entry) == COALESCED}
@@ -165,29 +168,29 @@ def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
         if call is None:
             continue
         calls = groups.setdefault(call.group, [])
-        if calls and call.number < calls[-1].number:  # a new group has the name of a former one
+        if calls and call.number < calls[-1].number:  # a new group has the name of an earlier one
             calls.clear()
         calls.append(call)
     return sorted(itertools.chain(*groups.values()), key=lambda call: call.time_ns)
 
 
 def _launch(entry: dict[str, Any]) -> tuple[object, ...]:
-    """The same for all calls that NCCL launches together."""
+    """A key that is equal for all calls that NCCL launches together."""
     number = "p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"
     return *entry["process_group"], number, entry.get(number)
 
 
 def _name(entry: dict[str, Any]) -> str:
-    """What an entry is of, without its backend: "all_gather", "send 0->1"."""
+    """The operation of an entry, without its backend: "all_gather", "send 0->1"."""
     return str(entry["profiling_name"]).rpartition(":")[2].strip("_")
 
 
 def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
-    """The calls of a recorder's entries that are under way, and of each group the newest others."""
+    """The calls of a recorder's entries that are under way, and the newest others of each group."""
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
     has_stacks = any(entry.get("frames") for entry in entries)
-    for call in active[:1]:  # in which the rank waits
+    for call in active[:1]:  # the rank waits in this one
         call.arrival = _arrival(calls[: calls.index(call) + 1]) if has_stacks else UNREAD
     groups = dict.fromkeys(call.group for call in calls)
     ended = [[call for call in calls if call.is_done and call.group == group] for group in groups]
@@ -199,10 +202,10 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
 
 
 def _arrival(calls: Sequence[Call]) -> str:
-    """How a rank has come to the last of its calls, beside how it came there before.
+    """How a rank arrived at the last of its calls, compared with earlier arrivals.
 
     Consecutive calls from one line count as one step with a length, as in a loop over parameters.
-    Only lengths up to the longest before are usual.
+    Only lengths up to the longest one before are usual.
     """
     steps: list[object] = []
     begun: dict[str, int] = {}  # messages, by group
@@ -225,7 +228,7 @@ def _arrival(calls: Sequence[Call]) -> str:
 
 
 def _message(call: Call, entry: dict[str, Any]) -> Call | None:
-    """A `send` or `recv` under way; its two ends have one group, and nobody else."""
+    """A `send` or `recv` under way; its two ends form one group, alone."""
     match = MESSAGE.match(_name(entry))
     if match is None:
         return None
@@ -238,20 +241,20 @@ def _message(call: Call, entry: dict[str, Any]) -> Call | None:
 
 
 def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
-    """A call from a recorder's entry, and from the one that says whether it has ended."""
+    """A call from a recorder's entry, and from the entry that says whether it has ended."""
     backend = str(entry["profiling_name"]).rpartition(":")[0]
     name = _name(entry).split(" ")[0]
     group, description = map(str, entry["process_group"])
     if description not in ("", "undefined", "default_pg", "default"):
         group = f"{description} {group}"
-    # A call of NCCL is retired at its time-out too; gloo's recorder knows no other end.
+    # A call of NCCL is retired at its timeout too; gloo's recorder knows no other end.
     is_done = end["state"] == "completed" or (bool(end["retired"]) and backend != "nccl")
     side = (
         "output" if (name.startswith("all") and "gather" in name) or name == "scatter" else "input"
     )
     sizes, dtypes = entry.get(f"{side}_sizes", []), entry.get(f"{side}_dtypes", [])
     if any(text in name for text in UNEVEN):
-        sizes = []  # ranks may have others
+        sizes = []  # ranks may have different ones
     frames = entry.get("frames") or []
     stack = tuple(Frame(f["filename"], int(f["line"]), f["name"]) for f in frames)
     shown = collective_of(stack)
@@ -271,7 +274,7 @@ def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
 
 
 def _members(group: str) -> list[int]:
-    """The ranks of a group, by its name; none where it is not known any more."""
+    """The ranks of a group, by its name; empty if it is no longer known."""
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
     try:
         return dist.get_process_group_ranks(c10d._resolve_process_group(group))
@@ -280,11 +283,11 @@ def _members(group: str) -> list[int]:
 
 
 def note_line(calls: Sequence[Call], stack: Stack) -> None:
-    """Note the line of the only call that is under way, where the main thread stands in it.
+    """Note the line of the only call under way, if the main thread is in it.
 
     Args:
-        calls: without stacks.
-        stack: of the main thread.
+        calls: calls without stacks.
+        stack: stack of the main thread.
     """
     active = [call for call in calls if not call.is_done]
     shown = collective_of(stack)
@@ -294,10 +297,10 @@ def note_line(calls: Sequence[Call], stack: Stack) -> None:
 
 
 def own_calls(stack: Stack) -> list[Call]:
-    """Our own agreements: the newest of each group, and the one that the main thread waits in.
+    """Anyrank's own agreements: the newest of each group, and the one the main thread waits in.
 
     Args:
-        stack: of the main thread.
+        stack: stack of the main thread.
     """
     names: dict[GroupState, str] = {}
     calls: list[Call] = []
@@ -319,6 +322,6 @@ def own_calls(stack: Stack) -> list[Call]:
 
 
 def switched_off() -> str:
-    """The variable by which the user has switched a recorder off; "" without."""
+    """The variable with which the user has switched off a recorder; "" if there is none."""
     off = (name for name in SWITCHES if os.environ.get(name, "").strip() == "0")
     return next((f"{name}=0" for name in off), "")

@@ -1,6 +1,6 @@
-"""The rules of `anyrank.check` that compare ranks: from what they know together to findings.
+"""The rules of `anyrank.check` that compare ranks: from common knowledge to findings.
 
-A rule says what is wrong on which ranks, and is silent where it cannot know.
+A rule says what is wrong on which ranks, and is silent if it cannot know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run_rules(known: Known) -> list[Finding]:
 
 
 def _join_findings(known: Known) -> Iterator[Finding]:
-    """What ranks have found by themselves, once for those that have found the same."""
+    """Merge equal findings that ranks have made on their own."""
     groups: dict[Finding, list[int]] = {}
     for rank, facts in _ranks(known):
         for finding in facts.findings:
@@ -98,7 +98,7 @@ def _streams(known: Known) -> Iterator[Finding]:
         return
     streams = ranks_by_value({rank: facts.seed for rank, facts in _ranks(known)})
     groups = [ranks for ranks in streams.values() if len(ranks) > 1]
-    if known.data_parallel < len(known.ranks):  # ranks of a tensor-parallel group may be alike
+    if known.data_parallel < len(known.ranks):  # ranks of a tensor-parallel group may be equal
         groups = [ranks for ranks in groups if len(ranks) == len(known.ranks)]
     for ranks in groups:
         facts = known.facts[known.ranks.index(ranks[0])]

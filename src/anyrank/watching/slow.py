@@ -1,4 +1,4 @@
-"""Which rank is slow, in a job that only calls `watch`: the store has each rank's medians."""
+"""Finds slow ranks in a job that only calls `watch`: the store has each rank's medians."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ FIRST_SEC = 0.1  # between looks while the others' first medians are awaited
 
 
 class SlowRanks:
-    """Has this rank's pace measured, tells it, and on the first rank compares.
+    """Measures this rank's pace, publishes it, and on the first rank compares.
 
-    The second step shows the model, as the watch may have begun within the first; a job whose pace
-    is measured already, as by `Checkpoints`, is left alone.
+    The second step shows the model, because the watch may have begun within the first. A job whose
+    pace is measured already, for example by `Checkpoints`, is left alone.
 
     Args:
-        store: of the watch.
-        rank, size: of the job.
-        on_first: called when there is a first window to tell.
+        store: the watch's store.
+        rank, size: this rank and the number of ranks of the job.
+        on_first: called when there is a first window to publish.
     """
 
     def __init__(self, store: Store, rank: int, size: int, on_first: Callable[[], None]) -> None:
         self._store, self._rank, self._size, self._on_first = store, rank, size, on_first
         self._pace: Pace | None = None
-        self._is_due = False  # to compare
+        self._is_due = False  # the comparison
         self._modules: dict[int, nn.Module] | None = None  # that have run in the second step
         self._hook = register_module_forward_pre_hook(self._note_module) if size > 1 else None
 
     def tick(self) -> bool:
-        """Tell, and compare; whether to be asked again soon. Called by the thread of the watch."""
+        """Publish, and compare; return whether to be called again soon. By the watch's thread."""
         if self._pace is None or Pace.running is not self._pace:
             return False
         if window := self._pace.take_window():
@@ -54,7 +54,7 @@ class SlowRanks:
         return False
 
     def step_made(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped: the model of the second step is timed from here on."""
+        """Note that an optimizer has stepped: the second step's model is timed from here on."""
         if self._hook is None:
             return
         if self._modules is None:
@@ -67,7 +67,7 @@ class SlowRanks:
             self._pace = Pace(model, [optimizer], self._on_first)
 
     def close(self) -> None:
-        """Remove all hooks: in the thread that trains, as another would do so while they run."""
+        """Remove all hooks in the training thread: another thread would do it while they run."""
         if self._hook is not None:
             self._hook.remove()
         if self._pace is not None:
@@ -79,8 +79,9 @@ class SlowRanks:
 
 
 def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module | None:
-    """The outermost module that has most of the optimizers' parameters; where none has any, as the
-    optimizers are stale, most gradients.
+    """The outermost module that has most of the optimizers' parameters.
+
+    If none has any, because the optimizers are stale, the one with most gradients.
     """
     inner = {id(part) for module in seen for part in module.modules() if part is not module}
     stepped = parameters_of(optimizers)
@@ -96,5 +97,5 @@ def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
-    """The ids of what they step."""
+    """The ids of the parameters that optimizers step."""
     return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}

@@ -1,6 +1,6 @@
-"""Python stacks as text: read, and told apart. No process group.
+"""Python stacks from text, and what they show. No process group.
 
-A stack is read from what `faulthandler` or py-spy writes. Lines are the user's own unless their
+Stacks are read from the output of `faulthandler` or py-spy. Lines are the user's own unless their
 file belongs to Python, to an installed package or to anyrank.
 """
 
@@ -23,12 +23,12 @@ INSTALLED = re.compile(r"(^<)|([/\\](site|dist)-packages[/\\])|([/\\]lib(64)?/py
 COLLECTIVES = re.compile(r"torch/distributed/distributed_c10d\.py$")
 DISTRIBUTED = re.compile(r"torch/(distributed|nn/parallel/distributed\.py)")
 FETCHING = re.compile(r"torch/utils/data/|anyrank/data/fetch")
-WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")  # in C, so that the line alone shows
+WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")  # in C: only the line shows them
 STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 AGREEING = re.compile(r"anyrank/world/")
-PIPELINES = re.compile(r"torch/distributed/pipelining/")  # wait for messages alone
-# What a thread waits in, where no function has its name.
+PIPELINES = re.compile(r"torch/distributed/pipelining/")  # they wait for messages only
+# Names for waits that no function's name shows.
 AGREEMENT, STORE, WAIT = "an agreement of anyrank", "store.wait()", "wait()"
 END = "destroy_process_group"
 
@@ -49,12 +49,12 @@ Stack = tuple[Frame, ...]  # the innermost frame first
 
 
 def unescape(dump: str) -> str:
-    """A dump of `faulthandler`, which writes no letter of a path or name that is not ASCII."""
+    """Restore a dump of `faulthandler`, which escapes all non-ASCII letters of paths and names."""
     return _ESCAPED_LETTER.sub(lambda match: chr(int(match[match.lastindex or 0], 16)), dump)
 
 
 def read_faulthandler(text: str) -> dict[int, Stack]:
-    """Thread -> its stack, of one dump by `faulthandler`; what cannot be read is left out."""
+    """Thread -> its stack, from one dump of `faulthandler`; unreadable parts are left out."""
     stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in unescape(text).splitlines():
@@ -67,7 +67,7 @@ def read_faulthandler(text: str) -> dict[int, Stack]:
 
 
 def read_py_spy(text: str) -> Stack:
-    """The main thread's stack, of `py-spy dump --json`; empty where it has none."""
+    """The main thread's stack, from `py-spy dump --json`; empty if it has none."""
     threads = json.loads(text)
     main = [thread for thread in threads if thread.get("thread_name") == "MainThread"]
     frames = next((thread.get("frames", []) for thread in main or threads[-1:]), [])
@@ -75,13 +75,13 @@ def read_py_spy(text: str) -> Stack:
 
 
 def is_own(frame: Frame) -> bool:
-    """Whether a frame is in the user's own code."""
+    """Return whether a frame is in the user's own code."""
     return not INSTALLED.search(frame.file) and not frame.file.startswith(_installed())
 
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Folders of torch and of anyrank, where these are not installed but used from a clone."""
+    """Folders of torch and of anyrank that are used from a clone without installation."""
     specs = [find_spec("torch"), find_spec("anyrank")]
     return tuple(f"{os.path.dirname(spec.origin)}/" for spec in specs if spec and spec.origin)
 
@@ -92,12 +92,12 @@ def own_frames(stack: Stack) -> Stack:
 
 
 def _inner_frames(stack: Stack) -> Stack:
-    """The frames that the innermost own one has called, directly or not."""
+    """The frames that the innermost own frame has called, directly or not."""
     return tuple(itertools.takewhile(lambda frame: not is_own(frame), stack))
 
 
 def collective_of(stack: Stack) -> str:
-    """The collective that a thread stands in, by its stack: "all_reduce", "backward"; or ""."""
+    """The collective that a thread is in, by its stack: "all_reduce", "backward"; or ""."""
     if ends(stack):
         return ""
     inner = _inner_frames(stack)
@@ -110,7 +110,7 @@ def collective_of(stack: Stack) -> str:
     called = [frame.function for frame in inner if COLLECTIVES.search(frame.file)]
     public = [name for name in called if not name.startswith("_")]
     if public:
-        return public[-1]  # the outermost: all_gather_object, and not the all_gather within
+        return public[-1]  # the outermost: all_gather_object, not the all_gather in it
     if any(BACKWARD.search(frame.file) for frame in inner):
         return "backward"
     if any(PIPELINES.search(frame.file) for frame in inner):
@@ -121,17 +121,17 @@ def collective_of(stack: Stack) -> str:
 
 
 def ends(stack: Stack) -> bool:
-    """Whether a thread ends its group, as at the end of a script."""
+    """Return whether a thread is ending its group, as at the end of a script."""
     return any(frame.function == END for frame in _inner_frames(stack))
 
 
 def fetches(stack: Stack) -> bool:
-    """Whether a thread fetches data, in torch's loader or in anyrank's."""
+    """Return whether a thread fetches data, in torch's loader or in anyrank's."""
     return any(FETCHING.search(frame.file) for frame in stack)
 
 
 def _source_line(stack: Stack) -> str:
-    """The text of a stack's innermost line; "" where it cannot be read."""
+    """The text of a stack's innermost line; "" if it cannot be read."""
     lines = _text(stack[0].file).splitlines() if stack else []
     return lines[stack[0].line - 1] if stack and 0 < stack[0].line <= len(lines) else ""
 

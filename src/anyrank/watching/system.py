@@ -1,4 +1,4 @@
-"""What the system says about processes of this machine, from /proc."""
+"""The system's information about processes of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import signal
 import time
 
 STOPPED = ("T", "t")  # states of a process
-IN_KERNEL = "D"  # of one that waits there, as for a disk, and takes no signal
-ENDED = ("Z", "X")  # of one that ended, before its parent has waited for it
-WORKER = "pt_data_worker"  # the name that torch gives to a DataLoader's processes
-SCAN_SHARE = 1000  # times what a scan of all threads' children takes of a core, between two
-STATUS_FIELD = 49  # of the fields of /proc/PID/stat, counted from the state on
-ORDERLY = (0, signal.SIGTERM)  # how a DataLoader ends its workers
+IN_KERNEL = "D"  # waiting in the kernel, for example for a disk, and taking no signal
+ENDED = ("Z", "X")  # ended, but the parent has not waited for it yet
+WORKER = "pt_data_worker"  # torch's name for a DataLoader's processes
+SCAN_SHARE = 1000  # pause between scans of all threads' children, in CPU times of a scan
+STATUS_FIELD = 49  # of /proc/PID/stat, counted from the state on
+ORDERLY = (0, signal.SIGTERM)  # statuses with which a DataLoader ends its workers
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state; "" where there is no such process."""
+    """The letter of a process's state; "" if there is no such process."""
     fields = _stat_fields(pid)
     return fields[0] if fields else ""
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it else."""
+    """Return whether a process has a handler for a signal that would otherwise end it."""
     lines = _text(f"/proc/{pid}/status").splitlines()
     masks = (line.split()[1] for line in lines if line.startswith("SigCgt"))
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def memory_file(pid: int, name: str) -> str:
-    """The text of a file in memory that a process has open under a name; "" without one."""
+    """The text of a memory file that a process has open under a name; "" if there is none."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for number in os.listdir(folder):
@@ -40,7 +40,7 @@ def memory_file(pid: int, name: str) -> str:
 
 
 def end_of(pid: int) -> str:
-    """How a process ended, in words, while its parent has not asked yet; "" where none can say."""
+    """How a process ended, in words, before its parent has asked; "" if that is not known."""
     fields = _stat_fields(pid)
     if not fields or fields[0] not in ENDED or len(fields) <= STATUS_FIELD:
         return ""
@@ -66,9 +66,9 @@ class Workers:
         self.next_scan = 0.0
 
     def tick(self) -> None:
-        """Look for new workers, and at those that are known.
+        """Look for new workers, and at the known ones.
 
-        Not by waiting for them: that would take their end from torch, which looks for it.
+        Not by waiting for them: that would hide their end from torch, which looks for it.
         """
         if time.monotonic() >= self.next_scan:
             start = time.thread_time()
@@ -86,13 +86,13 @@ class Workers:
                     self.dead[pid] = f"worker process {pid} of its DataLoader: {ended(status)}"
 
     def find_dead(self) -> list[str]:
-        """Those that were killed, in words."""
+        """The workers that were killed, in words."""
         self.tick()
         return list(self.dead.values())
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, and that are its own still."""
+    """The processes that a process has started, and that are still its children."""
     with contextlib.suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")
         texts = (_text(f"/proc/{pid}/task/{task}/children") for task in tasks)
@@ -101,19 +101,19 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, each before its own."""
+    """The children of a process, each before its own children."""
     return [below for child in children(pid) for below in (child, *descendants(child))]
 
 
 def variable_of(pid: int, name: str) -> str:
-    """An environment variable that a process was started with; "" without it."""
+    """An environment variable with which a process was started; "" if it is not set."""
     variables = _text(f"/proc/{pid}/environ").split("\0")
     values = (text.partition("=")[2] for text in variables if text.startswith(f"{name}="))
     return next(values, "")
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process; 0 where there is none."""
+    """The parent of a process; 0 if there is none."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else 0
 
@@ -131,7 +131,7 @@ def core_times(thread: int, pid: int | None = None) -> tuple[float, float]:
 
 
 def seconds_wanted(thread: int, pid: int | None = None) -> float:
-    """Seconds that a thread ran, or waited for a core; of this process, or of another."""
+    """Seconds that a thread ran or waited for a core; of this process, or of another."""
     return sum(core_times(thread, pid))
 
 
@@ -142,13 +142,13 @@ def bytes_moved() -> int:
 
 
 def oom_kills() -> int:
-    """Processes that were killed for memory in this process's cgroup, by cgroup v2's count."""
+    """Processes that were killed for memory in this process's cgroup, as counted by cgroup v2."""
     path = _text("/proc/self/cgroup").rpartition("0::")[2].strip()
     return int(_table(f"/sys/fs/cgroup{path}/memory.events").get("oom_kill", 0))
 
 
 def pid_namespace() -> str:
-    """The namespace of this process's ids; "" where the system has none."""
+    """The namespace of this process's ids; "" if the system has none."""
     return _link("/proc/self/ns/pid")
 
 
@@ -164,7 +164,7 @@ def _table(path: str) -> dict[str, str]:
 
 
 def _text(path: str) -> str:
-    """A file's; "" where there is none, or no right to it."""
+    """The text of a file; "" if it does not exist or may not be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -173,7 +173,7 @@ def _text(path: str) -> str:
 
 
 def _link(path: str) -> str:
-    """Where a link leads; "" where there is none, or no right to it."""
+    """The target of a link; "" if it does not exist or may not be read."""
     try:
         return os.readlink(path)
     except OSError:

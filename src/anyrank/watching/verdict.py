@@ -1,8 +1,8 @@
-"""Who holds up a job, and where, from one look at every rank. Pure.
+"""Finds who holds up a job, and where, from one look at every rank. Pure.
 
-A rank waits in its oldest call that has not ended. Ranks that made one call of a group vote on what
-it is, and the odd one out holds up the others; else it is the rank that others wait for, and that
-waits for nobody itself. A rank that is at work is waited for, and no hang.
+A rank waits in its oldest call that has not ended. Ranks that made a call of one group vote on what
+it is, and the odd one out holds up the others; else it is the rank that others wait for and that
+waits for nobody itself. A rank at work is waited for, but is not a hang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anyrank.world.first_ranks import name_ranks
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-# What a rank does that is in no call, after its name: by its state, else by the kind.
+# The action of a rank that is in no call, after its name: by its state, else by the kind.
 DOES = {
     "killed": "has ended",
     "lost": "does not answer, on another machine: see `anyrank stacks` there",
@@ -63,17 +63,17 @@ MESSAGE_ADVICE = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who holds up the job. The fields up to `stacks` are the report's keys.
+    """The ranks that hold up the job. The fields up to `stacks` are the report's keys.
 
     Attributes:
-        culprits: ranks, in order; none where nothing tells which of several it is.
+        culprits: ranks, in order; empty if nothing tells which of several it is.
         kind: a key of ADVICE.
         file, line, function: the innermost line of the user's own code at the first culprit's call,
-            else in its main thread; None where no stack can be had.
+            else in its main thread; None if no stack can be had.
         waiting: the other ranks that wait.
-        collective: that the culprit is in, else that they wait in: "all_gather #412".
-        stacks: of every rank, as text.
-        screen: what a person reads.
+        collective: the culprit's, else the one the others wait in: "all_gather #412".
+        stacks: stacks of every rank, as text.
+        screen: the text for a person.
         unread: ranks whose recorded stacks would tell more, for another look.
     """
 
@@ -99,11 +99,11 @@ Calls = Mapping[int, Call]  # by rank
 
 
 def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
-    """Who holds up the job; None where somebody is at work.
+    """Find who holds up the job; None if a rank is at work.
 
     Args:
-        looks: at every rank.
-        idle_sec: seconds since the last step, where it is known.
+        looks: looks at every rank.
+        idle_sec: seconds since the last step, if known.
     """
     snapshot = JobSnapshot(looks, idle_sec)
     for state in ("killed", "lost", "stopped"):
@@ -117,16 +117,16 @@ def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
     verdict = snapshot.verdict_of_answers()
     if verdict is not None and verdict.culprits:
         return verdict
-    if silent:  # within a collective, which may hold the GIL too, if nobody else stands apart
+    if silent:  # in a collective, which may hold the GIL too; counts only if nobody else stands out
         return snapshot.verdict([look.rank for look in silent], "gil")
     return None if any(look.state == "no core" for look in looks) else verdict
 
 
 def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
-    """Which ranks have made other calls than the others, in a job that goes on.
+    """Find the ranks that have made other calls than the rest, in a job that continues.
 
     Args:
-        looks: with the calls of one group.
+        looks: looks with the calls of one group.
     """
     snapshot = JobSnapshot(looks, None)
     for key in sorted({call.key for look in looks for call in look.calls}):
@@ -137,10 +137,10 @@ def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
 
 
 class JobSnapshot:
-    """All looks, and what each rank waits in.
+    """All looks, and the call that each rank waits in.
 
     Args:
-        looks: at every rank.
+        looks: looks at every rank.
         idle_sec: see `conclude`.
     """
 
@@ -159,13 +159,13 @@ class JobSnapshot:
         self.awaited = set[int]().union(*self.waits_for.values())
 
     def verdict_of_answers(self) -> Verdict | None:
-        """Who holds up the job, of the ranks that have answered."""
+        """Find who holds up the job among the ranks that have answered."""
         if dispute := self.disputed_calls():
             return self.verdict(_odd_ranks(dispute), "mismatch", dispute)
         return self.idle_ranks_verdict() or self.waiting_ranks_verdict()
 
     def _behind(self, call: Call) -> set[int]:
-        """Ranks that have never made a call; by stacks alone, those that are not in it."""
+        """Ranks that have never made a call; by stacks alone, ranks that are not in it."""
         if not call.group:
             within = {rank for rank, other in self.pending.items() if not other.group}
             return {look.rank for look in self.answering} - within
@@ -177,9 +177,7 @@ class JobSnapshot:
         }
 
     def disputed_calls(self) -> dict[int, Call]:
-        """The calls of one number of one group, where ranks have made different ones of them: of
-        those that ranks wait in.
-        """
+        """The calls of one number of one group, if ranks that wait in them made different ones."""
         positions = collections.Counter(
             call.key for call in self.pending.values() if call.is_counted
         )
@@ -199,19 +197,19 @@ class JobSnapshot:
         for look in self.answering:
             call = next((call for call in look.calls if call.key == key), None)
             if call is None and _newest(look, key[0]) > key[1]:
-                call = Call(*key, "", is_done=True)  # it is not kept any more
+                call = Call(*key, "", is_done=True)  # it is no longer recorded
             if call is not None:
                 calls[look.rank] = call
         return calls
 
     def idle_ranks_verdict(self) -> Verdict | None:
-        """Those in no collective hold up the others; None where all are, or have ended."""
+        """Blame the ranks in no collective; None if all are in one, or have ended."""
         free = [look for look in self.answering if look.rank not in self.pending]
         if with_dead_workers := [look.rank for look in free if look.dead_workers]:
             return self.verdict(with_dead_workers, "worker")
         if self.awaited:
             free = [look for look in free if look.rank in self.awaited]
-        if not self.pending:  # those at their end hold up nobody
+        if not self.pending:  # ranks at their end hold up nobody
             free = [look for look in free if not _is_ending(look)]
         if not free:
             return None
@@ -223,8 +221,10 @@ class JobSnapshot:
         return self.verdict([look.rank for look in free], kind)
 
     def waiting_ranks_verdict(self) -> Verdict | None:
-        """Where all wait: ranks that others wait for and that wait for nobody, those that do not
-        watch, or the odd ones of a ring.
+        """Find who is to blame if all ranks wait.
+
+        These are ranks that others wait for and that wait for nobody, ranks that do not watch, or
+        the odd ones of a ring.
         """
         if not self.pending:
             return None
@@ -244,20 +244,20 @@ class JobSnapshot:
             return self.verdict(culprits, "skipped" if culprits else "mismatch", ring)
         is_alike = len({call.key for call in ring.values()}) == 1
         if is_alike and any(call.on_device for call in ring.values()):
-            return None  # all have called, and a device may be busy with what came before
+            return None  # all have called, and a device may still be busy with earlier work
         is_order = not is_alike and all(call.is_counted for call in ring.values())
         return self.verdict(_odd_ranks(ring), "order" if is_order else "mismatch", ring)
 
     def _without_message(self, ring: Calls) -> list[int]:
-        """Of ranks that wait for each other, some in messages, those that have left out theirs.
+        """Find ranks that left out their message, among ranks that wait for each other.
 
-        Whoever waits for a message is never wrong by itself: its other end may be, which has called
-        something else. Of gloo's messages that end is not known; but the recorder counts them.
+        A rank that waits for a message is never wrong by itself: its other end may be, if it has
+        called something else. For gloo that end is not known; but the recorder counts messages.
         """
         waiting = {rank: call for rank, call in ring.items() if call.is_message}
         called = ring.keys() - waiting.keys()
         odd = [rank for rank in called if ring[rank].arrival == OTHER]
-        if odd and (len(odd) < len(called) or len(called) == 1):  # all: behind an evaluation
+        if odd and (len(odd) < len(called) or len(called) == 1):  # all of them: after an evaluation
             return sorted(odd)
         known = [self.waits_for[rank] for rank, call in waiting.items() if call.group]
         if ends := called & set[int]().union(*known):
@@ -274,17 +274,17 @@ class JobSnapshot:
         calls: Calls | None = None,
         hangs: bool = True,
     ) -> Verdict:
-        """What is concluded.
+        """Build the verdict.
 
         Args:
-            culprits: none where nothing tells which it is.
+            culprits: empty if nothing tells which it is.
             kind: a key of ADVICE.
-            calls: of the ranks that it is about; without, where each waits.
-            hangs: whether the job does.
+            calls: calls of the ranks concerned; default: where each rank waits.
+            hangs: whether the job hangs.
         """
         calls = {**self.pending, **(calls or {})} if hangs else calls or {}
         rest = [look.rank for look in self.answering if look.rank not in culprits]
-        waits = self.pending if culprits else calls  # of which some may have ended
+        waits = self.pending if culprits else calls  # some of these may have ended
         waiting = [rank for rank in rest if rank in waits] or rest
         line = self.line(culprits[0], calls) if culprits else None
         shown = [calls[rank] for rank in (*culprits[:1], *waiting) if rank in calls]
@@ -302,8 +302,9 @@ class JobSnapshot:
         )
 
     def _unread(self, calls: Calls, culprits: Sequence[int], shown: Iterable[int]) -> list[int]:
-        """Ranks whose recorded stacks would tell more: a line of the screen, or, where the calls
-        alone do not tell it, which rank is wrong.
+        """Ranks whose recorded stacks would tell more.
+
+        Either a line of the screen, or, if the calls alone do not tell, which rank is wrong.
         """
         deciding: Iterable[int] = ()
         if any(call.is_message for call in calls.values()):
@@ -323,12 +324,12 @@ class JobSnapshot:
         return stack[0] if stack else None
 
     def stack_of(self, call: Call) -> Stack:
-        """The lines of a call, or of the same call of another rank, as not all ranks tell them."""
+        """The lines of a call, or of the same call on another rank: not all ranks report them."""
         return call.stack or self.stacks.get((call.key, call.signature), ())
 
 
 def _pending_call(look: Look) -> Call | None:
-    """What a rank waits in: its oldest call that has not ended, else what its stack shows."""
+    """The call that a rank waits in: its oldest unfinished one, else the one its stack shows."""
     for call in look.calls:
         if not call.is_done:
             return call
@@ -342,14 +343,14 @@ def _newest(look: Look, group: str) -> int:
 
 
 def _is_ending(look: Look) -> bool:
-    """Whether a rank is at the end of its script."""
+    """Return whether a rank is at the end of its script."""
     return look.has_finished or ends(look.stack)
 
 
 def _odd_ranks(calls: Calls) -> list[int]:
     """The ranks outside the largest group that has made one call.
 
-    Where several are as large it is those that have come there as never before, and nobody where
+    If several groups are equally large, it is the one that arrived as never before, and nobody if
     that does not tell one group from the others.
     """
     groups = _groups_of(calls)
@@ -362,14 +363,14 @@ def _odd_ranks(calls: Calls) -> list[int]:
         largest = [group for group in largest if group not in odd]
     is_one_call = len({(call.key, call.signature) for call in calls.values()}) == 1
     if is_one_call and any(call.name in ROOTED for call in calls.values()):
-        return []  # one that only sends has gone on, whoever is wrong
+        return []  # a rank that only sends has gone on, whoever is wrong
     if len(largest) != 1 or len(groups) == 1:
         return []
     return [rank for rank in calls if rank not in largest[0]]
 
 
 def _groups_of(calls: Calls) -> list[list[int]]:
-    """The ranks of each call; where all have made the same, those that are done with it apart."""
+    """The ranks of each call; if all made the same one, those that are done with it separately."""
     groups: dict[object, list[int]] = collections.defaultdict(list)
     is_one_call = len({(call.key, call.signature) for call in calls.values()}) == 1
     for rank, call in calls.items():
@@ -377,16 +378,16 @@ def _groups_of(calls: Calls) -> list[list[int]]:
     return [*groups.values()]
 
 
-# -- words ----------------------------------------------------------------------------------------
+# -- texts ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Screen:
-    """What a person reads: a clause for each group of ranks that do the same, the culprits first.
+    """The text for a person: a clause for each group of ranks in the same state, culprits first.
 
     Attributes:
-        snapshot: that it is of.
-        calls: that it is about, by rank.
+        snapshot: the looks.
+        calls: the calls concerned, by rank.
         culprits: ranks.
         waiting: ranks that wait.
         kind: a key of ADVICE.
@@ -399,7 +400,7 @@ class _Screen:
     kind: str
 
     def text(self, hangs: bool) -> str:
-        """All of it; of a job that hangs, or goes on with other calls."""
+        """The whole text, for a job that hangs, or that continues with wrong calls."""
         head = self._hang() if hangs else f"{self._clauses(self.calls)}: the result is wrong"
         looks = [self.snapshot.by_rank[rank] for rank in self.culprits[:1]]
         details = [d for look in looks for d in (*look.dead_workers, *look.workers, look.detail)]
@@ -411,7 +412,7 @@ class _Screen:
         return "\n".join([f"anyrank: {head}", *(f"  {line}" for line in lines), *self._stacks()])
 
     def _hang(self) -> str:
-        """The sentence of a job that hangs."""
+        """The sentence for a job that hangs."""
         idle_sec = self.snapshot.idle_sec
         since = "now" if idle_sec is None else f"since {idle_sec:.0f} s"
         called = [rank for rank in self.waiting if rank in self.calls]
@@ -435,14 +436,14 @@ class _Screen:
         )
 
     def _orders(self) -> str:
-        """That ranks wait for each other in several groups."""
+        """Say that ranks wait for each other in several groups."""
         if self.kind != "order":
             return ""
         groups = dict.fromkeys(call.group for call in self.calls.values() if not call.is_done)
         return f"ranks call groups {' and '.join(groups)} in different orders: "
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
-        """The ranks, those that do the same together."""
+        """Group the ranks that do the same."""
         groups: dict[object, list[int]] = collections.defaultdict(list)
         for rank in ranks:
             call, line = self.calls.get(rank), self.snapshot.line(rank, self.calls)
@@ -450,17 +451,17 @@ class _Screen:
         return [*groups.values()]
 
     def first_ranks(self) -> list[int]:
-        """The first rank of each group that the sentence is about: its line stands for them all."""
+        """The first rank of each group in the sentence: its line stands for them all."""
         groups = self._alike((*self.culprits, *self.waiting) if self.culprits else self.calls)
         return [group[0] for group in groups[:SHOWN_RANKS]]
 
     def _clauses(self, ranks: Iterable[int]) -> str:
-        """What ranks do, each group of them for itself; the culprits first."""
+        """A clause for each group of ranks; the culprits first."""
         groups = self._alike(sorted(ranks, key=lambda rank: rank not in self.culprits))
         return "; ".join(first_few([*map(self._clause, groups)], SHOWN_RANKS))
 
     def _clause(self, ranks: Sequence[int]) -> str:
-        """What ranks do that do the same, and at which line."""
+        """The clause for ranks that do the same, and their line."""
         call, line = self.calls.get(ranks[0]), self.snapshot.line(ranks[0], self.calls)
         where = f" at {line}" if line else ""
         if call is None:
@@ -477,7 +478,7 @@ class _Screen:
         return f"{name_ranks(ranks)} {verb} {call.describe(with_sizes)}{where}"
 
     def _does(self, look: Look) -> str:
-        """What a rank does that is in no call."""
+        """The action of a rank that is in no call."""
         known = DOES.get(look.state) or DOES.get(self.kind)
         return known or ("is at work in one place" if look.is_busy else "is in no collective")
 

@@ -1,1 +1,1 @@
-"""Which table of a checkpoint holds the weights, and the keys that `rename=` makes of its keys."""
+"""The choice of the table of weights in a checkpoint, and the keys that `rename=` makes."""

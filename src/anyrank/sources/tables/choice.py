@@ -1,7 +1,7 @@
-"""Which tensors of a source are the weights, where it holds several tables of tensors.
+"""Chooses the weights of a source that holds several tables of tensors.
 
-A table is what a checkpoint keeps under one name: `model`, `ema`, `optimizer`. Names that the
-caller's `rename=` gives decide. Only where none of them fits is a table guessed, by its name.
+A table is everything that a checkpoint keeps under one name: `model`, `ema`, `optimizer`. The names
+that the caller's `rename=` gives decide. Only if none of them fits is a table guessed, by its name.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 
 def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
-    """The weights of a source that may hold an optimizer, averages or other parts as well.
+    """The weights of a source that may also hold an optimizer, averages or other parts.
 
     Args:
-        known: names of the tensors that are to be filled.
+        known: names of the tensors to fill.
         listing: the source.
-        rename: of the caller, from keys of the source, or of its table of weights, to these names.
+        rename: the caller's renaming, from keys of the source, or of its table of weights, to these
+            names.
     """
     # A source whose keys are all names of the model leaves nothing to choose.
     is_all = bool(listing.tensors or not listing.beside)
@@ -47,7 +48,7 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
         if named is not None:
             return named
     elif listing.beside and not _any_known(listing.tensors, known):
-        # A model that has several parts in it, under their names.
+        # A model with several parts in it, under their names.
         parts = _tables_named(listing, str, lambda key, _: _any_known([key], known))
         if parts is not None:
             return parts
@@ -67,17 +68,17 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
 def idle_renames(
     rename: Rename, source: Listing, chosen: Listing, keys: Collection[str]
 ) -> list[str]:
-    """Entries of `rename=` that match no key of a source, in words.
+    """Describe the entries of `rename=` that match no key of a source.
 
     Args:
-        rename: of the caller.
-        source: all that there is.
-        chosen: what `weights_for` made of it.
-        keys: that were renamed.
+        rename: the caller's `rename=`.
+        source: everything in the source.
+        chosen: the result of `weights_for`.
+        keys: the keys that were renamed.
 
     Raises:
-        LoadError: such an entry of a dict, or a list of which all are such, where a guess has
-            chosen one of several tables.
+        LoadError: a dict has such an entry, or all entries of a list are such, and one of several
+            tables was guessed.
     """
     if rename is None:
         return []
@@ -92,13 +93,13 @@ def idle_renames(
             f"keys that are: give the prefix that is before the model's names"
             + (f", as {prefix!r}" if prefix else "")
         )
-    # What is left out needs no renaming, and whoever names it is not told that it is not there.
+    # Left out keys need no renaming, and whoever names them is not told that they are missing.
     others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
     idle = unused(rename, {*chosen.tensors, *keys, *others})
     if not idle:
         return []
-    # A list of regexes may be one for files of several kinds; where none is for this file, it is
-    # mistyped as a dict's name is.
+    # A list of regexes may be meant for files of several kinds; if none is for this file, it is
+    # mistyped like a dict's name.
     is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
     tables = [] if is_for_source else _alternatives(source, chosen)
     near = Near({*chosen.tensors, *others, *tables})
@@ -113,11 +114,12 @@ def idle_renames(
 def _aimed_elsewhere(
     rename: Rename, source: Listing, chosen: Listing, keys: Collection[str], left: list[str]
 ) -> list[str]:
-    """Keys of other tables than the chosen one that `rename=` takes out of them, in entries that
-    match nothing of what was chosen: another table was meant than the one that was guessed.
+    """Keys of other tables than the chosen one that `rename=` takes out of them.
+
+    Their entries match nothing in the chosen table: another table was meant than the guessed one.
 
     Args:
-        rename: a regex of a list is judged with the others.
+        rename: the caller's; a regex of a list is judged together with the others.
         source, chosen, keys: as for `idle_renames`.
         left: whole keys that were not chosen.
     """
@@ -126,13 +128,13 @@ def _aimed_elsewhere(
     chosen_keys = {*chosen.tensors, *keys, *(whole.keys() - left)}
     changed = any(apply(key) != key for key in chosen_keys)
     if not isinstance(rename, Mapping):
-        # An optimizer's tensors may have the names that a function or a regex is for.
+        # An optimizer's tensors may have the names that a function or a regex is meant for.
         moved = [] if changed else [key for key in left if not _is_other_part(key, source)]
     elif changed and whole.keys() >= chosen.tensors.keys():
         moved = []  # other entries chose by whole keys
     else:
         idle = [old for old in unused(rename, chosen_keys) if not _is_left_out(old)]
-        if changed:  # a dict may be one for several files: what takes a table out is for this one
+        if changed:  # a dict may be for several files: taking a table out is for this one
             idle = [old for old in idle if not rename[old]]
         moved = [key for key in left if _is_in(key, [old.rstrip(".") for old in idle])]
     depth = _depth_of_tables(source)
@@ -140,21 +142,22 @@ def _aimed_elsewhere(
 
 
 def _is_left_out(old: str) -> bool:
-    """Whether an entry of `rename=` is for leaving out an optimizer or its like: {"optimizer": ""},
-    and not what is inside of it: {"callbacks.EMA": ""}.
+    """Return whether an entry of `rename=` leaves out an optimizer or the like: {"optimizer": ""}.
+
+    An entry for something inside of it does not count: {"callbacks.EMA": ""}.
     """
     return is_other_part(old.rstrip(".").rpartition(".")[2])
 
 
 def _before(key: str, names: Collection[str]) -> str | None:
-    """What stands before the longest end of a key that is a name; None where no end is one."""
+    """The text before the longest end of a key that is a name; None if no end is one."""
     parts = key.split(".")
     cuts = range(1, len(parts))
     return next((".".join(parts[:n]) for n in cuts if ".".join(parts[n:]) in names), None)
 
 
 def _alternatives(source: Listing, chosen: Listing) -> list[str]:
-    """The tables of a source that hold most of the chosen names, where one of them was guessed."""
+    """The tables of a source that hold most of the chosen names, if one of them was guessed."""
     whole = whole_keys(source)
     if whole.keys() >= chosen.tensors.keys():  # by whole keys: nothing was guessed
         return []
@@ -172,8 +175,9 @@ def _alternatives(source: Listing, chosen: Listing) -> list[str]:
 
 
 def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
-    """The tables that `rename=` takes tensors out of, by their whole keys; None where it names no
-    table. What is to be filled is not known.
+    """The tables that `rename=` takes tensors out of, by whole keys; None if it names no table.
+
+    The tensors to fill are not known.
     """
     if rename is None:
         return None
@@ -182,13 +186,14 @@ def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
 
 
 def _depth_of_tables(listing: Listing) -> int:
-    """Which part of a whole key tells the tables: the second, where one name is above all."""
+    """The part of a whole key that names the table: the second, if one name is above all."""
     return int(len({key.partition(".")[0] for key in whole_keys(listing)}) == 1)
 
 
 def _leaves_table(key: str, name: str, listing: Listing, depth: int) -> bool:
-    """Whether a name, which a whole key became, is out of the key's table. A regex for names within
-    tables leaves none.
+    """Return whether a name that a whole key became has left the key's table.
+
+    A regex for names within tables leaves none.
     """
     parts = _table_of(key, listing).split(".")
     table = parts[min(depth, len(parts) - 1)]
@@ -198,12 +203,12 @@ def _leaves_table(key: str, name: str, listing: Listing, depth: int) -> bool:
 def _tables_named(
     listing: Listing, rename: Renamer, is_named: Callable[[str, str], bool]
 ) -> Listing | None:
-    """The tables of which `rename` names a tensor, by whole keys; None where there is none."""
+    """The tables of which `rename` names a tensor, by whole keys; None if there are none."""
     known_tables = bool(listing.table or listing.tables or listing.beside)
     whole = whole_keys(listing)
     others = {key for key in whole if known_tables and _is_other_part(key, listing)}
-    # What is kept in an optimizer or a callback is asked last, as a regex for the weights' names
-    # may fit theirs, and by its whole place, as {"optimizer": ""} is for leaving it out.
+    # Parts of an optimizer or a callback are asked last, because a regex for the weights' names
+    # may fit theirs, and by their whole place, because {"optimizer": ""} is for leaving it out.
     deeper = [key for key in others if not _is_part_cut(key, rename(key))]
     named: set[str] = set()
     for keys in (whole.keys() - others, deeper):
@@ -215,7 +220,7 @@ def _tables_named(
 
 
 def _is_part_cut(key: str, name: str) -> bool:
-    """Whether a name is a key of an optimizer or its like without the name of that part."""
+    """Return whether a name is a key of an optimizer or the like without the name of that part."""
     part = key if is_other_part(key) else key.partition(".")[2]  # below one name above all
     return name == part.partition(".")[2]
 
@@ -223,12 +228,12 @@ def _is_part_cut(key: str, name: str) -> bool:
 def take_tables(
     listing: Listing, chosen: dict[str, StoredTensor], others: Iterable[str]
 ) -> Listing:
-    """The listing with the tensors of some tables, by whole keys; what else there was is said."""
+    """The listing with the tensors of some tables, by whole keys; the rest is listed as skipped."""
     tables = {_table_of(key, listing) for key in chosen}
     stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], tables)]
     unread = whole_unread(listing).items()
     unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
-    # What is left out stays in sight: scales may have a table of their own.
+    # Tensors that are left out stay visible: scales may have a table of their own.
     left = {key: t.renamed(key) for key, t in whole_keys(listing).items() if key not in chosen}
     listing = replace(listing, skipped=tuple(stays), unreadable=unreadable, beside=left)
     return _chosen(listing, chosen, others)
@@ -237,10 +242,10 @@ def take_tables(
 def inner_prefix(
     keys: Iterable[str], known: Collection[str], rename: Callable[[str], str] | None = None
 ) -> str | None:
-    """The prefix under which the weights are, when no key means a tensor of the model by itself.
+    """The prefix of the weights, if no key names a tensor of the model by itself.
 
-    Where one name is above all (`app` in torch's recipes for DCP), they are looked for below it.
-    What follows the prefix may be the name, or become it by `rename`.
+    If one name is above all (`app` in torch's recipes for DCP), the search begins below it. The
+    text after the prefix may be the name, or become it by `rename`.
     """
     keys = list(keys)
     renamers = [lambda key: key, *([rename] if rename else [])]
@@ -270,7 +275,7 @@ def unused(rename: Rename, keys: Collection[str]) -> list[str]:
         names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
         return [old for old in rename if old not in names and f"{old}." not in names]
     left: list[str] = []
-    for pattern, replacement in rename:  # each is given what those before it made of a key
+    for pattern, replacement in rename:  # each gets what those before it made of a key
         regex = re.compile(pattern)
         if not any(map(regex.search, keys)):
             left.append(pattern)
@@ -284,7 +289,7 @@ def whole_keys(listing: Listing) -> dict[str, StoredTensor]:
 
 
 def whole_unread(listing: Listing) -> dict[str, str]:
-    """Every tensor of every table that is not read, and what it is."""
+    """Every tensor of every table that is not read, with its description."""
     return _below_table(listing, listing.unreadable) | listing.unread_beside
 
 
@@ -294,7 +299,7 @@ def _below_table(listing: Listing, table: Mapping[str, T]) -> dict[str, T]:
 
 
 def _renamed(rename: Renamer, key: str) -> str:
-    """What a key becomes; itself where a function was not written for keys of this table."""
+    """The renamed key; the key itself if a function was not written for keys of this table."""
     try:
         return rename(key)
     except AnyrankError:
@@ -311,13 +316,13 @@ def _table_of(key: str, listing: Listing) -> str:
 
 
 def _is_in(key: str, tables: Collection[str]) -> bool:
-    """Whether a key is one of these names, or lies below one of them."""
+    """Return whether a key is one of these names, or lies below one of them."""
     parts = key.split(".")
     return any(".".join(parts[:n]) in tables for n in range(1, len(parts) + 1))
 
 
 def _is_other_part(key: str, listing: Listing) -> bool:
-    """Whether a whole key is of an optimizer or its like, also below one name above all."""
+    """Return whether a whole key belongs to an optimizer or the like, or below one name."""
     outer, _, inner = key.partition(".")
     return is_other_part(key) or (
         outer in listing.tables
@@ -327,7 +332,7 @@ def _is_other_part(key: str, listing: Listing) -> bool:
 
 
 def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) -> bool:
-    """Whether a key is of another part of the checkpoint, and not a tensor that nobody expects."""
+    """Return whether a key belongs to another part of the checkpoint, not just unknown."""
     tables: Collection[str] = () if listing.table else listing.tables  # keys are within a table
     if prefix[:-1] in tables:
         return True
@@ -338,13 +343,13 @@ def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) 
 
 
 def is_optimizer(table: str, listing: Listing) -> bool:
-    """Whether a table is an optimizer's state_dict(), whatever its name."""
+    """Return whether a table is an optimizer's state_dict(), whatever its name."""
     groups = f"{table}.param_groups"
     return groups in listing.tables or any(note.startswith(groups) for note in listing.skipped)
 
 
 def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
-    """The listing with these tensors alone; what else there was is said."""
+    """The listing with only these tensors; the rest is listed as skipped."""
     noted = {note.partition(":")[0] for note in listing.skipped}
     notes = (
         f"{key}: {'not weights' if _is_other_part(key, listing) else 'of another table'}"

@@ -13,19 +13,19 @@ from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.sources.tables.choice import is_optimizer, whole_keys, whole_unread
 from anyrank.tensors.spec import StoredTensor
 
-# Formats that say themselves which table the weights are.
+# Formats that state themselves which table holds the weights.
 SELF_DESCRIBING = (FORMAT, "lightning")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a source holds, by whole keys.
+    """The contents of a source, by whole keys.
 
     Attributes:
         weights: the tensors of all tables that may hold weights.
-        others: those of optimizers and the like, of which no flat source has any.
-        unread: what is among them and has no bytes that are its values.
-        prefix: of the weights' keys, where they are of one table that is known as theirs.
+        others: tensors of optimizers and the like, which no flat source has.
+        unread: tensors among them without bytes that are their values.
+        prefix: prefix of the weights' keys, if they form one table that is known as theirs.
         has_several: whether several tables may hold weights.
     """
 
@@ -37,10 +37,10 @@ class Parts:
 
 
 def parts_of(listing: Listing) -> Parts:
-    """Weights and others, by the names of tables where the format tells tables and modules apart.
+    """Sort tensors into weights and others, by tables if the format tells them from modules.
 
-    A flat source has no tables, whatever the names of a model's children are. Tensors by themselves
-    beside a known table that has more of them (a queue, a generator's state) are no table.
+    A flat source has no tables, whatever the names of a model's children are. Single tensors beside
+    a known table with more tensors (a queue, a generator's state) are not a table.
     """
     unread = whole_unread(listing)
     if listing.format in SELF_DESCRIBING:
@@ -77,14 +77,15 @@ def _above_all(whole: dict[str, StoredTensor], listing: Listing) -> str:
 
 
 def alike(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str]]:
-    """Two sources as they are compared, and the keys of what is beside the weights in one of them.
+    """Make two sources comparable; also return keys beside the weights that only one of them has.
 
-    Weights go by their names in the table of weights, where both sources have at most one. What is
-    beside them is compared where both are checkpoints of one format, as each names it its own way.
+    Weights go by their names in the table of weights, if both sources have at most one. Other
+    tensors are compared if both are checkpoints of one format, because each format has its own
+    names.
     """
     of_a, of_b = parts_of(a), parts_of(b)
     both = bool(of_a.others and of_b.others) and a.format.split()[0] == b.format.split()[0]
-    # Names of several tables stay whole, and so do those that are names of another part as well.
+    # Names of several tables stay whole, and so do names that another part has too.
     is_whole = of_a.has_several or of_b.has_several
     is_whole |= both and any(
         not part.others.keys().isdisjoint(key.removeprefix(part.prefix) for key in part.weights)

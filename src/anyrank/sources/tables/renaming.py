@@ -1,4 +1,4 @@
-"""`rename=`: from the keys of a source to the names of a model, as the caller says it."""
+"""`rename=`: the caller's renaming of a source's keys to a model's names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from anyrank.tensors.names import Rename
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """One function for the three forms of `rename=`: a dict of keys or prefixes, pairs of regex and
-    replacement applied in order, or a callable.
+    """Make one function of the three forms of `rename=`.
+
+    These are a dict of keys or prefixes, pairs of regex and replacement applied in order, or a
+    callable.
 
     Raises:
         ValueError: a regex that does not compile, or an entry that is not a pair.
@@ -48,7 +50,7 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         if wrong:
             raise TypeError(f"{wrong[0]!r} is not text to put in place")
         for pattern, replacement in pairs:
-            pattern.sub(replacement, "")  # raises for a group that the pattern has not
+            pattern.sub(replacement, "")  # raises for a group that the pattern lacks
     except (re.error, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
