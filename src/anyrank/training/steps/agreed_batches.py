@@ -1,4 +1,4 @@
-"""The batches of a step: each rank fetches its own, and the failure of one is every rank's."""
+"""The batches of a step: each rank fetches its own, and one rank's failure is every rank's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from anyrank.world.failures import Failure, as_failure, join_failures
 from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.ranks import Ranks
 
-FIRST = 2  # batches of a step that the ranks agree on at once
+FIRST = 2  # batches of a step that the ranks agree on together
 WHAT = "fetching a batch"
 
 
 @dataclass(frozen=True)
 class Fetcher:
-    """How the batches of a step are fetched on this rank.
+    """The functions that fetch a step's batches on this rank.
 
     Attributes:
         fetch: returns the batch of a slot.
@@ -52,14 +52,14 @@ class Ahead(NamedTuple):
 
 
 class OwnBatches:
-    """Some batches of this rank, fetched at once. It has them when all ranks are known to.
+    """Some batches of this rank, fetched together; handed out once all ranks have theirs.
 
     Args:
-        fetcher: of their step.
-        slots: whose batches.
+        fetcher: fetcher of their step.
+        slots: slots of the batches.
 
     Attributes:
-        report: what the others have to know of them.
+        report: this rank's report on them.
     """
 
     def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
@@ -101,19 +101,19 @@ class OwnBatches:
         """The batches, once. All ranks.
 
         Raises:
-            Exception: in one process, what the fetch raised; on several ranks an AnyrankError as
-                from `Ranks.together`, with the exception of each rank.
+            Exception: in one process, the exception of the fetch; on several ranks an AnyrankError
+                as from `Ranks.together`, with the exception of each rank.
         """
         if self._wait is None:
             self.tell(ranks)
         assert self._wait is not None
         self._learn(self._wait())
-        batches, self._batches = self._batches, []  # else their memory stays with this object
+        batches, self._batches = self._batches, []  # else this object would keep their memory
         return batches
 
 
 def fetch_first(fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> OwnBatches:
-    """The first batches of a step with these slots."""
+    """Fetch the first batches of a step with these slots."""
     return OwnBatches(fetcher, slots[:FIRST])
 
 
@@ -123,19 +123,19 @@ def one_ahead(
     slots: Sequence[MicrobatchSlot],
     first: OwnBatches | None = None,
 ) -> Iterator[FetchedBatch]:
-    """The batches of a step, each once all ranks have theirs. All ranks.
+    """Yield the batches of a step, each once all ranks have theirs. All ranks.
 
-    After the first ones, the next is fetched before one is returned, and the ranks agree on it
-    while the caller works.
+    After the first ones, the next batch is fetched before one is returned, and the ranks agree on
+    it while the caller works.
 
     Args:
-        ranks: that have the step.
-        fetcher: of the step.
-        slots: of the step on this rank, at least one.
+        ranks: the ranks that have the step.
+        fetcher: the step's fetcher.
+        slots: the step's slots on this rank, at least one.
         first: the first batches, if they were fetched before.
 
     Raises:
-        Exception: as `OwnBatches.take`.
+        Exception: as for `OwnBatches.take`.
     """
     *batches, last = (first or fetch_first(fetcher, slots)).take(ranks)
     yield from batches
