@@ -174,7 +174,7 @@ class FrameworkRun:
             end_step()
         if self.has_stepped:
             self.has_stepped = False
-            end_step = self.open()._count_step()  # pyright: ignore[reportPrivateUsage]
+            end_step = self.open().count_step()
             if hold:
                 self._put_off = end_step
             else:

@@ -203,39 +203,6 @@ def test_a_new_learning_rate_works_under_every_schedule(
     assert (said in notes_of(report)) is not cycles  # a cycle has rates of its own
 
 
-@pytest.mark.parametrize("make", [lambda total: lambda o: schedules.LambdaLR(o, decay(total))])
-def test_what_a_function_is_made_with_is_named(make: Any, tmp_path: Path) -> None:
-    for named in (make, partial_decay):
-        folder = tmp_path / named.__name__.strip("<>")
-        train(folder, 1, named(12))
-        report, rates = train(folder, 4, named(16))
-        _, whole = train(folder / "whole", 4, named(16))
-        used = "this script's is used, as no checkpoint holds it"
-        assert f"scheduler total: 16 here, 12 in the saved run; {used}" in notes_of(report)
-        assert rates[1:] == whole[2:]  # the first one was computed at the end of the saved run
-        report, _ = train(folder, 5, named(16))
-        assert notes_of(report) == []
-
-
-def by_default(total: int) -> Schedule:
-    return lambda o: schedules.LambdaLR(o, lambda count, total=total: 1 - count / total)
-
-
-def by_list(total: int) -> Schedule:
-    ends = [4, total]
-    return lambda o: schedules.LambdaLR(o, lambda count: 0.5 ** sum(count >= end for end in ends))
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [(by_default, "total: 16 here, 12 in"), (by_list, "ends: [4, 16] here, [4, 12] in")],
-)
-def test_numbers_in_defaults_and_lists_are_compared(make: Any, words: str, tmp_path: Path) -> None:
-    train(tmp_path, 1, make(12))
-    assert words in " ".join(notes_of(train(tmp_path, 2, make(16))[0]))
-    assert notes_of(train(tmp_path, 3, make(16))[0]) == []
-
-
 class Falling:
     """A function that is an object, whose numbers are among the schedule's settings."""
 
@@ -381,49 +348,59 @@ RECURSIVE: dict[str, Callable[[Any], Schedule]] = {
 
 @pytest.mark.parametrize("by_hand", [cut, lambda number, group: None])
 @pytest.mark.parametrize("name", RECURSIVE)
-def test_another_setting_or_rate_keeps_what_a_plateau_and_a_hand_did(
+def test_another_setting_or_rate_is_as_the_scripts_schedules_give_it_at_the_count(
     name: str, by_hand: Any, tmp_path: Path
 ) -> None:
+    """Without what a plateau or a hand had done to the rate, which the warning shows."""
     before = {"scheduler": RECURSIVE[name](0), "plateau": PLATEAU}
     after = {"scheduler": RECURSIVE[name](1), "plateau": PLATEAU}
     for lrs in ((0.1, 0.02), (0.05, 0.02)):
         folder = tmp_path / str(lrs[0])
-        _, whole = drive(folder / "whole", 8, after, lrs=lrs, by_hand=by_hand)
+        _, alone = drive(folder / "alone", 6, {"scheduler": after["scheduler"]}, lrs=lrs)
         drive(folder / "run", 5, before, by_hand=by_hand)
-        _, rates = drive(folder / "run", 8, after, lrs=lrs, by_hand=by_hand, settings="script")
-        assert rates == [pytest.approx(row, rel=1e-6) for row in whole[5:]]
+        report, rates = drive(folder / "run", 6, after, lrs=lrs, settings="script")
+        assert rates == [pytest.approx(alone[5], rel=1e-9)]
+        (note,) = [note for note in notes_of(report) if "at the run's count" in note]
+        assert note.startswith(f"optimizer lr: {rates[0][0]:g}, {rates[0][1]:g}, as this script's")
+        assert "; the saved run had " in note
+        report, _ = drive(folder / "run", 7, after, lrs=lrs, settings="script")
+        assert notes_of(report) == []  # and what the plateau does from there on stays
 
 
 @pytest.mark.parametrize("makes", [{"plateau": PLATEAU}, {}])
-def test_a_new_rate_alone_keeps_what_a_plateau_and_a_hand_did(
-    makes: dict[str, Schedule], tmp_path: Path
-) -> None:
-    _, whole = drive(tmp_path / "whole", 8, makes, lrs=(0.1, 0.06), by_hand=cut)
+def test_a_new_rate_alone_is_that_of_its_group(makes: dict[str, Schedule], tmp_path: Path) -> None:
     drive(tmp_path / "run", 5, makes, by_hand=cut)
-    _, rates = drive(tmp_path / "run", 8, makes, lrs=(0.1, 0.06), by_hand=cut, settings="script")
-    assert rates == [pytest.approx(row, rel=1e-6) for row in whole[5:]]
+    drive(tmp_path / "again", 5, makes, by_hand=cut)
+    _, whole = drive(tmp_path / "again", 6, makes, by_hand=cut)
+    report, rates = drive(tmp_path / "run", 6, makes, lrs=(0.1, 0.06), settings="script")
+    assert rates[0] == [whole[0][0], 0.06]  # the other group's has its cuts
+    assert any("lr of group 1: 0.06 here, 0.02 in the saved run" in n for n in notes_of(report))
 
 
-def test_saved_settings_that_cannot_be_followed_are_named_and_the_rate_stays(
-    tmp_path: Path,
-) -> None:
-    def falls(until: int) -> Schedule:
-        def factor(count: int) -> float:
-            if count > until:
-                raise IndexError("no such step")
-            return 0.9
+def test_another_option_leaves_the_rates_as_they_are(tmp_path: Path) -> None:
+    def run(until: int, momentum: float, settings: Any = "saved") -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        parts = {"scheduler": MANY["gamma"](optimizer), "plateau": PLATEAU(optimizer)}
+        state = anyrank.TrainState(model, optimizer, **parts)
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+            report = ckpts.resume(settings=settings)
+            group = dict(optimizer.param_groups[0])
+            while state.step < until:
+                optimizer.step()
+                parts["scheduler"].step()
+                parts["plateau"].step(1.0)
+                cut(state.step, optimizer.param_groups[0])
+                ckpts.step_done()
+        return report, group["lr"], group["momentum"], optimizer.param_groups[0]["lr"]
 
-        return lambda o: schedules.MultiplicativeLR(o, factor)
-
-    _, before = drive(tmp_path, 5, {"scheduler": falls(9), "other": RECURSIVE["cosine"](0)})
-    makes = {"other": RECURSIVE["cosine"](0)}
-    report, rates = drive(
-        tmp_path, 6, makes, lrs=(0.05, 0.02), settings="script", skip=["scheduler"]
-    )
-    assert report is not None
-    assert any("the saved rate stays" in note for note in report.notes)
-    assert rates[0][0] < 0.55 * before[-1][0]  # half the base rate
-    assert rates[0][1] > 0.7 * before[-1][1]
+    _, _, _, last = run(5, 0.9)
+    report, rate, momentum, _ = run(5, 0.8, "script")
+    assert (rate, momentum) == (last, 0.8)
+    assert notes_of(report) == [
+        "optimizer momentum: 0.8 here, 0.9 in the saved run; this script's is used"
+    ]
 
 
 NEW: dict[str, Schedule] = {**MANY, "plateau": PLATEAU, "again": RECURSIVE["cosine"](1)}
@@ -450,16 +427,19 @@ def test_a_schedule_that_is_not_restored_begins_with_its_own_rates(
     assert (rates, notes_of(report)) == (whole[4:], [])
 
 
-def test_a_new_schedule_beside_a_restored_one_begins_where_that_is(tmp_path: Path) -> None:
+def test_a_new_schedule_beside_a_restored_one_is_an_error_but_for_a_plateau(
+    tmp_path: Path,
+) -> None:
     cosine, warm = RECURSIVE["cosine"](0), MANY["warm"]
-    _, alone = drive(tmp_path / "alone", 6, {"scheduler": cosine})
+    _, alone = drive(tmp_path / "alone", 7, {"scheduler": cosine})
     drive(tmp_path / "run", 5, {"scheduler": cosine})
     makes = {"scheduler": cosine, "second": warm}
-    _, rates = drive(tmp_path / "run", 6, makes, skip=["second"])
-    assert rates == [pytest.approx([0.1 * rate for rate in alone[5]])]
-    makes = {"scheduler": cosine, "second": warm, "plateau": PLATEAU}
-    report, _ = drive(tmp_path / "run", 7, makes, skip=["plateau"])
-    assert notes_of(report) == []
+    for settings in ("saved", "script"):
+        with pytest.raises(anyrank.CheckpointError, match=r"second: begins beside scheduler.*skip"):
+            drive(tmp_path / "run", 6, makes, skip=["second"], settings=settings)
+    makes = {"scheduler": cosine, "plateau": PLATEAU}
+    report, rates = drive(tmp_path / "run", 6, makes, skip=["plateau"])
+    assert (rates, notes_of(report)) == (alone[5:6], [])
 
 
 def test_without_a_schedule_in_the_script_the_saved_rate_stays(tmp_path: Path) -> None:
@@ -484,7 +464,6 @@ def test_an_optimizer_that_is_not_restored_has_the_rates_of_its_restored_schedul
     options: dict[str, Any] = {"skip": ["optimizer"], "settings": settings}
     report, rates = drive(tmp_path / "run", 7, makes, **options)
     assert rates == whole[5:7]
-    assert "after the resume is gone" not in caplog.text
     assert notes_of(report) == []
     _, rates = drive(tmp_path / "run", 8, makes, settings=settings)
     assert rates == whole[7:]
@@ -563,60 +542,6 @@ def test_rates_that_the_loop_sets_by_hand_are_no_news(tmp_path: Path) -> None:
     assert rates == [0.1, 0.1]
 
 
-def rates_after(
-    folder: Path, schedule: Schedule, by_hand: Callable[[int, Any], None], until: int
-) -> list[float]:
-    """The rates of a run that was resumed; `by_hand` is called before each step."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = schedule(optimizer)
-    state = anyrank.TrainState(model, optimizer, scheduler=made)
-    rates: list[float] = []
-    with anyrank.Checkpoints(folder, state) as ckpts:
-        ckpts.resume()
-        for number in range(until - state.step):
-            by_hand(number, optimizer.param_groups[0])
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            made.step()
-            ckpts.step_done()
-    return rates
-
-
-def once(number: int, group: Any) -> None:
-    group["lr"] = 0.001 if number == 0 else group["lr"]
-
-
-def always(number: int, group: Any) -> None:
-    group["lr"] = 0.001 * (number + 1)
-
-
-def never(number: int, group: Any) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("schedule", "by_hand", "warns"),
-    [
-        (lambda o: schedules.LambdaLR(o, decay(12)), once, True),
-        (lambda o: schedules.LambdaLR(o, decay(12)), always, False),
-        (lambda o: schedules.LambdaLR(o, decay(12)), never, False),
-        (lambda o: schedules.OneCycleLR(o, 0.2, total_steps=12, cycle_momentum=False), once, True),
-        (lambda o: schedules.CosineAnnealingLR(o, 12), once, False),  # goes on from it
-    ],
-)
-def test_a_rate_that_a_schedule_takes_back_is_named(
-    schedule: Schedule, by_hand: Any, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rates_after(tmp_path, schedule, never, 4)
-    caplog.clear()
-    rates = rates_after(tmp_path, schedule, by_hand, 8)
-    said = [text for text in caplog.messages if "that was set after the resume is gone" in text]
-    assert len(said) == warns
-    assert (rates[1] > 0.01) is (by_hand is never or warns)
-
-
 def test_a_schedule_that_steps_after_the_save_of_its_step_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -675,53 +600,6 @@ def test_other_parts_settings_are_arguments_of_their_class(tmp_path: Path) -> No
     report, average = run(0.75, "script")
     assert (average.decay, average.updates) == (0.75, 3)
     assert run(0.75)[0].notes == []
-
-
-class Unsaved(Average):
-    """An average whose state has no constructor's argument."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.updates = state["updates"]
-
-
-class Shadow(nn.Module):
-    """An average that is a module, as timm's, whose decay is no entry of its state."""
-
-    def __init__(self, decay: float) -> None:
-        super().__init__()
-        self.module, self.decay = nn.Linear(2, 1), decay
-
-
-def averaged(decay: float) -> nn.Module:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    return AveragedModel(nn.Linear(2, 1), multi_avg_fn=get_ema_multi_avg_fn(decay))
-
-
-@pytest.mark.parametrize("make", [Unsaved, Shadow, averaged])
-def test_a_decay_that_no_state_holds_is_the_scripts_and_named(make: Any, tmp_path: Path) -> None:
-    def run(decay: float, settings: Any) -> anyrank.ResumeReport | None:
-        average = make(decay)
-        state = anyrank.TrainState(nn.Linear(2, 1), ema=average)
-        with anyrank.Checkpoints(tmp_path, state) as ckpts:
-            report = ckpts.resume(settings=settings)
-            ckpts.step_done()
-        assert getattr(average, "decay", decay) == decay
-        return report
-
-    run(0.5, "saved")
-    note = (
-        "ema decay: {} here, {} in the saved run; this script's is used, as no checkpoint holds it"
-    )
-    for settings in ("saved", "script"):
-        for decay, before in ((0.5, 0.5), (0.75, 0.5), (0.75, 0.75), (0.5, 0.75)):
-            report = run(decay, settings)
-            assert notes_of(report) == [note.format(decay, before)] * (decay != before)
-            assert report is not None
-            assert report.components["ema"] == "exact"
 
 
 def unfrozen(

@@ -178,7 +178,7 @@ class Checkpoints:
                 each optimizer step, as Accelerate steps them once for each process.
             settings: of schedules and optimizers (T_max, lr, betas) that the script gives
                 otherwise than the saved run's: "saved" keeps the saved ones, and warns of each;
-                "script" uses the script's, with schedules where they would be with these.
+                "script" uses the script's, with schedules at their counts, and warns of it too.
 
         Returns:
             The report, equal on all ranks; None when there is nothing to resume.
@@ -288,11 +288,11 @@ class Checkpoints:
                     ckpts.end_if_asked()  # after each batch of a long evaluation
             assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
         """
-        self._count_step()()
+        self.count_step()()
 
-    def _count_step(self) -> Callable[[], None]:
-        """Count a step. Returns what is due then: the frameworks call it when the code after an
-        epoch's last step, as a schedule's step, has run. All ranks.
+    def count_step(self) -> Callable[[], None]:
+        """As `step_done`, for loops of frameworks: returns what is due then, which all ranks call
+        when the code after an epoch's last step, as a schedule's step, has run.
         """
         self._signals.watch()
         ranks = self._open("step_done")

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank import faults
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
@@ -183,11 +182,6 @@ class _Restorer:
             part.commit()
         if self.comparison is not None:
             self.comparison.settle()
-        filled = {name: self.inner.parts[name] for name in self.matched}
-        if any(isinstance(part, LRScheduler) for part in filled.values()):
-            from anyrank.runs.resume.settings.hand_set import watch_rates
-
-            watch_rates(filled)
 
     def _rebuild(self) -> None:
         for part in self.inner.parts.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.files.manifest import IMPLEMENTATION
-from anyrank.runs.resume.settings.unsaved import numbers_of
 from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.plain_values import ABSENT, as_json, plain
@@ -25,10 +24,6 @@ from anyrank.runs.state.plain_values import ABSENT, as_json, plain
 Settings = Literal["saved", "script"]
 
 NOT_SETTINGS = ("params", "param_names", *IMPLEMENTATION)
-FUNCTIONS = "functions"  # what no checkpoint has: what a schedule's functions are made with, decays
-RATE_FUNCTIONS = ("lr_lambdas",)
-DECAYS = ("decay", "beta")  # of averaged weights: timm's, ema_pytorch's
-AVERAGES = (*DECAYS, "avg_fn", "multi_avg_fn")  # and the functions of torch's AveragedModel
 
 
 class ScriptSettings:
@@ -76,10 +71,6 @@ class ScriptSettings:
             restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
             # An empty dict says that the part brings no setting back: then none is to be taken.
             kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
-            if FUNCTIONS in initial and not is_whole:
-                rows = cast("list[dict[str, Any]]", initial[FUNCTIONS])
-                unsaved = [{k: row[k] for k in row if k not in restored} for row in rows]
-                kept[name][FUNCTIONS] = unsaved
         return kept
 
 
@@ -92,27 +83,17 @@ def _initial(part: Any) -> Any:
             {k: _detached(v) for k, v in group.items() if k not in NOT_SETTINGS}
             for group in part.param_groups
         ]
-    unsaved = _unsaved(part, RATE_FUNCTIONS if is_schedule(part) else AVERAGES)
     if isinstance(part, torch.nn.Module):
-        return unsaved or None
+        return None
     if is_schedule(part):
         try:
-            initial = copy.deepcopy(part.state_dict())
+            return copy.deepcopy(part.state_dict())
         except Exception:  # of the user's code, which the save will raise
             return None
-        return {**initial, **unsaved}
     names = inspect.signature(type(part)).parameters if _has_signature(type(part)) else ()
     values = vars(part) if hasattr(part, "__dict__") else {}
     plain_values = {name: values[name] for name in names if name in values}
-    return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} | unsaved or None
-
-
-def _unsaved(part: Any, names: Sequence[str]) -> dict[str, Any]:
-    """What a part is made with that is no entry of its state."""
-    if not hasattr(part, "__dict__") or vars(part).keys().isdisjoint(names):
-        return {}
-    numbers = [row for name in names for row in numbers_of(name, vars(part).get(name))]
-    return {FUNCTIONS: numbers} if any(numbers) else {}
+    return {k: v for k, v in plain_values.items() if plain(v) is not ABSENT} or None
 
 
 def is_schedule(part: Any) -> bool:

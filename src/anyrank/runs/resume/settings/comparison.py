@@ -1,7 +1,7 @@
 """What a script gives otherwise than the saved run's script gave: compared at a resume.
 
 With settings="saved" the saved run's settings stay, and the report names what differs; with
-"script" those of the script are used.
+"script" those of the script are used, and schedules stand at their counts with these.
 """
 
 from __future__ import annotations
@@ -12,17 +12,26 @@ from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from anyrank.runs.resume.settings.differences import RATES, differences, group_differences
-from anyrank.runs.resume.settings.driven import Driven, all_driven, begin_rates, take_last_rates
-from anyrank.runs.resume.settings.replay import count_of, is_replayed
+from anyrank.runs.resume.settings.rates import (
+    Driven,
+    all_driven,
+    count_of,
+    give,
+    goes_by_count,
+    options_of,
+    rates_in,
+    take_last_rates,
+)
 from anyrank.runs.resume.settings.taking import take_groups, take_values
 from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.optimizer_groups import in_groups
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.plain_values import as_json
 from anyrank.runs.state.resume_report import Outcome
-from anyrank.runs.state.script_settings import FUNCTIONS, ScriptSettings, Settings, optimizer_of
+from anyrank.runs.state.script_settings import ScriptSettings, Settings, optimizer_of
 
 SHOWN_GROUPS = 8
 
@@ -76,13 +85,9 @@ class Comparison:
     def _compare(self, part: str, now: Any, before: Any) -> None:
         """Compare the settings of one part; `before` is None where nothing is known."""
         if isinstance(now, dict) and isinstance(before, dict):
-            saved = cast("dict[str, Any]", before)
-            current = cast("dict[str, Any]", now)
+            saved, current = cast("dict[str, Any]", before), cast("dict[str, Any]", now)
             self._changes += [Change(part, *row) for row in differences(current, saved)]
-            # No checkpoint holds these, so those of the script are the ones that are used.
-            self._kept[part] = (
-                {**saved, FUNCTIONS: current[FUNCTIONS]} if FUNCTIONS in current else saved
-            )
+            self._kept[part] = saved
         elif isinstance(now, list) and isinstance(before, list):
             own_groups, saved_groups = cast("list[Any]", now), cast("list[Any]", before)
             kept = self._kept[part] = own_groups
@@ -98,9 +103,11 @@ class Comparison:
                     Change(part, *values, number, size) for values in group_differences(group, old)
                 ]
 
+    # -- what cannot be used ----------------------------------------------------------------------
+
     def problems(self) -> list[str]:
-        """What cannot be used: options whose state an optimizer makes in its first step, and rates
-        of a schedule whose optimizer has other groups, and is not restored.
+        """What cannot be used: options whose state an optimizer makes in its first step, and
+        schedules whose rates are not known.
         """
         options = [
             f"{change.part} {change.key}: {change.value} here, {change.saved} in the saved run, "
@@ -108,10 +115,17 @@ class Comparison:
             for change in self._changes
             if self._used == "script" and self._cannot_take(change)
         ]
-        optimizers = all_driven(self._script, self._matched, self._new_groups)
-        return options + [
-            problem for driven in optimizers for problem in self._group_problems(driven)
-        ]
+        for driven in all_driven(self._script, self._matched, self._new_groups):
+            options += self._group_problems(driven)
+            if driven.is_restored and driven.counting:  # a plateau leaves a rate as it finds it
+                options += [
+                    f"{part}: begins beside {', '.join(driven.counting)}, which is restored, and "
+                    "both drive the rates of one optimizer: skip="
+                    f"{[*driven.counting, part]!r} lets both begin"
+                    for part, schedule in driven.begun.items()
+                    if not isinstance(schedule, ReduceLROnPlateau)
+                ]
+        return options
 
     def _group_problems(self, driven: Driven) -> list[str]:
         """Of an optimizer that is not restored: its schedules, which know the rates of the saved
@@ -125,7 +139,7 @@ class Comparison:
             f"{part}: the saved run's optimizer has {count} groups and this one {now}, so it is "
             f"not known which rate each has: skip={[driven.owner, part]!r} begins with the script's"
             for part, schedule in driven.restored.items()
-            if count != now and (self._used == "saved" or not is_replayed(schedule))
+            if count != now and (self._used == "saved" or not goes_by_count(schedule))
         ]
 
     def _cannot_take(self, change: Change) -> bool:
@@ -134,6 +148,8 @@ class Comparison:
         is_first_momentum = (change.key, change.saved) == ("momentum", "0")
         optimizer = innermost(self._script.parts[change.part])
         return is_first_momentum and isinstance(optimizer, torch.optim.RMSprop)
+
+    # -- what is used -----------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Use the settings of the saved run, which are in place, or those of the script; and give
@@ -146,10 +162,12 @@ class Comparison:
             if not driven.is_restored and driven.restored:
                 take_last_rates(driven)
                 self._keep_groups(driven)
+        before = [options_of(driven.optimizer) for driven in all_of_them]
         if self._used == "script":
             self._take(all_of_them)
-        for driven in all_of_them:
+        for driven, options in zip(all_of_them, before, strict=True):
             self._begin(driven)
+            self._note_rates(driven, options)
         script.kept |= self._kept
 
     def _keep_groups(self, driven: Driven) -> None:
@@ -159,34 +177,29 @@ class Comparison:
             now = as_json(self._script.initial[part])
             if len(now) == len(saved):
                 rows = zip(now, cast("list[Any]", saved), strict=True)
-                self._kept[part] = [{**row, **_rates_in(old)} for row, old in rows]
+                self._kept[part] = [
+                    {**row, **{key: old[key] for key in RATES if key in old}} for row, old in rows
+                ]
 
     def _take(self, all_of_them: Sequence[Driven]) -> None:
         """Use the settings of the script."""
         script, matched = self._script, self._matched
         known = {part: self._kept[part] for part in self._kept if part in self._saved}
         in_groups_of = [driven for driven in all_of_them if driven.owner is not None]
-        replayed = {p: d for d in in_groups_of for p in d.restored if is_replayed(d.restored[p])}
-        for part, driven in replayed.items():
+        stepped = {part: driven for driven in in_groups_of for part in driven.counting}
+        for part, driven in stepped.items():
             sources = matched[driven.owner or ""].groups if driven.is_restored else None
             if part in known and sources is not None:
                 known[part] = in_groups(known[part], as_json(script.initial[part]), sources)
-        changed: list[str] = []
-        for part in [part for part in script.initial if part in matched]:
-            is_other = not isinstance(script.parts[part], Optimizer) and part not in replayed
-            changed += [part] if is_other and take_values(script, known, part) else []
-        saved = self._saved.items()
-        lost_parts = [p for p, row in saved if p not in script.parts and _is_schedule(row)]
+        changed = [
+            part
+            for part in script.initial
+            if part in matched and not isinstance(script.parts[part], Optimizer)
+            if part not in stepped and take_values(script, known, part)
+        ]
         for driven in in_groups_of:
-            if not (driven.is_restored or driven.restored):
-                continue
-            parts, reason = take_groups(script, known, driven, lost_parts)
-            changed += [part for part in parts if part in matched]
-            if reason:
-                self._notes.append(
-                    f"{driven.owner} lr: the saved run's settings could not be followed to its "
-                    f"step, so the saved rate stays, times new base rate / saved one ({reason})"
-                )
+            if driven.is_restored or driven.restored:
+                changed += [p for p in take_groups(script, known, driven) if p in matched]
         for name in changed:
             part = matched[name]
             reasons = [part.outcome.reason, 'settings as the script gives them (settings="script")']
@@ -194,27 +207,28 @@ class Comparison:
         self._kept = {part: as_json(initial) for part, initial in script.initial.items()}
 
     def _begin(self, driven: Driven) -> None:
-        """Let schedules that were not restored begin with rates of their own."""
-        kept = self._kept if self._used == "saved" else {}
-        rows = begin_rates(self._script, kept, driven)
-        if rows is None or driven.owner is None:
+        """Let schedules that were not restored begin with the script's rates."""
+        owner = driven.owner
+        if owner is None or not driven.begins_anew:
             return
-        owner, (filled, begun) = driven.owner, rows
-        now = as_json(self._script.initial[owner])
-        of_script = [
-            {key: row_now[key] for key in row} for row_now, row in zip(now, begun, strict=True)
-        ]
-        self._kept[owner] = [
-            {**row, **row_now}
-            for row, row_now in zip(self._kept.get(owner, now), of_script, strict=True)
-        ]
+        initial = self._script.initial[owner]
+        pairs = zip(options_of(driven.optimizer), initial, strict=True)
+        begun = [rates_in({key: new[key] for key in old if key in new}) for old, new in pairs]
+        give(driven.optimizer, begun)
+        rows = zip(self._kept.get(owner, as_json(initial)), begun, strict=True)
+        self._kept[owner] = [{**row, **as_json(rates)} for row, rates in rows]
         self._changes = [c for c in self._changes if c.part != owner or c.key not in begun[0]]
-        before, after = _rates_text(filled), _rates_text(begun)
-        if before != after:
-            self._notes.append(
-                f"{owner} lr: {after}, as {', '.join(driven.begun)} begins with, which is not "
-                f"restored; the saved run had {before}"
-            )
+
+    def _note_rates(self, driven: Driven, before: Sequence[Any]) -> None:
+        """Say if an optimizer's rates are others than those of the saved run."""
+        then, now = _rates_text(before), _rates_text(driven.optimizer.param_groups)
+        why = "as this script's settings give it at the run's count"
+        if driven.begins_anew:
+            why = f"as {', '.join(driven.begun)} begins with, which is not restored"
+        if then != now:
+            self._notes.append(f"{driven.owner} lr: {now}, {why}; the saved run had {then}")
+
+    # -- what is said -----------------------------------------------------------------------------
 
     def warnings(self) -> list[str]:
         """What people have to know of it, in sentences."""
@@ -224,7 +238,7 @@ class Comparison:
     def _notes_on_new_groups(self) -> list[str]:
         """A sentence for each optimizer whose new groups begin at a schedule's first rate."""
         parts = self._script.parts
-        schedules = [(p, parts[p]) for p in self._matched if is_replayed(parts.get(p))]
+        schedules = [(p, parts[p]) for p in self._matched if goes_by_count(parts.get(p))]
         return [
             f"{owner} group {', '.join(map(str, numbers))}: new, so its rate begins as at the "
             f"first step of {part}, which is at step {count}; "
@@ -236,22 +250,11 @@ class Comparison:
         ]
 
 
-def _rates_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group's options its rates."""
-    return {key: options[key] for key in RATES if key in options}
-
-
 def _rates_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rates of groups, once if they are alike."""
     texts = [f"{float(row['lr']):g}" for row in rows]
     shown = texts[:1] if len({*texts}) == 1 else texts[:SHOWN_GROUPS]
     return ", ".join(shown) + (", ..." if len(texts) > SHOWN_GROUPS == len(shown) else "")
-
-
-def _is_schedule(settings: Any) -> bool:
-    """Whether settings are those of a schedule that goes by its count."""
-    keys = set(cast("dict[str, Any]", settings)) if isinstance(settings, dict) else set[str]()
-    return "best" not in keys and not keys.isdisjoint(("last_epoch", "_schedulers"))
 
 
 def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
@@ -263,14 +266,12 @@ def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
         alike.setdefault(row, []).append(change)
     notes: list[str] = []
     for (part, key, value, saved), rows in alike.items():
-        is_unsaved = key.startswith(FUNCTIONS)
-        how = "this script's is used, as no checkpoint holds it" if is_unsaved else used
-        where = f"{part} {key.removeprefix(f'{FUNCTIONS}.')}"
+        where = f"{part} {key}"
         if len(rows) < rows[0].groups:  # then they are not all of the optimizer's
             numbers = ", ".join(str(change.group) for change in rows[:SHOWN_GROUPS])
             more = ", ..." if len(rows) > SHOWN_GROUPS else ""
             where += f" of group{'s' if len(rows) > 1 else ''} {numbers}{more}"
-        notes.append(f"{where}: {value} here, {saved} in the saved run; {how}")
-    if any(used in note for note in notes) and settings == "saved":
+        notes.append(f"{where}: {value} here, {saved} in the saved run; {used}")
+    if notes and settings == "saved":
         notes.append('settings="script" uses what this script gives')
     return notes

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from anyrank.runs.state.optimizer_groups import BY_GROUP
-from anyrank.runs.state.script_settings import FUNCTIONS
 
 # What a schedule derives from its other settings and from its optimizer's, or counts.
 DERIVED = {
@@ -35,12 +34,10 @@ def differences(
         if key in DERIVED or _is_same(key, value, saved):
             continue
         name = where + key.lstrip("_")
-        if key in ("_schedulers", FUNCTIONS) and isinstance(saved, list):
+        if key == "_schedulers" and isinstance(saved, list):
             for number, pair in enumerate(zip(value, saved, strict=False)):
                 if all(isinstance(row, dict) for row in pair):
-                    deeper = where if key == FUNCTIONS else f"{name}.{number}."
-                    deeper = f"{FUNCTIONS}.{deeper}" if key == FUNCTIONS else deeper
-                    inner += differences(*pair, deeper)
+                    inner += differences(*pair, f"{name}.{number}.")
         elif not key.startswith("_"):
             rows.append((name, _text(value), _text(saved)))
         elif isinstance(value, str | list):

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.runs.resume.settings.differences import changed_keys, raw_changes
-from anyrank.runs.resume.settings.driven import Driven
-from anyrank.runs.resume.settings.replay import (
-    Options,
-    count_of,
-    give,
-    is_replayed,
-    options_of,
-    replay,
-    restored_settings,
-    scaled,
-)
+from anyrank.runs.resume.settings.rates import Driven, give, options_of, rates_in, step_to_counts
 from anyrank.runs.state.plain_values import as_json
-from anyrank.runs.state.script_settings import FUNCTIONS, ScriptSettings, is_schedule
-
-NOISE = 1e-9  # of a base rate: less is the rounding of a schedule that has ended
+from anyrank.runs.state.script_settings import ScriptSettings, is_schedule
 
 
 def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> bool:
-    """Give a part that is no optimizer, and not replayed, what the script gives otherwise.
+    """Give a part that is no optimizer, and does not go by its count, what the script gives
+    otherwise.
 
     Args:
         script: what the script gives.
@@ -40,8 +29,7 @@ def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> b
         CheckpointError: its own code does not take it.
     """
     thing, initial = script.parts[part], script.initial[part]
-    changed = raw_changes(as_json(initial), kept.get(part)) - {FUNCTIONS}
-    values = {key: initial[key] for key in changed}
+    values = {key: initial[key] for key in raw_changes(as_json(initial), kept.get(part))}
     if not values:
         return False
     if not is_schedule(thing):
@@ -58,89 +46,52 @@ def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> b
     return True
 
 
-def take_groups(
-    script: ScriptSettings, kept: Mapping[str, Any], driven: Driven, lost_parts: Sequence[str]
-) -> tuple[list[str], str]:
-    """Give an optimizer's groups, and the schedules that go by their count, the script's settings.
+def take_groups(script: ScriptSettings, kept: Mapping[str, Any], driven: Driven) -> list[str]:
+    """Give an optimizer's groups what the script gives otherwise, and the schedules that go by
+    their count the script's settings, at that count.
 
-    A rate becomes what the script's settings give at the run's count, times what the run's rate was
-    of that by the saved settings: what a plateau or a hand did to it stays. Functions are in no
-    file, so those of the script are in both, and cancel out.
+    Rates are as the script's schedules give them there, if the script gives a schedule or a rate
+    otherwise, and else stay, with what a plateau or a hand has done to them.
 
     Args:
         script: what the script gives.
         kept: the settings of the saved script, for the groups of now; what it lacks is unknown.
         driven: an optimizer that has an owner, with its schedules.
-        lost_parts: schedules of the saved run that the script has not.
 
     Returns:
-        Names of the parts that have other settings now; why the saved settings were not replayed.
+        Names of the parts that have other settings now.
 
     Raises:
         CheckpointError: a schedule cannot go as far as the run is.
     """
-    optimizer, owner = driven.optimizer, driven.owner
+    owner = driven.owner
     assert owner is not None
-    schedules = {part: thing for part, thing in driven.restored.items() if is_replayed(thing)}
-    names = [owner, *schedules]
-    initial = {part: script.initial[part] for part in names}
-    if not driven.new_groups and not any(_differ(initial[p], kept.get(p)) for p in names):
-        return [], ""
-    filled = options_of(optimizer)
-    states = {part: copy.deepcopy(thing.state_dict()) for part, thing in schedules.items()}
-    counts = {part: count_of(state) for part, state in states.items()}
-    reason = f"this script has no {', '.join(lost_parts)}" if lost_parts else ""
-    before: Sequence[Options] | None = None
-    if not lost_parts and all(part in kept for part in names):
-        rows = zip(initial[owner], kept[owner], filled, strict=True)
-        groups = [restored_settings(*row) for row in rows]
-        starts = {p: restored_settings(initial[p], kept[p], states[p]) for p in schedules}
-        try:
-            before = replay(optimizer, schedules, counts, groups, starts)
-        except CheckpointError as error:
-            reason = str(error)
-    now = replay(optimizer, schedules, counts, initial[owner], initial)
-    if reason:  # the rates that the run has stay, but for another base rate
-        now, before = _by_base(now, initial[owner]), _by_base(kept[owner], kept[owner])
-    used = list[Options]()
-    for number, row in enumerate(now):
-        old = None if before is None or number in driven.new_groups else before[number]
-        used.append(row if old is None else _used(filled[number], row, old))
-    give(optimizer, used)
-    rates = [row["lr"] for row in used]
-    for schedule in schedules.values():
-        schedule.load_state_dict({**schedule.state_dict(), "_last_lr": copy.deepcopy(rates)})
-    has_moved = as_json(rates) != as_json([row["lr"] for row in filled])
-    changed = {owner} if as_json(used) != as_json(filled) else set[str]()
-    changed |= {p for p in schedules if has_moved or raw_changes(initial[p], kept.get(p))}
-    return [part for part in names if part in changed], reason
+    filled, initial = options_of(driven.optimizer), script.initial[owner]
+    changes = [
+        {*row} if owner not in kept else changed_keys(as_json(row), kept[owner][number])
+        for number, row in enumerate(initial)
+    ]
+    others = [p for p in driven.counting if raw_changes(as_json(script.initial[p]), kept.get(p))]
+    rated = [
+        bool(others) or number in driven.new_groups or not keys.isdisjoint(rates_in(row))
+        for number, (keys, row) in enumerate(zip(changes, initial, strict=True))
+    ]
+    if not any(rated) and not any(changes):
+        return []
+    counting = bool(driven.counting) and any(rated)
+    now = step_to_counts(script, driven) if counting else initial
+    used = [
+        {**row, **{k: new[k] for k in _keys_to_take(keys, new, is_rated and counting) if k in row}}
+        for row, new, keys, is_rated in zip(filled, now, changes, rated, strict=True)
+    ]
+    give(driven.optimizer, used)
+    for schedule in driven.counting.values():
+        rates = [copy.deepcopy(row["lr"]) for row in used]
+        schedule.load_state_dict({**schedule.state_dict(), "_last_lr": rates})
+    is_other = as_json(used) != as_json(filled)
+    return [*others, *([owner] if is_other else [])]
 
 
-def _differ(initial: Any, kept: Any) -> bool:
-    """Whether a script gives a part other settings than the saved one, or that is unknown."""
-    if kept is None:
-        return True
-    if isinstance(initial, Mapping):
-        return bool(changed_keys(as_json(initial), kept))
-    return any(changed_keys(*rows) for rows in zip(as_json(initial), kept, strict=True))
-
-
-def _by_base(rows: Sequence[Options], bases: Sequence[Options]) -> list[Options]:
-    """Options of groups, with the rates that the groups' schedules begin from."""
-    pairs = zip(rows, bases, strict=True)
-    return [{**row, "lr": base.get("initial_lr", base["lr"])} for row, base in pairs]
-
-
-def _used(filled: Options, now: Options, before: Options) -> Options:
-    """The options of a group: what the schedules of now give otherwise is theirs, the rest stays.
-
-    Args:
-        filled: the run's.
-        now, before: by the settings of now, and by those of before.
-    """
-    changed = changed_keys(as_json(now), as_json(before))
-    used = {key: now[key] if key in changed else value for key, value in filled.items()}
-    if "lr" in changed:
-        noise = NOISE * abs(float(now.get("initial_lr", 0)))
-        used["lr"] = scaled(filled["lr"], now["lr"], before["lr"], noise)
-    return used
+def _keys_to_take(changed: set[str], options: Mapping[str, Any], is_rated: bool) -> set[str]:
+    """Keys of a group's options to take: what has changed, and with it what schedules drive."""
+    return changed | {*rates_in(dict(options))} if is_rated else changed
