@@ -174,18 +174,18 @@ def syncs(machine: Machine) -> Rows:
             yield {name: row[name] for name in kept} | {"most_mib": max(row["memory_mib"])} | ratio
 
 
-def lanes(machine: Machine) -> Rows:
-    """From device to device by the lane, on a device that ranks share too: kept plans."""
+def channels(machine: Machine) -> Rows:
+    """From device to device by the channel, on a device that ranks share too: kept plans."""
     given = (machine.pick(1024, 8), machine.pick(5, 1))
     for case, ends in sync.cases_of(machine.size).items():
-        by_rank = machine.launcher.values(machine.size, gpu_sync.lane_ways, ends, *given)
+        by_rank = machine.launcher.values(machine.size, gpu_sync.channel_ways, ends, *given)
         runs = bench.slowest([of_rank for of_rank, _ in by_rank])
         base = median(runs["all_to_all_single"], "seconds")
         for way, of_way in runs.items():
             seconds = median(of_way, "seconds")
             found = {"case": case, "way": way, "seconds": round(seconds, 4)}
             found |= {"of all_to_all": round(seconds / base, 2), "peak_mib": of_way[-1]["peak_mib"]}
-            yield found | (by_rank[0][1] if way == "lane" else {})
+            yield found | (by_rank[0][1] if way == "channel" else {})
 
 
 def exact_runs(machine: Machine) -> Rows:
@@ -272,7 +272,7 @@ CASES: dict[str, tuple[Callable[[Machine], Rows], float]] = {
     "save": (saves, 70),
     "peaks": (peaks, 70),
     "sync": (syncs, 45),
-    "lane": (lanes, 45),
+    "channel": (channels, 45),
     "exact": (exact_runs, 90),
     "hangs": (hangs, 120),
     "restart": (restarts, 60),

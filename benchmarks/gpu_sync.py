@@ -1,6 +1,6 @@
-"""The lane of a sync on devices, also on one that ranks share, beside one all-to-all of its bytes.
+"""The channel of a sync on devices, also on a shared one, beside one all-to-all of its bytes.
 
-Which lane ranks take is chosen by one function, which knows of devices of their own alone. A job of
+One function chooses the channel, and knows of devices of their own alone. A job of
 `gpu.py` puts another in its place, so that rounds go over real NCCL where ranks share a device, and
 over the simulated one's library.
 """
@@ -19,7 +19,7 @@ from models import local_part
 from sync import Ends, ends_of
 
 import anyrank
-from anyrank.live import lane
+from anyrank.live import device_channel
 from anyrank.live.device_group import open_nccl
 
 TIMEOUT = timedelta(seconds=60)
@@ -38,25 +38,25 @@ LIBRARIES: dict[str, tuple[str, Any]] = {
 }
 
 
-def take_lane(is_taken: bool) -> None:
+def take_channel(is_taken: bool) -> None:
     """From now on all syncs of this rank go from device to device, or none does."""
     name, open_raw = LIBRARIES[device().type]
-    kind = lane.LaneKind(name, open_raw, from_bytes=0) if is_taken else None
-    setattr(lane, "choose_lane", lambda devices: kind)  # noqa: B010 - pyright knows its type
+    kind = device_channel.ChannelKind(name, open_raw, from_bytes=0) if is_taken else None
+    setattr(device_channel, "choose_channel", lambda devices: kind)  # noqa: B010 - pyright knows its type
 
 
-def lane_ways(ends: Ends, mib: int, repeats: int) -> tuple[Runs, Run]:
-    """One rank: kept syncs by the lane and over gloo, and an all-to-all of as many bytes; and what
-    the lane's report says. Values are compared with those that came over gloo.
+def channel_ways(ends: Ends, mib: int, repeats: int) -> tuple[Runs, Run]:
+    """Kept syncs of one rank, through the channel and gloo, an all-to-all of as many bytes, and the
+    channel's report. Values are compared with those that came over gloo.
     """
     dst, src = ends_of(mib, ends)
     calls: dict[str, anyrank.Sync] = {}
     reports: dict[str, anyrank.SyncReport] = {}
-    for way, is_taken in (("lane", True), ("lane, verify=True", True), ("gloo", False)):
-        take_lane(is_taken)  # which a kept plan remembers
+    for way, is_taken in (("channel", True), ("channel, verify=True", True), ("gloo", False)):
+        take_channel(is_taken)  # which a kept plan remembers
         calls[way] = anyrank.Sync(dst, src, verify="verify" in way)
         reports[way] = calls[way]()
-    report = reports["lane"]
+    report = reports["channel"]
     rank, size = dist.get_rank(), dist.get_world_size()
     length = max(report.bytes_sent) // max(1, size - 1)
     splits = [length * (other != rank) for other in range(size)]
@@ -78,11 +78,11 @@ def lane_ways(ends: Ends, mib: int, repeats: int) -> tuple[Runs, Run]:
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in mine.items()), way
         return {"seconds": table["seconds"], "peak_mib": round(table["peak_bytes"] / MIB, 1)}
 
-    runs = Case("lane", ways, once).run(repeats, warm=1, is_told=False)
+    runs = Case("channel", ways, once).run(repeats, warm=1, is_told=False)
     facts = {
-        "by": report.lane,
+        "by": report.channel,
         "sent_mib": round(max(report.bytes_sent) / MIB, 1),
-        "buffers_mib": round(max(report.lane_bytes) / MIB, 1),
+        "buffers_mib": round(max(report.channel_bytes) / MIB, 1),
         "group_mib": round(max(report.group_bytes) / MIB, 1),
     }
     return runs, facts

@@ -52,7 +52,7 @@ def test_every_case_runs_on_a_device_that_ranks_share(module: Import) -> None:
     assert "load_file(device=)" in refused[0]
     assert "True" in found["exact"]  # the bits of one rank, after a kill
     assert "[2]" in found["hangs"]  # the rank that hangs
-    assert found["lane"].count("simccl") == 2  # between halves, and on the same ranks
+    assert found["channel"].count("simccl") == 2  # between halves, and on the same ranks
 
 
 def test_without_a_device_nothing_is_measured() -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyrank
-from anyrank.live import lane as lanes
+from anyrank.live import device_channel
 from anyrank.loading.sharing import move
 from anyrank.testing import run_ranks
 
@@ -197,7 +197,7 @@ def window(path: str, device: torch.device) -> Any:
     return pinned, right or not device.index, report.bytes_sent
 
 
-def lane(path: str, device: torch.device, kind: str) -> Any:
+def channel(path: str, device: torch.device, kind: str) -> Any:
     """From device to device by rounds on a group of simccl's own, behind what is under way."""
     from tests.device.sim import _C
 
@@ -230,16 +230,16 @@ def lane(path: str, device: torch.device, kind: str) -> Any:
     else:
         dst = {name: torch.ones(64, 96, device=device).bfloat16() for name in names}
         dst["t0"].mul_(7)
-    calls = lanes.LaneKind("simccl", Counted, 0, 4096)
+    calls = device_channel.ChannelKind("simccl", Counted, 0, 4096)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "choose_lane", lambda devices: calls)
+        patch.setattr(device_channel, "choose_channel", lambda devices: calls)
         weights = anyrank.Sync(dst, src, verify=kind == "verify", atomic=kind == "atomic")
         reports = [weights() for _ in range(2)]
     right = all(
         torch.equal(tensor.cpu(), (w.t() * 2).bfloat16())
         for tensor, w in zip((dst or {}).values(), wanted, strict=dst is not None)
     )
-    return right, len(rounds), reports[1].lane, reports[1].lane_bytes, reports[1].bytes_sent
+    return right, len(rounds), reports[1].channel, reports[1].channel_bytes, reports[1].bytes_sent
 
 
 class Reads(TorchDispatchMode):
@@ -293,7 +293,7 @@ def exact(path: str, device: torch.device) -> dict[str, str]:
 
 
 JOBS: dict[str, Any] = {
-    "lane": lane,
+    "channel": channel,
     "load": load,
     "misplaced": misplaced,
     "resume": resume,
@@ -336,10 +336,10 @@ def test_live_weights_go_between_devices(tmp_path: Path, wrap: str, meta: bool) 
 
 
 @pytest.mark.parametrize("kind", ["", "verify", "atomic", "misplaced"])
-def test_the_lane_from_device_to_device(tmp_path: Path, kind: str) -> None:
+def test_the_channel_from_device_to_device(tmp_path: Path, kind: str) -> None:
     """3 x 12 KiB in rounds of 21 rows: twelve in each call, and one that connects."""
     wanted = (True, 25, "simccl", [8064, 8064], [36864, 0])
-    assert on_two_ranks(tmp_path, "lane", kind) == [wanted, wanted]
+    assert on_two_ranks(tmp_path, "channel", kind) == [wanted, wanted]
 
 
 def test_a_window_of_page_locked_memory_goes_round(

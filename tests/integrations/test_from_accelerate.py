@@ -70,7 +70,9 @@ def test_a_schedule_that_ended_early_is_told_of(tmp_path: Path) -> None:
     run_ranks(2, job_short_schedule, source)
     _, report, _ = run_ranks(1, tools.job_adopt, source, str(tmp_path / "run"), "ddp")[0]
     reason = report.components["scheduler"].reason
-    assert reason.startswith("it was stepped once for each of 2 processes: 2 became 1; a schedule")
+    assert reason.startswith(
+        "Accelerate steps it once for each process, 2 times in a step: 2 became 1; a schedule"
+    )
     assert "is old(2 * step) now; its function" in reason
     assert "gives a learning rate of 0.00933013 at count 1, where it was 0.0075" in reason
 

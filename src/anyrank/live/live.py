@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.live.lane import LaneMover
+from anyrank.live.device_channel import ChannelMover
 from anyrank.live.live_flows import in_rounds
 from anyrank.live.merge import Adapters, LiveMemory
 from anyrank.live.planning import Agreement, SyncCall
@@ -50,8 +50,8 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
         **result.fields(),
         bytes_received=[moved.received for moved in result.moved],
         bytes_copied=[moved.copied for moved in result.moved],
-        lane=result.moved[0].lane,
-        lane_bytes=[moved.buffers for moved in result.moved],
+        channel=result.moved[0].channel,
+        channel_bytes=[moved.buffers for moved in result.moved],
         group_bytes=[moved.group for moved in result.moved],
         is_planned=agreed.is_planned,
         verified=side.verified,
@@ -80,7 +80,7 @@ class LiveSide(Side):
         self.factors: dict[int, torch.Tensor] = {}
         self.for_factors: Mover | None = None
         self.places: LocalMemory
-        self.mover: LaneMover
+        self.mover: ChannelMover
 
     def gather_factors(self) -> None:
         """Receive the factors of adapters that this rank needs, whole. All ranks."""
@@ -127,7 +127,7 @@ class LiveSide(Side):
         plan.route.begin(where, [(m.stride(), m.device) for m in targets.values()])
         self.places = LiveMemory(memory, targets, Adapters(self.factors, plan.added))
         rounds, window = self._rounds(plan.flows)
-        self.mover = LaneMover(
+        self.mover = ChannelMover(
             rounds,
             self.places,
             self.ranks,
@@ -180,7 +180,7 @@ class LiveSide(Side):
             copied=self.mover.copied,
             buffers=self.mover.buffer_bytes,
             group=self.mover.group_bytes,
-            lane=self.mover.lane,
+            channel=self.mover.channel,
         )
 
     def damage_note(self) -> str:

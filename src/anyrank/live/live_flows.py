@@ -58,7 +58,7 @@ class SyncPlan:
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: how many ranks have a `dst`.
         renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
-        accelerators: of all ranks, in the group's order; see `choose_lane`.
+        accelerators: of all ranks, in the group's order; see `choose_channel`.
         route: the messages of `flows`, once they are made.
     """
 

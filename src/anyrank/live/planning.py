@@ -232,7 +232,7 @@ def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadO
     """Whether a kept plan is for the ends as they are on this rank now."""
     return (
         kept.where == where
-        and kept.plan.route.lane is not None  # its first call came to move something
+        and kept.plan.route.channel is not None  # its first call came to move something
         and kept.described == tuple(end.described for end in ends)
         and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
     )

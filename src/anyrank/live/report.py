@@ -38,11 +38,10 @@ class SyncReport(FillReport):
         bytes_copied: what each rank had itself, in the dtype of `dst`.
         peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
             allocated for tensors on meta is part of it.
-        lane: the library by which bytes went from device to device: "nccl"; "" where they went over
-            gloo.
-        lane_bytes: of each rank's device memory that the lane's buffers took during the call.
-        group_bytes: of each rank's device memory that the lane's group keeps, where the device says
-            how much is free.
+        channel: the library that moved bytes from device to device: "nccl"; "" for gloo.
+        channel_bytes: device memory of each rank that the channel's buffers took during the call.
+        group_bytes: device memory of each rank that the channel's group keeps, where the device
+            says how much is free.
         is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
         verified: what `verify=True` compared, in words; "" without it.
         seconds: of the slowest rank.
@@ -53,8 +52,8 @@ class SyncReport(FillReport):
     frozen: list[str] = field(default_factory=list[str])
     bytes_received: list[int] = field(default_factory=list[int])
     bytes_copied: list[int] = field(default_factory=list[int])
-    lane: str = ""
-    lane_bytes: list[int] = field(default_factory=list[int])
+    channel: str = ""
+    channel_bytes: list[int] = field(default_factory=list[int])
     group_bytes: list[int] = field(default_factory=list[int])
     is_planned: bool = True
 
@@ -67,8 +66,8 @@ class SyncReport(FillReport):
             ("copied", self.bytes_copied),
             ("host peak", self.peak_host_bytes),
             ("device peak", self.peak_device_bytes),
-            (f"{self.lane} buffers", self.lane_bytes),
-            (f"{self.lane} group", self.group_bytes),
+            (f"{self.channel} buffers", self.channel_bytes),
+            (f"{self.channel} group", self.group_bytes),
         ):
             if any(values):
                 lines.append(f"  {title:<12} {mib_by_rank(values)}")

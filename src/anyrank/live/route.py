@@ -21,7 +21,9 @@ class Route:
         self.checked: Geometry = ()
         self._targets: Geometry = ()
         self._kept: dict[int, list[Message]] = {}
-        self.lane: Any = None  # see `lane.py`; False where it was asked for, and there is none
+        self.channel: Any = (
+            None  # see `device_channel.py`; False where it was asked for, and there is none
+        )
 
     def begin(self, checked: Geometry, targets: Geometry) -> None:
         """Forget the messages if strides or devices of either end have changed.

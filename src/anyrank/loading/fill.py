@@ -30,7 +30,7 @@ PLACED = (
 
 
 class Moved(NamedTuple):
-    """Bytes that one rank moved; the share of buffers, and of a group on its device; the lane."""
+    """Bytes that one rank moved, the device memory of buffers and of a group, and the channel."""
 
     read: int = 0
     sent: int = 0
@@ -38,7 +38,7 @@ class Moved(NamedTuple):
     copied: int = 0
     buffers: int = 0
     group: int = 0
-    lane: str = ""
+    channel: str = ""
 
 
 class Measured(NamedTuple):

@@ -32,16 +32,16 @@ from anyrank.loading.sharing.places import LocalMemory
 from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Interrupted, Ranks
 
-LANE_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected
+CHANNEL_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected
 BUFFER_BYTES = 32 << 20  # of each of the four buffers
-LANE_ROUND = -1  # of a route's messages
+CHANNEL_ROUND = -1  # of a route's messages
 
 T = TypeVar("T")
 Try = Callable[[Callable[[], object]], object]
 
 
 @dataclass(frozen=True)
-class LaneKind:
+class ChannelKind:
     """How ranks could pass bytes from device to device.
 
     Attributes:
@@ -53,12 +53,12 @@ class LaneKind:
 
     name: str
     open_raw: Open
-    from_bytes: int = LANE_BYTES
+    from_bytes: int = CHANNEL_BYTES
     buffer_bytes: int = BUFFER_BYTES
 
 
-def choose_lane(devices: Sequence[str]) -> LaneKind | None:
-    """The lane that ranks may take; None where all goes over gloo.
+def choose_channel(devices: Sequence[str]) -> ChannelKind | None:
+    """The channel that ranks may take; None where all goes over gloo.
 
     Two ranks on one device are known by its uuid, as each may call it cuda:0; NCCL refuses them, or
     serves one after the other.
@@ -69,22 +69,22 @@ def choose_lane(devices: Sequence[str]) -> LaneKind | None:
     """
     are_own = len(set(devices)) == len(devices) > 1
     if are_own and all(device.startswith("cuda:") for device in devices):
-        return LaneKind("nccl", open_nccl)
+        return ChannelKind("nccl", open_nccl)
     return None
 
 
 @dataclass(frozen=True)
-class Lane:
+class DeviceChannel:
     """What the ranks agreed on for a plan, and keep with it.
 
     Attributes:
-        kind: of the lane.
+        kind: of the channel.
         name: of the group: the kind and the ranks' devices.
         slot_bytes: that a pair of ranks passes on in a round, at most.
         rounds: how many, the same on all ranks.
     """
 
-    kind: LaneKind
+    kind: ChannelKind
     name: str
     slot_bytes: int
     rounds: int
@@ -92,21 +92,21 @@ class Lane:
     def messages(self, flows: Sequence[Flow], places: LocalMemory, route: Route) -> list[Message]:
         """This rank's slots, and what it copies for itself; kept with the route."""
         return route.messages(
-            LANE_ROUND, lambda: messages_of(flows, self.slot_bytes, places.piece_bytes)
+            CHANNEL_ROUND, lambda: messages_of(flows, self.slot_bytes, places.piece_bytes)
         )
 
 
-def _find_lane(
+def _find_channel(
     devices: Sequence[str],
     flows: Sequence[Flow],
     places: LocalMemory,
     ranks: Ranks,
     route: Route,
-) -> Lane | None:
-    """The lane of a plan, agreed on at its first call and kept. All ranks.
+) -> DeviceChannel | None:
+    """The channel of a plan, agreed on at its first call and kept. All ranks.
 
     Args:
-        devices: see `choose_lane`.
+        devices: see `choose_channel`.
         flows: all that are moved, with this rank's transfers.
         places: this rank's memory.
         ranks: of the call.
@@ -115,21 +115,21 @@ def _find_lane(
     Raises:
         RankError: two ranks would cut what they pass on in different ways, which no library sees.
     """
-    if route.lane is None:
-        kind = choose_lane(devices) if ranks.size > 1 else None
-        lane = None if kind is None else _agree(kind, devices, flows, places, ranks, route)
-        route.lane = lane or False
-    return route.lane or None
+    if route.channel is None:
+        kind = choose_channel(devices) if ranks.size > 1 else None
+        channel = None if kind is None else _agree(kind, devices, flows, places, ranks, route)
+        route.channel = channel or False
+    return route.channel or None
 
 
 def _agree(
-    kind: LaneKind,
+    kind: ChannelKind,
     devices: Sequence[str],
     flows: Sequence[Flow],
     places: LocalMemory,
     ranks: Ranks,
     route: Route,
-) -> Lane | None:
+) -> DeviceChannel | None:
     rank = ranks.rank
     sent, received = dict[int, int](), dict[int, int]()  # bytes by peer
     for flow in flows:
@@ -155,7 +155,7 @@ def _agree(
     peers = max(1, peers)
     slot = max(ALIGN, kind.buffer_bytes // peers // ALIGN * ALIGN)
     name = " ".join((kind.name, *devices))
-    out, into, _ = _sorted(Lane(kind, name, slot, 0).messages(flows, places, route), rank)
+    out, into, _ = _sorted(DeviceChannel(kind, name, slot, 0).messages(flows, places, route), rank)
     number = max(map(len, (*out.values(), *into.values())), default=0)
     balance = sum(_number(rank, peer, text) for peer, text in _digests(out).items())
     balance -= sum(_number(peer, rank, text) for peer, text in _digests(into).items())
@@ -165,7 +165,7 @@ def _agree(
     )
     if balance:
         _raise_unlike(_digests(out), _digests(into), ranks)
-    return Lane(kind, name, slot, number)
+    return DeviceChannel(kind, name, slot, number)
 
 
 def _number(sender: int, receiver: int, text: str) -> int:
@@ -208,11 +208,11 @@ def _digests(slots: Slots) -> dict[int, str]:
     return {peer: digest_of(m.nbytes for m in messages) for peer, messages in slots.items()}
 
 
-class LaneRun:
+class ChannelRun:
     """One call's rounds on a rank.
 
     Args:
-        lane: that the ranks agreed on.
+        channel: that the ranks agreed on.
         messages: this rank's.
         places: its memory.
         ranks: of the call.
@@ -226,14 +226,14 @@ class LaneRun:
 
     def __init__(
         self,
-        lane: Lane,
+        channel: DeviceChannel,
         messages: Sequence[Message],
         places: LocalMemory,
         ranks: Ranks,
         attempt: Try,
         has_failed: Callable[[], bool],
     ) -> None:
-        self.lane, self.places, self.ranks = lane, places, ranks
+        self.channel, self.places, self.ranks = channel, places, ranks
         self.attempt, self.has_failed = attempt, has_failed
         self.out, self.into, self.copies = _sorted(messages, ranks.rank)
         self.device = next(iter(places.devices), torch.device("cpu"))
@@ -255,8 +255,8 @@ class LaneRun:
 
     def _run(self, sample: Callable[[], None]) -> None:
         self.attempt(self._allocate)
-        lane = self.lane
-        group = open_group(self.ranks.ready(), lane.name, lane.kind.open_raw, self.device, WHAT)
+        channel = self.channel
+        group = open_group(self.ranks.ready(), channel.name, channel.kind.open_raw, self.device, WHAT)
         self.group_bytes = group.nbytes
         # Nothing of this rank's is under way on its device, and no rank begins before all are here:
         # what a user's group still does on one of them could wait for what comes behind a round.
@@ -269,7 +269,7 @@ class LaneRun:
 
     def _rounds(self, group: DeviceGroup, sample: Callable[[], None]) -> list[Round]:
         """The rounds, of which the last two may be under way still."""
-        count = self.lane.rounds
+        count = self.channel.rounds
         rounds: list[Round] = []
         flags: dict[int, Callable[[], bool]] = {}
         for k in range(count + 1):
@@ -293,7 +293,7 @@ class LaneRun:
 
     def _allocate(self) -> None:
         """Two buffers to send and two to receive, of the longest round of this rank."""
-        rounds = range(self.lane.rounds)
+        rounds = range(self.channel.rounds)
         for side in (self.out, self.into):
             most = max((sum(self._splits(side, k)) for k in rounds), default=0)
             self.buffers += [
@@ -350,16 +350,16 @@ class LaneRun:
         return [*lengths.values()]
 
 
-class LaneMover(Mover):
-    """Fills the targets of a plan that is kept: by a lane where there is one, else over gloo.
+class ChannelMover(Mover):
+    """Fills the targets of a plan that is kept: by a channel where there is one, else over gloo.
 
     Args:
         rounds, places, ranks, window_bytes, sample: as for `Mover`.
         route: keeps the messages for a later call with the same rounds.
-        accelerators: of all ranks, as `choose_lane` takes them.
+        accelerators: of all ranks, as `choose_channel` takes them.
 
     Attributes:
-        lane: the name of the library by which bytes went from device to device; else "".
+        channel: the name of the library by which bytes went from device to device; else "".
         buffer_bytes, group_bytes: of the device's memory that this took.
     """
 
@@ -375,25 +375,25 @@ class LaneMover(Mover):
     ) -> None:
         self.route = route
         self.accelerators = accelerators
-        self.lane = ""
+        self.channel = ""
         self.buffer_bytes = self.group_bytes = 0
         super().__init__(rounds, places, ranks, window_bytes, sample)
 
     def _move(self) -> None:
         flows = [flow for flows in self.rounds for flow in flows]
-        lane = _find_lane(self.accelerators, flows, self.places, self.ranks, self.route)
-        if lane is None:
+        channel = _find_channel(self.accelerators, flows, self.places, self.ranks, self.route)
+        if channel is None:
             super()._move()
         else:
-            self._take(lane, flows)
+            self._take(channel, flows)
 
-    def _take(self, lane: Lane, flows: Sequence[Flow]) -> None:
+    def _take(self, channel: DeviceChannel, flows: Sequence[Flow]) -> None:
         """From device to device. Raises as `run`."""
-        messages = lane.messages(flows, self.places, self.route)
-        run = LaneRun(
-            lane, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
+        messages = channel.messages(flows, self.places, self.route)
+        run = ChannelRun(
+            channel, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
         )
-        self.lane = lane.kind.name
+        self.channel = channel.kind.name
         try:
             run.run(self.sample)
         finally:
@@ -408,4 +408,4 @@ class LaneMover(Mover):
         )
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return super()._allocate(0 if self.route.lane else nbytes)  # a lane has buffers of its own
+        return super()._allocate(0 if self.route.channel else nbytes)  # a channel has buffers of its own

@@ -1,4 +1,4 @@
-"""The lane from device to device, over gloo on CPU ranks: rounds of one all-to-all on a group of
+"""The channel from device to device, over gloo on CPU ranks: rounds of one all-to-all on a group of
 its own, right in every layout, the same error on all ranks wherever one fails.
 """
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import anyrank
-from anyrank.live import device_group, lane
+from anyrank.live import device_channel, device_group
 from anyrank.loading.sharing.passing import Passing
 from anyrank.testing import Died, Fault, run_ranks
 from anyrank.world.connections import Connections
@@ -31,7 +31,7 @@ BUFFER = 4096
 
 @dataclass
 class Log:
-    """What the lane asked of its group on this rank."""
+    """What the channel asked of its group on this rank."""
 
     opened: int = 0
     aborted: int = 0
@@ -39,7 +39,7 @@ class Log:
 
 
 class Spied:
-    """A group of gloo's, as a lane uses one: nothing else may be called."""
+    """A group of gloo's, as a channel uses one: nothing else may be called."""
 
     def __init__(self, group: Any, log: Log) -> None:
         self.group, self.log = group, log
@@ -55,8 +55,8 @@ class Spied:
 
 
 @contextmanager
-def lane_on(from_bytes: int = 0, buffer_bytes: int = BUFFER) -> Generator[Log]:
-    """All ranks take the lane, as if each had a device of its own."""
+def channel_on(from_bytes: int = 0, buffer_bytes: int = BUFFER) -> Generator[Log]:
+    """All ranks take the channel, as if each had a device of its own."""
     log = Log()
 
     def open_raw(store: Any, index: int, size: int) -> Any:
@@ -66,21 +66,23 @@ def lane_on(from_bytes: int = 0, buffer_bytes: int = BUFFER) -> Generator[Log]:
     name = f"gloo {id(log)}"  # a group of this test's own, under one name on all ranks
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, name)
-    kind = lane.LaneKind(names[0], open_raw, from_bytes, buffer_bytes)
+    kind = device_channel.ChannelKind(names[0], open_raw, from_bytes, buffer_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane, "choose_lane", lambda devices: kind)
+        patch.setattr(device_channel, "choose_channel", lambda devices: kind)
         yield log
 
 
-def job_with_lane(job: Callable[..., Any], *args: Any, buffer_bytes: int = BUFFER) -> int:
-    with lane_on(buffer_bytes=buffer_bytes) as log:
+def job_with_channel(job: Callable[..., Any], *args: Any, buffer_bytes: int = BUFFER) -> int:
+    with channel_on(buffer_bytes=buffer_bytes) as log:
         job(*args)
     return len(log.rounds)
 
 
 @pytest.mark.parametrize("buffer_bytes", [64, BUFFER])
 def test_values_are_right_in_every_layout(buffer_bytes: int) -> None:
-    counts = run_ranks(4, job_with_lane, job_pairs, CASES, buffer_bytes=buffer_bytes, timeout=120)
+    counts = run_ranks(
+        4, job_with_channel, job_pairs, CASES, buffer_bytes=buffer_bytes, timeout=120
+    )
     assert counts == [counts[0]] * 4  # every rank is in every round
     assert counts[0] > len(CASES)
 
@@ -110,26 +112,26 @@ def job_dtypes(verify: bool, atomic: bool) -> Any:
     dst, src = tensors(dist.get_rank())
     _, wanted = tensors(0)
     assert wanted is not None
-    with lane_on() as log:
+    with channel_on() as log:
         weights = anyrank.Sync(dst, src, verify=verify, atomic=atomic)
         reports = [weights() for _ in range(3)]
         for name, tensor in (dst or {}).items():
             assert torch.equal(tensor.float(), wanted[name].to(tensor.dtype).float()), name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane, "choose_lane", lambda devices: None)
+        patch.setattr(device_channel, "choose_channel", lambda devices: None)
         plain = anyrank.sync(dst, src)
     assert [r.is_planned for r in reports] == [True, False, False]
-    assert reports[0].lane == log_name(reports[0])
-    assert plain.lane == ""
+    assert reports[0].channel == log_name(reports[0])
+    assert plain.channel == ""
     assert reports[0].bytes_sent == reports[2].bytes_sent == plain.bytes_sent
     assert reports[0].bytes_received == plain.bytes_received
-    assert max(reports[0].lane_bytes) <= 4 * BUFFER
+    assert max(reports[0].channel_bytes) <= 4 * BUFFER
     return log.opened, len(log.rounds), [sum(ins) <= BUFFER for _, ins in log.rounds]
 
 
 def log_name(report: anyrank.SyncReport) -> str:
-    assert report.lane.startswith("gloo ")
-    return report.lane
+    assert report.channel.startswith("gloo ")
+    return report.channel
 
 
 @pytest.mark.parametrize("atomic", [False, True])
@@ -147,7 +149,7 @@ def job_rounds(rows: int) -> int:
     whole = torch.arange(float(rows * 64)).view(rows, 64)
     src = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
     dst = {"w": torch.zeros(rows, 64)} if dist.get_rank() == 0 else None
-    with lane_on() as log:
+    with channel_on() as log:
         anyrank.sync(dst, src)
     assert dst is None or torch.equal(dst["w"], whole)
     return len(log.rounds) - 1  # the first connects
@@ -162,10 +164,10 @@ def test_rounds_are_what_the_longest_pair_takes() -> None:
 def job_opened() -> list[int]:
     dst, src = tensors(dist.get_rank())
     counts: list[int] = []
-    with lane_on(from_bytes=1 << 20) as log:
+    with channel_on(from_bytes=1 << 20) as log:
         anyrank.sync(dst, src)
         counts.append(log.opened)
-    with lane_on() as log:
+    with channel_on() as log:
         for _ in range(2):
             anyrank.sync(dst, src)
             counts.append(log.opened)
@@ -187,7 +189,7 @@ def job_subset() -> int:
         return 0
     known: Any = dist.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]
     groups = len(known.pg_map)
-    with lane_on() as log, pytest.MonkeyPatch.context() as patch:
+    with channel_on() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", None)
         patch.setattr(Passing, "send", None)
         patch.setattr(Passing, "receive", None)
@@ -206,10 +208,12 @@ def test_a_subset_meets_no_other_rank_and_no_group_of_the_user() -> None:
 
 def job_other_splits() -> Any:
     dst, src = tensors(dist.get_rank())
-    with lane_on(), pytest.MonkeyPatch.context() as patch:
+    with channel_on(), pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
-            usual = lane.messages_of
-            patch.setattr(lane, "messages_of", lambda f, most, piece: usual(f, most // 2, piece))
+            usual = device_channel.messages_of
+            patch.setattr(
+                device_channel, "messages_of", lambda f, most, piece: usual(f, most // 2, piece)
+            )
         return outcome(lambda: anyrank.sync(dst, src))
 
 
@@ -228,7 +232,7 @@ def job_fails(atomic: bool, again: bool = True) -> Any:
         src = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
     else:
         dst = {"w": torch.zeros(192, 64)}
-    with lane_on() as log:
+    with channel_on() as log:
         weights = anyrank.Sync(dst, src, atomic=atomic)
         first = outcome(weights)
         kept = dst is None or not dst["w"].any()
@@ -271,13 +275,13 @@ def test_a_rank_that_dies_in_a_round_is_named(point: str) -> None:
 
 def job_out_of_memory() -> Any:
     dst, src = tensors(dist.get_rank())
-    with lane_on() as log, pytest.MonkeyPatch.context() as patch:
+    with channel_on() as log, pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
 
-            def allocate(self: lane.LaneRun) -> None:
+            def allocate(self: device_channel.ChannelRun) -> None:
                 raise torch.OutOfMemoryError("no 4 KiB")
 
-            patch.setattr(lane.LaneRun, "_allocate", allocate)
+            patch.setattr(device_channel.ChannelRun, "_allocate", allocate)
         result = outcome(lambda: anyrank.sync(dst, src))
     return *result, len(log.rounds)
 
@@ -293,11 +297,11 @@ def test_a_rank_without_memory_for_buffers_starts_no_round() -> None:
 def job_stuck() -> Any:
     """Rank 1's device never comes to the end of a round: all say so, none waits for ever."""
     dst, src = tensors(dist.get_rank())
-    with lane_on() as log, pytest.MonkeyPatch.context() as patch:
+    with channel_on() as log, pytest.MonkeyPatch.context() as patch:
         usual = Connections.collective
 
         def collective(self: Connections, work: Any, what: str) -> Any:
-            if what == lane.WHAT and dist.get_rank() == 1 and len(log.rounds) == 3:
+            if what == device_channel.WHAT and dist.get_rank() == 1 and len(log.rounds) == 3:
                 return device_group.polled(self, lambda: False, what)
             return usual(self, work, what)
 
@@ -312,9 +316,9 @@ def test_a_round_that_does_not_end_is_an_error_and_aborts_the_group() -> None:
     assert [aborted for *_, aborted in results] == [1] * 3
 
 
-def test_lanes_are_for_devices_of_ones_own() -> None:
+def test_channels_are_for_devices_of_ones_own() -> None:
     first, second = "cuda:GPU-1", "cuda:GPU-2"
-    kind = lane.choose_lane([first, second])
+    kind = device_channel.choose_channel([first, second])
     assert kind is not None
     assert (kind.name, kind.from_bytes, kind.buffer_bytes) == ("nccl", 256 << 20, 32 << 20)
     for others in (
@@ -325,7 +329,7 @@ def test_lanes_are_for_devices_of_ones_own() -> None:
         [first],
         ["cuda"] * 2,
     ):
-        assert lane.choose_lane(others) is None, others
+        assert device_channel.choose_channel(others) is None, others
 
 
 def job_merge() -> None:
@@ -337,7 +341,7 @@ def job_merge() -> None:
     )
     rank = dist.get_rank()
     dst = nn.Sequential(nn.Linear(64, 96)) if rank else None
-    with lane_on() as log:
+    with channel_on() as log:
         anyrank.sync(dst, None if rank else src, merge=True, verify=True)
     merged = src.merge_and_unload()
     if dst is not None:
@@ -359,7 +363,7 @@ def job_replicas() -> int:
         src = {"w": distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)}
     else:
         dst = {"w": torch.zeros(256, 128)}
-    with lane_on():
+    with channel_on():
         report = anyrank.sync(dst, src, verify=True)
     assert dst is None or torch.equal(dst["w"], whole)
     return report.bytes_sent[dist.get_rank()]
