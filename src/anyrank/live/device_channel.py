@@ -256,7 +256,9 @@ class ChannelRun:
     def _run(self, sample: Callable[[], None]) -> None:
         self.attempt(self._allocate)
         channel = self.channel
-        group = open_group(self.ranks.ready(), channel.name, channel.kind.open_raw, self.device, WHAT)
+        group = open_group(
+            self.ranks.ready(), channel.name, channel.kind.open_raw, self.device, WHAT
+        )
         self.group_bytes = group.nbytes
         # Nothing of this rank's is under way on its device, and no rank begins before all are here:
         # what a user's group still does on one of them could wait for what comes behind a round.
@@ -408,4 +410,6 @@ class ChannelMover(Mover):
         )
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return super()._allocate(0 if self.route.channel else nbytes)  # a channel has buffers of its own
+        return super()._allocate(
+            0 if self.route.channel else nbytes
+        )  # a channel has buffers of its own
