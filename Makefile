@@ -129,7 +129,8 @@ $(VENV)/bin/python:
 # PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
 # The last lines: packages that name dependencies which the tests do not need, as they carry real
 # weights; torchtitan, and what its components import; apart from all others optimizers with
-# quantised state, as transformers and PEFT import them where they are installed, for seconds.
+# quantised state, and datasets with what it needs, as transformers and PEFT import them where they
+# are installed, for seconds.
 $(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet torch
@@ -139,4 +140,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 		torchtitan tyro docstring-parser spmd-types
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/quantised \
 		torchao bitsandbytes
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/datasets \
+		datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 \
+		python-dateutil==4.0.0 pytz==2026.6 six==1.17.0 xxhash
 	@touch $@

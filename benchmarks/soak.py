@@ -118,6 +118,4 @@ def measure(options: argparse.Namespace, _: Launcher) -> Run:
 
 
 if __name__ == "__main__":
-    import soak  # the ranks import its jobs by this name
-
-    bench.main("soak", soak.measure, kills=200, seed=0)
+    bench.main("soak", measure, kills=200, seed=0)

@@ -318,6 +318,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import streams  # the ranks import its jobs by this name
-
-    streams.main()
+    main()

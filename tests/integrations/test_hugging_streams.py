@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,22 @@ from torch import nn
 
 import anyrank
 
-datasets: Any = pytest.importorskip("datasets", minversion="5.0")
+# Where `make` installs it, apart from all others: transformers imports it where it is installed.
+PACKAGES = Path(sys.prefix) / "datasets"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package."""
+    if PACKAGES.is_dir():
+        monkeypatch.syspath_prepend(str(PACKAGES))
+    return pytest.importorskip("datasets", minversion="5.0")
+
 
 BATCH = {"batched": True, "batch_size": 6}
 SIZES = (25, 35, 45)
@@ -41,6 +53,7 @@ def write(kind: str, folder: Path) -> list[str]:
 
 
 def open_stream(kind: str, paths: list[str]) -> Any:
+    datasets: Any = importlib.import_module("datasets")
     loader = "parquet" if kind == "parquet" else "json"
     return datasets.load_dataset(loader, data_files=paths, streaming=True, split="train")
 
@@ -84,7 +97,7 @@ def test_a_stream_is_read_once_through_resumes(
     rows = [row for batch in expected for row in batch]
     ids = IDS if chain != "mapped" else [n for n in IDS if n % 2 == 0]
     assert sorted(int(row["n"]) for row in rows) == ids
-    assert whole.receipts[0].verdict.startswith(f"exactly once, {len(ids)} rows")
+    assert whole.receipts[0].verdict.startswith(f"each row that was read, once: {len(ids)}")
     if chain == "torch":
         assert isinstance(rows[0]["n"], torch.Tensor)
     loader, seen = make(), list[Any]()
@@ -96,13 +109,77 @@ def test_a_stream_is_read_once_through_resumes(
     assert str(seen + run(loader)) == str(expected)
 
 
-def test_streams_that_mix_or_divide_their_rows_are_refused(tmp_path: Path) -> None:
+WHOLE: dict[str, Any] = {
+    "take(50)": lambda s: s.take(50),
+    "skip(20)": lambda s: s.skip(20),
+    "take(30)": lambda s: s.skip(20).take(30),
+    "map(with_indices=True)": lambda s: s.map(lambda row, i: {"i": i}, with_indices=True),
+    "filter(with_indices=True)": lambda s: s.filter(lambda row, i: i % 3 == 0, with_indices=True),
+    "a batched map(drop_last_batch=True)": lambda s: s.map(
+        lambda rows: rows, batched=True, batch_size=10, drop_last_batch=True
+    ),
+    "batch()": lambda s: s.batch(2),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("step", WHOLE)
+def test_what_counts_rows_over_the_whole_stream_is_read_as_one_shard(
+    step: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And has the rows that `datasets` gives in one process, through a resume."""
+    stream = WHOLE[step](open_stream(kind, write(kind, tmp_path)))
+
+    def make() -> anyrank.ElasticLoader:
+        return anyrank.ElasticLoader.from_iterable(
+            stream, global_batch=12, microbatch=3, collate_fn=list
+        )
+
+    expected = [str(row) for row in stream]
+    loader = make()
+    assert f"{step} counts rows over the whole stream" in caplog.text
+    seen = run(loader, 1)
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    seen += run(resumed)
+    assert sorted(str(row) for batch in seen for row in batch) == sorted(expected)
+    assert f"{step} counts rows over the whole stream" in resumed.notes[-1]
+
+
+def test_streams_that_mix_or_divide_their_rows_are_refused(tmp_path: Path, datasets: Any) -> None:
     from datasets.distributed import split_dataset_by_node
 
     stream = open_stream("jsonl", write("jsonl", tmp_path))
     for other, text in (
-        (stream.shuffle(seed=1, buffer_size=100), "mixes its shards while it reads them"),
+        (stream.shuffle(seed=1, buffer_size=100), "keeps rows in a buffer"),
+        (stream.take(20).shuffle(seed=1), "keeps rows in a buffer"),
+        (stream.shuffle(seed=1, max_buffer_input_shards=1), "keeps rows in a buffer"),
+        (datasets.interleave_datasets([stream, stream]), r"give the datasets by name.*mix="),
         (split_dataset_by_node(stream, 0, 2), "divided it among the ranks already"),
+        (split_dataset_by_node(stream, 0, 3), "divided it among the ranks already"),
     ):
         with pytest.raises(ValueError, match=text):
             anyrank.ElasticLoader.from_iterable(other, global_batch=12, microbatch=3)
+
+
+def test_the_number_of_rows_is_compared_with_what_the_dataset_knows(tmp_path: Path) -> None:
+    from datasets import SplitDict, SplitInfo
+
+    stream = open_stream("parquet", write("parquet", tmp_path))
+    for known, text in ((105, "exactly once, 105 of 105 rows"), (200, "not all rows: 105 of 200")):
+        stream.info.splits = SplitDict({"train": SplitInfo("train", num_examples=known)})
+        loader = anyrank.ElasticLoader.from_iterable(
+            stream, global_batch=12, microbatch=3, collate_fn=list
+        )
+        run(loader)
+        assert loader.receipts[0].verdict.startswith(text)
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    program = page.split("### Hugging Face's streams")[1].split("```python\n")[1].split("```")[0]
+    paths = write("jsonl", tmp_path)
+    for name, path in zip("abc", paths, strict=True):
+        program = program.replace(f"{name}.jsonl", path)
+    exec(compile(program, "docs/data.md", "exec"), {})  # noqa: S102 - the page's own
+    assert capsys.readouterr().out == "each row that was read, once: 105 rows of 3 shards\n"

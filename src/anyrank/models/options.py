@@ -28,7 +28,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
 }
 WAYS_OUT = {  # follows "to go on" in an error
-    "missing": "rename=..., or missing='keep' for the model's values, or 'init' for new ones",
+    "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
     "unexpected": "rename=..., or unexpected='ignore'",
 }
 

@@ -1,1 +1,1 @@
-"""The samples of a step and their order, and how a worker process delivers them."""
+"""Which samples a step has, in which order, and how a worker process brings them."""

@@ -17,7 +17,7 @@ from anyrank.tensors.hashing import derive, mix64, signed
 
 ORDER_NAME = "feistel-v1"
 IDENTITY_NAME = "identity"
-BLOCK = 4096  # positions computed at a time
+BLOCK = 4096  # positions that are computed at a time
 ROUNDS = 8  # even, so that halves of different widths end where they started
 
 
@@ -27,7 +27,7 @@ class Order:
 
     Attributes:
         n: number of samples.
-        seed: seed of the run.
+        seed: of the run.
         shuffle: False for 0, 1, 2 and so on in every epoch.
     """
 
@@ -45,7 +45,7 @@ class Order:
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
 
     def arguments(self) -> dict[str, object]:
-        """The small values that the order depends on, by the loader's argument, for comparison."""
+        """What the order depends on, small and by the loader's argument, for comparison."""
         return {
             "dataset": f"{self.n} samples",
             "seed": self.seed,
@@ -56,7 +56,7 @@ class Order:
 
     @property
     def repeats(self) -> bool:
-        """Return whether an epoch may contain a sample several times, and others not at all."""
+        """Whether an epoch may have a sample several times, and others not at all."""
         return False
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Order:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-# A step's ids are computed several times, and part of a block costs as much as all of it.
+# A step's ids are computed several times, and a part of a block costs as much as the block.
 @functools.lru_cache(maxsize=8)
 def _ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""

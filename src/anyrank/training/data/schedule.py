@@ -1,4 +1,4 @@
-"""Divides an epoch into steps, a step into microbatches, and microbatches among ranks.
+"""How an epoch is divided into steps, a step into microbatches, and microbatches among ranks.
 
 Pure arithmetic on positions in the epoch's order. Only `slots_of_rank` depends on the ranks.
 """
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from anyrank.checks import check_choice, check_int
 from anyrank.training.data.order import Order
 
-Tail = Literal["short", "drop", "flow"]
+Tail = Literal["short", "drop"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class MicrobatchSlot:
 
     Attributes:
         k: index of the microbatch in the step.
-        is_copy: runs with weight 0, only for the collectives: another slot has the microbatch.
+        is_copy: run with weight 0, for the collectives only: another slot has the microbatch.
     """
 
     k: int
@@ -53,7 +53,7 @@ class StepPlan:
 
     @property
     def assumed_samples(self) -> int:
-        """The divisor of losses until the number of samples is known; that if it is planned."""
+        """What losses are divided by until the number of samples is known: it, if it is planned."""
         return self.samples
 
     @property
@@ -83,7 +83,7 @@ def slots_of_rank(
     Every rank gets the same number of slots, so that collectives in forward and backward match.
 
     Args:
-        count: number of the step's microbatches.
+        count: of the step.
         rank: its index.
         size: number of ranks.
         takes_turns: the ranks take turns; otherwise a rank's microbatches are neighbours.
@@ -101,10 +101,10 @@ class Schedule:
     """The constants of a run's data plan.
 
     Attributes:
-        order: order of the samples.
+        order: of the samples.
         global_batch: samples of a step.
         microbatch: samples of one forward pass; divides `global_batch`.
-        tail: treatment of the samples that do not fill an epoch's last step.
+        tail: what happens to the samples that do not fill an epoch's last step.
     """
 
     order: Order
@@ -130,7 +130,7 @@ class Schedule:
             )
 
     def arguments(self) -> dict[str, object]:
-        """The values that the plan depends on, by the loader's argument, for comparison."""
+        """What the plan depends on, by the loader's argument, for comparison over the ranks."""
         return self.order.arguments() | {
             "global_batch": self.global_batch,
             "microbatch": self.microbatch,

@@ -29,6 +29,7 @@ class Rounds:
     Attributes:
         count: K, the microbatches of the step.
         number: the current round; -1 before the first.
+        is_last: whether it is this rank's last one.
         own_leaves: this rank's microbatches.
         whole_spans: the nodes that each rank holds when all rounds have run.
     """
@@ -36,7 +37,7 @@ class Rounds:
     def __init__(self, plan: StepPlan, ranks: Ranks, takes_turns: bool) -> None:
         self.count, self.index = plan.num_microbatches, ranks.index
         self.takes_turns = takes_turns
-        self.number = -1
+        self.number, self.is_last = -1, False
         self._leaves = [
             [None if slot.is_copy else slot.k for slot in plan.slots(rank, ranks.size, takes_turns)]
             for rank in range(ranks.size)
@@ -54,9 +55,12 @@ class Rounds:
         """This rank's microbatch; None for a copy, which is in no sum."""
         return self._leaves[self.index][self.number]
 
-    @property
-    def is_last(self) -> bool:
-        return self.number + 1 == len(self._leaves[self.index])
+    def begin(self, k: int, is_last: bool) -> None:
+        """The round of a microbatch; one rank by itself leaves out those without a sample."""
+        self.number += 1
+        while self.leaf is not None and self.leaf < k:
+            self.number += 1
+        self.is_last = is_last
 
     def unit_spans(self, number: int) -> list[list[Span]]:
         """The nodes that each rank has for a unit when a round ends, if the ranks take turns."""

@@ -129,7 +129,7 @@ class ExactSync(GradientSync):
     @contextmanager
     def on(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
         """Run forward and backward of a microbatch, whose gradient becomes a term of the sum."""
-        self.rounds.number += 1
+        self.rounds.begin(slot.k, is_last)
         self.sums.begin_microbatch()
         yield
         groups = [group for _, group, _ in self.reductions]

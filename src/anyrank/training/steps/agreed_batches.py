@@ -1,4 +1,4 @@
-"""The batches of a step: each rank fetches its own, and one rank's failure is every rank's."""
+"""The batches of a step: each rank fetches its own, and the failure of one is every rank's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from anyrank.world.failures import Failure, as_failure, join_failures
 from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.ranks import Ranks
 
-FIRST = 2  # batches of a step that the ranks agree on together
+FIRST = 2  # batches of a step that the ranks agree on at once
 WHAT = "fetching a batch"
 
 
 @dataclass(frozen=True)
 class Fetcher:
-    """The functions that fetch a step's batches on this rank.
+    """How the batches of a step are fetched on this rank.
 
     Attributes:
         fetch: returns the batch of a slot.
@@ -52,14 +52,14 @@ class Ahead(NamedTuple):
 
 
 class OwnBatches:
-    """Some batches of this rank, fetched together; handed out once all ranks have theirs.
+    """Some batches of this rank, fetched at once. It has them when all ranks are known to.
 
     Args:
-        fetcher: fetcher of their step.
-        slots: slots of the batches.
+        fetcher: of their step.
+        slots: whose batches.
 
     Attributes:
-        report: this rank's report on them.
+        report: what the others have to know of them.
     """
 
     def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
@@ -101,19 +101,19 @@ class OwnBatches:
         """The batches, once. All ranks.
 
         Raises:
-            Exception: in one process, the exception of the fetch; on several ranks an AnyrankError
-                as from `Ranks.together`, with the exception of each rank.
+            Exception: in one process, what the fetch raised; on several ranks an AnyrankError as
+                from `Ranks.together`, with the exception of each rank.
         """
         if self._wait is None:
             self.tell(ranks)
         assert self._wait is not None
         self._learn(self._wait())
-        batches, self._batches = self._batches, []  # else this object would keep their memory
+        batches, self._batches = self._batches, []  # else their memory stays with this object
         return batches
 
 
 def fetch_first(fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> OwnBatches:
-    """Fetch the first batches of a step with these slots."""
+    """The first batches of a step with these slots."""
     return OwnBatches(fetcher, slots[:FIRST])
 
 
@@ -122,27 +122,57 @@ def one_ahead(
     fetcher: Fetcher,
     slots: Sequence[MicrobatchSlot],
     first: OwnBatches | None = None,
-) -> Iterator[FetchedBatch]:
-    """Yield the batches of a step, each once all ranks have theirs. All ranks.
+) -> Iterator[tuple[MicrobatchSlot, FetchedBatch, bool]]:
+    """The slots and batches of a step, and whether each is the last. All ranks.
 
-    After the first ones, the next batch is fetched before one is returned, and the ranks agree on
-    it while the caller works.
+    A batch comes once all ranks have theirs. After the first ones, the next is fetched before one
+    is returned, and the ranks agree on it while the caller works. One rank by itself leaves out
+    microbatches without a sample, which several run as copies, since all run as many.
 
     Args:
-        ranks: the ranks that have the step.
-        fetcher: the step's fetcher.
-        slots: the step's slots on this rank, at least one.
+        ranks: that have the step.
+        fetcher: of the step.
+        slots: of the step on this rank, at least one.
         first: the first batches, if they were fetched before.
 
     Raises:
-        Exception: as for `OwnBatches.take`.
+        Exception: as `OwnBatches.take`.
     """
+    if ranks.size == 1:
+        yield from _with_samples(_one_by_one(ranks, fetcher, slots, first))
+        return
     *batches, last = (first or fetch_first(fetcher, slots)).take(ranks)
-    yield from batches
+    for slot, batch in zip(slots, batches, strict=False):
+        yield slot, batch, False
     del batches  # else their memory stays until the end
+    begun = slots[:FIRST][-1]
     for slot in slots[FIRST:]:
         ahead = OwnBatches(fetcher, [slot])
         ahead.tell(ranks)
-        yield last
-        (last,) = ahead.take(ranks)
-    yield last
+        yield begun, last, False
+        (last,), begun = ahead.take(ranks), slot
+    yield begun, last, True
+
+
+Entry = tuple[MicrobatchSlot, FetchedBatch]
+
+
+def _one_by_one(
+    ranks: Ranks, fetcher: Fetcher, slots: Sequence[MicrobatchSlot], first: OwnBatches | None
+) -> Iterator[Entry]:
+    """The slots and batches of a step on one rank."""
+    yield from zip(slots, (first or fetch_first(fetcher, slots)).take(ranks), strict=False)
+    for slot in slots[FIRST:]:
+        yield slot, OwnBatches(fetcher, [slot]).take(ranks)[0]
+
+
+def _with_samples(entries: Iterator[Entry]) -> Iterator[tuple[MicrobatchSlot, FetchedBatch, bool]]:
+    """Those with a sample, or one if none has any; and whether each is the last."""
+    slot, batch = next(entries)
+    for following, ahead in entries:
+        if ahead.request.is_empty:
+            continue
+        if not batch.request.is_empty:
+            yield slot, batch, False
+        slot, batch = following, ahead
+    yield slot, batch, True

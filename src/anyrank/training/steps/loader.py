@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -50,23 +50,23 @@ class ElasticLoader:
     All data-parallel ranks iterate together.
 
     Args:
-        dataset: a dataset with a length and `dataset[i]`; its random numbers are seeded for each
-            microbatch. Its `__getitems__` is used if it has that method.
+        dataset: with a length and `dataset[i]`; its random numbers are seeded for each microbatch.
+            Its `__getitems__` is used if it has that method.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass.
-        seed: seed of the order and of all random numbers.
+        seed: of the order and of all random numbers.
         shuffle: False for the dataset's own order.
         num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
         tail: the samples that do not fill an epoch's last step make a "short" step, or are
-            "drop"ped; an epoch of a stream may "flow" into the next one.
+            "drop"ped.
         key: name or version of the dataset; a resume with a different key is refused.
         process_group: the data-parallel ranks; default: all, or this process alone. With tensor
             parallelism, ranks with the same data are in different groups.
         pin_memory: as in a DataLoader.
         prefetch_factor: as in a DataLoader.
         persistent_workers: as in a DataLoader.
-        weights: n numbers, one per sample: an epoch is then n draws with replacement, the same on
+        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
             any number of ranks. A sample that is drawn again gets different random numbers.
         on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
             "rescale" to continue with an entry in `notes`.
@@ -125,18 +125,13 @@ class ElasticLoader:
             check_int("prefetch_factor", prefetch_factor, 1)
         if weights is not None and not shuffle:
             raise ValueError("weights draw samples at random: remove shuffle=False")
-        if tail == "flow" and not (isinstance(dataset, OwnOrder) and dataset.can_flow):
-            raise ValueError(
-                "tail='flow' is for streams, of from_iterable, or of from_shards without lengths: "
-                "give 'short' or 'drop'"
-            )
         may_change: OnBatchChange | None = on_batch_change
         position_class: type[Position] = Position
         if isinstance(dataset, OwnOrder):
             if weights is not None:
                 raise ValueError("weights draw samples at random, which shards are not read for")
             order = dataset.order(seed, shuffle, global_batch, microbatch)
-            may_change = None  # the lanes of an epoch depend on its global batch
+            may_change = None  # the lanes of an epoch are those of its global batch
             position_class = dataset.position_class or Position
         elif weights is not None:
             order = weighted_order(n, seed, weights)
@@ -171,32 +166,35 @@ class ElasticLoader:
         lengths: Sequence[int] | None = None,
         transform: Any = None,
         window: int | None = None,
+        endless: bool = False,
         **options: Any,
     ) -> ElasticLoader:
-        """Make a loader over shards whose rows are read in sequence: files, row groups, archives.
+        """A loader over shards whose rows are read in sequence: files, row groups, archives.
 
-        A step has K = global_batch / microbatch microbatches. Each comes from its own lane, which
-        reads shards one after the other; the order of the shards changes with the epoch. The rows
-        of a lane do not depend on the rank that runs it.
+        An epoch's shards are dealt to at most K = global_batch / microbatch lanes, each of which
+        reads its own one after the other; their order changes with the epoch. A microbatch of a
+        step comes from a lane; when that ends, from another one. Which rank runs a microbatch
+        changes nothing of its rows.
 
-        Without `lengths`, rows are counted while they are read. A lane without further rows has no
-        part in the epoch's last steps; the others share them. With `lengths` the order is planned,
-        without such a tail, and `len(loader)` is known; see `anyrank.row_counts`.
+        Without `lengths`, rows are counted while they are read. With `lengths` the order is
+        planned, and `len(loader)` is known; see `anyrank.row_counts`.
 
         Args:
             shards: arguments of `read`; names or numbers, the same throughout the run. A resume
-                with different ones says which; appended ones come with the next epoch.
-            read: shard -> its rows, the same in the same order each time. If it takes `start=`, a
-                resume begins there, at a row counted from 0; else the rows before are read again.
+                with others says which; others that are appended come with the next epoch.
+            read: shard -> its rows, the same in the same order each time. Where it takes `start=`,
+                a resume begins there, at a row counted from 0; else rows before are read again.
                 Its random numbers depend on (seed, epoch, shard, row).
             lengths: number of rows of each shard, if they are known.
-            transform: makes samples from rows: `anyrank.Pack`, `anyrank.Buckets`, or your own
-                object with `feed(row)` and `end()`, which return lists of samples. Each lane has a
+            transform: makes samples of rows: `anyrank.Pack`, `anyrank.Buckets`, or an object of
+                your own with `feed(row)` and `end()`, which give lists of samples. Each lane has a
                 copy of it.
-            window: number of rows of a shard that are mixed with each other; they are in memory,
-                and a resume reads them again. Default: rows stay in the order of their shard.
-            options: as for `ElasticLoader`, except weights and on_batch_change; shuffle=False is
-                for the shards' own order.
+            window: rows of a shard that are mixed among each other; they are in memory, and read
+                again by a resume. Default: rows stay in the order of their shard.
+            endless: there are no epochs and no receipts: microbatches take a block of each shard in
+                turn, and a shard that ends begins again. A step is always full.
+            options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
+                the shards' own order.
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks;
@@ -216,7 +214,7 @@ class ElasticLoader:
         """
         from anyrank.training.streams.entry import open_shards
 
-        dataset = open_shards(shards, read, lengths, transform, window, options)
+        dataset = open_shards(shards, read, lengths, transform, window, endless, options)
         return cls(dataset, **options)
 
     @classmethod
@@ -226,21 +224,29 @@ class ElasticLoader:
         *,
         transform: Any = None,
         window: int | None = None,
+        endless: bool = False,
+        mix: Mapping[str, float] | None = None,
+        until: Literal["first", "all"] = "first",
         **options: Any,
     ) -> ElasticLoader:
-        """Make a loader over a dataset that is divided into shards, like `from_shards` of these.
+        """A loader over a dataset that is cut into shards by itself, as `from_shards` of these.
 
         Args:
-            dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, but without its own
-                shuffle; or a class with `num_shards` and `shard(num_shards=, index=)`, which
-                returns rows, the same each time, whichever worker asks.
-            transform: as for `from_shards`.
-            window: as for `from_shards`.
-            options: as for `from_shards`.
+            dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, and without a
+                shuffle of its own; or a class with `num_shards` and `shard(num_shards=, index=)`,
+                which returns rows, the same each time. For a mixture a dict of such.
+            transform: as of `from_shards`.
+            window: as of `from_shards`.
+            endless: as of `from_shards`.
+            mix: of a mixture, the weight of each dataset: which one a microbatch is of is drawn by
+                (seed, step, microbatch). A resume may give other weights, which count from there.
+            until: of a mixture, whether the "first" of its datasets that ends ends an epoch, or the
+                last ("all"): then others begin again.
+            options: as of `from_shards`.
 
         Raises:
             TypeError: a dataset without shards.
-            ValueError: its rows or shards are not the same each time; as for `from_shards`.
+            ValueError: one whose rows or shards are not the same each time; as `from_shards`.
 
         Example::
 
@@ -255,15 +261,18 @@ class ElasticLoader:
             for step in loader:
                 for batch in step.microbatches(model):
                     step.backward(model(batch).mean())
-            assert loader.receipts[0].verdict.startswith("exactly once, 30 rows in 3 shards")
+            text = "each row that was read, once: 30 rows of 3 shards"
+            assert loader.receipts[0].verdict == text
         """
         from anyrank.training.streams.entry import open_iterable
 
-        return cls(open_iterable(dataset, transform, window, options), **options)
+        return cls(
+            open_iterable(dataset, transform, window, endless, mix, until, options), **options
+        )
 
     @property
     def position(self) -> Position:
-        """Its position in the data, and its verification. For anyrank's own use: may change."""
+        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
         return self._position
 
     @property
@@ -317,9 +326,8 @@ class ElasticLoader:
         self.position.load_state_dict(state_dict)
 
     def commit(self) -> None:
-        """Count the current step as completed, after the optimizer's step. No collectives.
-
-        Does nothing if it is counted already.
+        """Count the current step as completed, after the optimizer's step; nothing if it is
+        counted already. No collectives.
 
         Raises:
             CheckpointError: not all of its microbatches were run.
@@ -341,12 +349,12 @@ class ElasticLoader:
         return self.position.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
-        """Iterate over the steps of the rest of this epoch. All data-parallel ranks.
+        """The steps of the rest of this epoch. All data-parallel ranks.
 
         Raises:
-            CheckpointError: the loader's arguments or position differ between ranks, or the
-                dataset's length has changed, before a batch is fetched; a step was not completed;
-                at the epoch's end, a sample was repeated or lost on some rank.
+            CheckpointError: the loader's arguments or position differ between ranks, or the dataset
+                has got another length, before a batch is fetched; a step was not completed; at the
+                epoch's end, a sample was repeated or lost on some rank.
         """
         position, exact = self.position, self.position.exact
         position.data_rank()
@@ -379,17 +387,17 @@ class ElasticLoader:
 
     @property
     def in_step(self) -> bool:
-        """Whether microbatches were run that are not committed: then a save is refused."""
+        """Whether microbatches were run that are not committed: a save is refused then."""
         return self.position.current is not None and bool(self.position.current.passes)
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
-        """The batches of the requests, from the first one on: the model decides about those."""
+        """The batches of the requests, from the first one asked for: the model decides on those."""
         start = partial(start_fetching, self._fetcher)
         yield start() if self._workers is None else self._workers.watch(start)
 
 
 def _exact_run() -> ExactRun:
-    """The object that orders a run's sums. A door: only `exact=True` pays for the import."""
+    """What orders a run's sums. A door: only runs with `exact=True` pay for the import."""
     from anyrank.training.exact.run import ExactRun
 
     return ExactRun()

@@ -1,11 +1,11 @@
-"""Finds the slow rank, and the slow part of its step: each rank's time until it waits for others.
+"""Which rank is slow, and in which part of a step: what each rank does until it waits for others.
 
 Torch's hooks divide a rank's time, from one step of its optimizer to the next: loader, up to the
 model's forward; forward, up to the first gradient; backward, up to the last; then it waits. The
-loader's part also includes fetching for the next step. Waits of anyrank's own agreements belong to
-no part, so that a part is long on a slow rank, and the end is long on those that wait for it. After
-every twenty steps a rank reports its medians: a rank whose median stands out from the others', and
-from chance, is the one that they wait for.
+loader's part is also what it fetches of the next step by then. Waits of anyrank's own agreements
+are in no part, so that a part is long on the rank that is slow, and on those that wait for it the
+end is. Of twenty steps a rank tells the others its medians: a rank whose median stands out from the
+others', and from chance, is the one that they wait for.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from anyrank.world.waits import Wait
 
 log = logging.getLogger("anyrank.steps")
 
-PARTS = ("loader", "forward", "backward", "step")  # the last: everything, if no forward is seen
+PARTS = ("loader", "forward", "backward", "step")  # the last: all, where no forward is seen
 WINDOW = 20  # steps
-LEAST_SEC, LEAST_SHARE = 0.01, 0.02  # of a step: smaller differences are not reported
+LEAST_SEC, LEAST_SHARE = 0.01, 0.02  # of a step: what is less is not worth a word
 SPREADS = 1.5  # between the quartiles: six times what medians of twenty differ by chance
-ENDS = 2  # parameters at either end of a model whose gradients count as the first and last
+ENDS = 2  # parameters at either end of a model whose gradients are taken for the first and last
 
-# For one part of a step over a window: its median, and the distance of its quartiles, in seconds.
+# Of one part of a step over a window: its median, and the distance of its quartiles, in seconds.
 Spent = tuple[float, float]
 
 
 class Pace:
-    """Measures where this rank's time goes in each step. One at a time in a process.
+    """Where this rank's time goes in each step. One at a time in a process.
 
-    The model's hook is a function of the module, so that a copied or pickled model takes nothing
-    along.
+    The model's hook is a function of the module: a copied or pickled model takes nothing with it.
 
     Args:
-        model: the model that is trained.
-        optimizers: its optimizers.
+        model: that is trained.
+        optimizers: of it.
         on_first: called once the first window is full.
 
     Attributes:
-        waited_sec: seconds in which this rank has waited for others and exchanged with them.
-        warned: ranks that were named as slow, with the part: each is named once.
+        waited_sec: seconds in which this rank has waited for others, and exchanged with them.
+        warned: ranks that were named as slow, with the part: each once.
     """
 
     running: Pace | None = None
@@ -80,12 +79,12 @@ class Pace:
         Pace.running = self
 
     def begin_forward(self) -> None:
-        """Note a call of the model, or another one if nothing has had a gradient since."""
+        """The model is called; again, where nothing has had a gradient since."""
         self._add("forward" if self._in_forward else "loader")
         self._in_forward = self._sees_forward = True
 
     def _gradient(self, parameter: torch.Tensor) -> None:
-        """Note that one of the first or last parameters has its gradient."""
+        """One of the first or last parameters has its gradient."""
         if torch.compiler.is_compiling():
             return
         part = "forward" if self._in_forward else "backward"
@@ -93,12 +92,12 @@ class Pace:
         self._in_forward, self._has_gradient = False, True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that an optimizer is about to step: shared work is over."""
+        """An optimizer is about to step: what it does not do alone is over."""
         self._end_wait()
         self._has_gradient = self._in_forward = False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that an optimizer has stepped."""
+        """An optimizer has stepped."""
         self.pause()
         if any(self._times.values()):
             self._rows.append([*self._times.values()])
@@ -110,19 +109,19 @@ class Pace:
             self._on_first = lambda: None
 
     def pause(self) -> None:
-        """Count the time since the last event for no part of a step."""
+        """What was done since the last event belongs to no part of a step."""
         self._agreements()
         self._last = time.perf_counter()
 
     @contextlib.contextmanager
     def loading(self) -> Generator[None, None, None]:
-        """Count the time of a block for the loader, even after the step's last gradient."""
+        """What is done here is the loader's, though the step's last gradient was there before."""
         self._end_wait()
         yield
         self._add("loader")
 
     def _end_wait(self) -> None:
-        """Count the time since the last gradient as a wait, except for agreements."""
+        """The time since the last gradient was a wait, but for agreements."""
         if self._has_gradient:
             self.waited_sec += time.perf_counter() - self._last - self._agreements()
         self.pause()
@@ -133,12 +132,12 @@ class Pace:
         return bool(self._spent)
 
     def take_window(self) -> list[Spent]:
-        """The time of each part in the last window, once; empty until the next window is full."""
+        """What each part took over the last window, once; empty until the next is full."""
         spent, self._spent = self._spent, []
         return spent
 
     def warn_of_slow(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
-        """Name the slow rank once, on the first rank, from what each of them has reported."""
+        """Name the slow one of the ranks, by what each of them has told, once, on the first."""
         slow = slow_rank(spent)
         if slow is None or (ranks[slow[0]], slow[1]) in self.warned:
             return
@@ -160,7 +159,7 @@ class Pace:
         self._end_fetches()
 
     def _add(self, part: str) -> None:
-        """Count the time since the last event for a part, except for agreements."""
+        """The time since the last event was this part's, but for agreements."""
         now = time.perf_counter()
         self._times[part] += now - self._last - self._agreements()
         self._last = now
@@ -173,15 +172,15 @@ class Pace:
 
 
 def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None:
-    """Find the rank that the others wait for: its index, the part of its step, and the excess.
+    """Which rank the others wait for: its index, the part of its step, and for how long.
 
-    The first part in which a rank stands out counts, because others may wait for it in later parts,
-    for example in the forward under FSDP2.
+    The first part in which a rank stands out counts: in later ones others may wait for it, as in
+    the forward under FSDP2.
 
     Args:
-        spent: times of each rank, for each part.
+        spent: of each rank, each part.
     """
-    # Imported here: a run's first save opens this module, and would wait for all that it loads.
+    # Here, as a run's first save opens this module, and would wait for all that statistics loads.
     import statistics
 
     if len(spent) < 2:
@@ -206,7 +205,7 @@ def _spent(seconds: Sequence[float]) -> Spent:
 
 
 def _begin_forward(module: nn.Module, args: Any) -> None:
-    """The model's hook."""
+    """Hook of the model."""
     if torch.compiler.is_compiling():
         return
     if Pace.running is not None and torch.is_grad_enabled():

@@ -1,187 +1,278 @@
-"""Which lane has which shards: dealt alike on all ranks, from what the lanes report of a step.
+"""Which lane gives microbatch k of a step: a table that all ranks have, and that needs no exchange.
 
-Shards are dealt in the epoch's order, to the lanes in the order of their numbers. A lane keeps one
-shard in reserve. Where it has begun several in the last two steps, it keeps as many as four such
-steps would need, but at most its part of half of what is left: enough to read ahead, and to fill
-microbatches from shards of few rows.
+The shards of a source are dealt once, when an epoch begins: of L = min(K, shards) lanes, lane i has
+the shards at places i, i + L, i + 2 L of the epoch's order. Each microbatch of a step belongs to a
+lane; a lane with several gives them its blocks in turn, in the order of the microbatches. A lane
+looks as far ahead as its microbatches of the next step. Where it finds its end, those for which it
+has no block go to the lanes with the fewest, the lowest first. So a microbatch has no sample only
+if its lane was given to it in the step before, or in the first step of an epoch.
 
-Where epochs flow into each other, the shards of the next epoch follow those of one, without end. A
-lane is at most two epochs ahead of the lane that is furthest behind: else lanes of small shards
-would read them many times, while one lane reads a large shard once. A lane that has nothing to read
-until another has caught up takes no part in a step. Pure Python.
+A mixture has several sources with lanes of their own. Which one a microbatch takes its block from
+is drawn for each step. A source that ends before the epoch does is dealt again. Of endless sources
+each shard is a lane, which begins its shard again at its end; a microbatch takes the lanes that it
+has in turn. Pure Python: no torch, no ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Any
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
-from anyrank.training.streams.lanes import DONE, OUT, READY, LaneState, Report
+from anyrank.tensors.hashing import derive
+from anyrank.training.streams.lane import LaneState
 
-STEPS = 4  # that a reserve lasts
-# Epochs of which shards are dealt, where they flow into each other. Three epochs of 1,000 lognormal
-# shards in 96 lanes take 1.85 of the least steps with two, 1.57 with three, as with any number.
-OPEN = 3
+Until = Literal["first", "all"]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a deal depends on besides what was read.
+
+    Attributes:
+        num_microbatches: K.
+        seed: of the draws of sources.
+        weights: of the sources, one for each.
+        until: whether the first source that ends, or the last one, ends an epoch.
+        endless: whether no source ends.
+    """
+
+    num_microbatches: int
+    seed: int = 0
+    weights: tuple[float, ...] = (1.0,)
+    until: Until = "first"
+    endless: bool = False
+
+
+class Opening(NamedTuple):
+    """A lane, as whoever reads it has to know it.
+
+    Attributes:
+        lane, source: their numbers.
+        reading: tells the times apart that a shard is read in a run.
+        first_place: of its first shard in the source's order.
+        stride: from each of its shards to the next; 0: it has one, again and again.
+        num_shards: of the source.
+        state: where it goes on.
+    """
+
+    lane: int
+    source: int
+    reading: int
+    first_place: int
+    stride: int
+    num_shards: int
+    state: LaneState
+
+    def place_of(self, index: int) -> tuple[int, int] | None:
+        """The reading and the place of one of its shards; None behind the last."""
+        if not self.stride:
+            return index, self.first_place
+        shard_place = self.first_place + index * self.stride
+        return None if shard_place >= self.num_shards else (self.reading, shard_place)
 
 
 class Deal:
-    """The shards of a queue, and of each lane what is left of its own, and its state.
+    """The lanes of an epoch: which microbatch each serves, and where each is.
 
     Args:
-        num_shards: of an epoch.
-        num_lanes: K.
-        flows: whether the next epoch's follow.
+        constants: of the run.
+        epoch: from 0.
+        sizes: shards of each source.
 
     Attributes:
-        dealt: shards that have a lane, as places in the queue of all epochs that follow.
-        first: of each lane, its shards that nobody needs to read again.
-        shards: of each lane, those after these.
-        begun, recent: of each lane, the shards begun in the queue, and in the last step.
-        status: of each lane.
-        states: of each lane.
+        tables: of each source, the lane of each microbatch; of endless ones, its first lane. The
+            same object as long as no lane's end is in sight.
+        rounds: of each source, how often it has ended in the epoch.
+        states: of all lanes, those of one source after those of another.
+        read: what rounds that are over have read, by source.
     """
 
-    def __init__(self, num_shards: int, num_lanes: int, flows: bool = False) -> None:
-        self.num_shards, self.flows, self.dealt = num_shards, flows, 0
-        self.first = [0] * num_lanes
-        self.shards: list[list[int]] = [[] for _ in range(num_lanes)]
-        self.begun, self.recent = [0] * num_lanes, [0] * num_lanes
-        self.status = [OUT] * num_lanes
-        self.states = [LaneState()] * num_lanes
-        self._deal([1] * num_lanes)
+    def __init__(self, constants: Constants, epoch: int, sizes: Sequence[int]) -> None:
+        self.constants, self.epoch, self.sizes = constants, epoch, tuple(sizes)
+        most = max(sizes) if constants.endless else constants.num_microbatches
+        self.counts = tuple(min(most, size) for size in sizes)  # lanes of each source
+        self.starts = (0, *accumulate(self.counts))  # each source's first lane
+        self.tables = [self._whole_table(source) for source in range(len(sizes))]
+        self.rounds = [0] * len(sizes)
+        self.states = [LaneState()] * sum(self.counts)
+        self.read = [LaneState()] * len(sizes)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether all shards are dealt."""
-        return not self.flows and self.dealt == self.num_shards
+    def _whole_table(self, source: int) -> list[int]:
+        start, count = self.starts[source], self.counts[source]
+        return [start + k % count for k in range(self.constants.num_microbatches)]
+
+    def source_of(self, lane: int) -> int:
+        """The source of a lane."""
+        return next(n for n, stop in enumerate(self.starts[1:]) if lane < stop)
+
+    def opening(self, lane: int) -> Opening:
+        """What a reader needs to go on with a lane."""
+        source = self.source_of(lane)
+        first_place, stride = lane - self.starts[source], self.counts[source]
+        if self.constants.endless:
+            stride = 0
+        state, reading = self.states[lane], self.reading(source)
+        return Opening(lane, source, reading, first_place, stride, self.sizes[source], state)
+
+    def reading(self, source: int) -> int:
+        """The number of the reading of a source that is dealt now."""
+        return self.epoch + (self.rounds[source] << 32)
 
     @property
     def is_over(self) -> bool:
-        """Whether no lane has anything left."""
-        return all(status == DONE for status in self.status)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the next step has a row, or there is none."""
-        return READY in self.status or self.is_over
-
-    @property
-    def oldest(self) -> int:
-        """The first place in the order whose shard has a row that is not given, or not dealt."""
-        return min([shards[0] for shards in self.shards if shards], default=self.dealt)
-
-    @property
-    def live(self) -> list[int]:
-        """The lanes that share the next step, in order: those that can give or read something."""
-        return [
-            lane
-            for lane, status in enumerate(self.status)
-            if status == READY
-            or (status == OUT and (self.is_last or self._num_read(lane) < len(self.shards[lane])))
+        """Whether the epoch has no further step."""
+        constants = self.constants
+        ended = [
+            bool(n) for n, weight in zip(self.rounds, constants.weights, strict=True) if weight
         ]
+        return any(ended) if constants.until == "first" else all(ended)
 
-    def copy(self) -> Deal:
-        """One that can be dealt on from here."""
-        other = object.__new__(Deal)
-        other.num_shards, other.flows, other.dealt = self.num_shards, self.flows, self.dealt
-        other.first, other.shards = [*self.first], [[*shards] for shards in self.shards]
-        other.begun, other.recent = [*self.begun], [*self.recent]
-        other.status, other.states = [*self.status], [*self.states]
-        return other
+    # -- steps ------------------------------------------------------------------------------------
 
-    def take(self, reports: Iterable[Report]) -> None:
-        """Note what the lanes of a step report of it, and deal."""
-        reserves = [1] * len(self.status)
-        for report in reports:
-            lane, begun = report.lane, report.begun
-            self.status[lane], self.states[lane] = report.status, report.state
-            before, self.recent[lane] = self.recent[lane], begun - self.begun[lane]
-            self.begun[lane] = begun
-            recent = 2 * self.recent[lane] if report.status == OUT else before + self.recent[lane]
-            if recent > 1:
-                reserves[lane] = STEPS * recent // 2
-        for lane, state in enumerate(self.states):
-            needless = state.first_passed - self.first[lane]
-            del self.shards[lane][:needless]
-            self.first[lane] += needless
-        self._deal(reserves)
+    def lanes_of(self, step: int, blocks: Sequence[int]) -> list[int]:
+        """The lane of each microbatch of a step.
 
-    def _deal(self, reserves: Sequence[int]) -> None:
-        """Let each lane that is not over have so many shards that it has not begun."""
-        limit = self._find_limit()
-        most = max(1, (limit - self.dealt) // (2 * len(self.status)))
-        lanes = range(len(self.status))
-        if self.flows:  # else a transform that waits for another row might keep its epoch open
-            lanes = sorted(lanes, key=lambda lane: (self.shards[lane] or [self.dealt])[0])
-        for lane in lanes:
-            has = self.first[lane] + len(self.shards[lane]) - self.begun[lane]
-            missing = 0 if self.status[lane] == DONE else max(0, min(reserves[lane], most) - has)
-            stop = max(self.dealt, min(self.dealt + missing, limit))
-            self.shards[lane] += range(self.dealt, stop)
-            self.dealt = stop
+        Args:
+            step: its number in the run.
+            blocks: that each lane has given before.
+        """
+        constants = self.constants
+        sources = [0] * constants.num_microbatches
+        if len(self.sizes) > 1:
+            chance = random.Random(derive(constants.seed, self.epoch, step, "mix"))  # noqa: S311
+            numbers = range(len(self.sizes))
+            sources = chance.choices(numbers, constants.weights, k=len(sources))
+        lanes = [self.tables[source][k] for k, source in enumerate(sources)]
+        if not constants.endless:
+            return lanes
+        # More shards than microbatches: lanes k, k + K and so on are microbatch k's.
+        stops = [self.starts[source + 1] for source in sources]
+        others = [range(first, stop, len(lanes)) for first, stop in zip(lanes, stops, strict=True)]
+        return [min(lanes_of_k, key=lambda lane: (blocks[lane], lane)) for lanes_of_k in others]
 
-    def _find_limit(self) -> int:
-        """How many shards of the queue may be dealt."""
-        if not self.flows:
-            return self.num_shards
-        # What a transform holds of an older shard does not count: its lane has read that.
-        unread = [self.shards[lane][self._num_read(lane) :][:1] for lane in range(len(self.status))]
-        furthest_behind = min(chain.from_iterable(unread), default=self.dealt)
-        return (furthest_behind // self.num_shards + OPEN) * self.num_shards
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that each lane has given."""
+        return [state.blocks for state in self.states]
 
-    def _num_read(self, lane: int) -> int:
-        """A lane's shards before the row that it gives next."""
-        return self.states[lane].passed - self.first[lane]
+    def shared_with(self, microbatches: Collection[int]) -> set[int]:
+        """The lanes that may give a block to others than these microbatches."""
+        return {
+            lane for table in self.tables for k, lane in enumerate(table) if k not in microbatches
+        }
+
+    @property
+    def looks(self) -> dict[int, int]:
+        """How many blocks each lane looks for: one more than it has microbatches."""
+        if self.constants.endless:
+            return {}
+        return {n: num + 1 for table in self.tables for n, num in Counter(table).items()}
+
+    def after(self, states: Mapping[int, tuple[LaneState, int]]) -> Deal:
+        """The deal after a step.
+
+        Args:
+            states: of the lanes that were read in it, and how many blocks each has yet, where that
+                is known; else -1.
+        """
+        deal = object.__new__(Deal)
+        deal.__dict__.update(self.__dict__)
+        deal.states = [*self.states]
+        for lane, (state, _) in states.items():
+            deal.states[lane] = state
+        left = {lane: num for lane, (_, num) in states.items() if num >= 0}
+        if left:
+            deal.tables, deal.rounds = [[*table] for table in self.tables], [*self.rounds]
+            deal.read = [*self.read]
+            for source, table in enumerate(deal.tables):
+                _move(table, left)
+                if not any(left.get(lane, 1) for lane in table):
+                    deal._end_round(source)
+        return deal
+
+    def _end_round(self, source: int) -> None:
+        self.rounds[source] += 1
+        if not self.is_over:
+            own_lanes = slice(self.starts[source], self.starts[source + 1])
+            self.read[source] = self._read_of(source)
+            self.states[own_lanes] = [LaneState()] * self.counts[source]
+            self.tables[source] = self._whole_table(source)
+
+    def _read_of(self, source: int) -> LaneState:
+        """What was read of a source in the epoch, as counts of a state."""
+        own_states = self.states[self.starts[source] : self.starts[source + 1]]
+        return _sum_of([self.read[source], *own_states])
+
+    @property
+    def totals(self) -> list[LaneState]:
+        """What was read of each source in the epoch, as counts of a state."""
+        return [self._read_of(source) for source in range(len(self.sizes))]
 
     # -- state ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Values of JSON; a lane's shards as (start, count) of neighbours."""
-        lanes = [
-            [*state, first, _as_runs(shards), begun, recent, status]
-            for state, first, shards, begun, recent, status in zip(
-                self.states,
-                self.first,
-                self.shards,
-                self.begun,
-                self.recent,
-                self.status,
-                strict=True,
-            )
-        ]
-        return {"shards": self.num_shards, "flows": self.flows, "dealt": self.dealt, "lanes": lanes}
+        """Values of JSON, some 100 bytes for each lane."""
+        return {
+            "sizes": [*self.sizes],
+            "tables": [[*table] for table in self.tables],
+            "rounds": [*self.rounds],
+            "read": [[*state] for state in self.read],
+            "lanes": [[*state] for state in self.states],
+        }
 
     @staticmethod
-    def from_json(value: Any, num_lanes: int) -> Deal:
+    def from_json(value: Any, constants: Constants, epoch: int) -> Deal:
         """The inverse; raises ValueError, TypeError or KeyError for anything else."""
-        deal = Deal(1, num_lanes, bool(value["flows"]))
-        deal.num_shards, deal.dealt = int(value["shards"]), int(value["dealt"])
-        for lane, row in enumerate(value["lanes"]):
-            *state, first, runs, begun, recent, status = row
-            *numbers, needed, inner, digest = state
-            texts = str(needed), str(inner), str(digest)
-            deal.states[lane] = LaneState._make([*map(int, numbers), *texts])
-            int(deal.states[lane].needed or "0", 16)
-            deal.first[lane], deal.begun[lane] = int(first), int(begun)
-            deal.recent[lane], deal.status[lane] = int(recent), int(status)
-            shards = [n for start, count in runs for n in range(start, start + count)]
-            deal.shards[lane] = shards
-            is_whole = deal.first[lane] <= deal.states[lane].first_passed
-            if not is_whole or any(not 0 <= n < deal.dealt for n in shards):
-                raise ValueError(f"lane {lane}: its shards do not fit")
-        is_possible = deal.flows or deal.dealt <= deal.num_shards
-        if len(value["lanes"]) != num_lanes or not is_possible:
-            raise ValueError(f"{len(value['lanes'])} lanes, of {num_lanes}")
+        deal = Deal(constants, epoch, [int(size) for size in value["sizes"]])
+        states = [LaneState.from_json(row) for row in value["lanes"]]
+        tables = [[int(lane) for lane in table] for table in value["tables"]]
+        read = [LaneState.from_json(row) for row in value["read"]]
+        rounds = [int(number) for number in value["rounds"]]
+        pairs = (states, deal.states), (tables, deal.tables), (read, deal.read)
+        if any(len(a) != len(b) for a, b in (*pairs, (rounds, deal.rounds))):
+            raise ValueError("the lanes do not fit the shards")
+        for source, table in enumerate(tables):
+            lanes = range(deal.starts[source], deal.starts[source + 1])
+            if len(table) != constants.num_microbatches or any(n not in lanes for n in table):
+                raise ValueError("a microbatch has no lane")
+        deal.states, deal.tables, deal.read, deal.rounds = states, tables, read, rounds
         return deal
 
 
-def _as_runs(numbers: list[int]) -> list[list[int]]:
-    """Ascending numbers as (start, count) of neighbours."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == sum(runs[-1]):
-            runs[-1][1] += 1
+def _move(table: list[int], left: Mapping[int, int]) -> None:
+    """Give microbatches whose lane has no block for them to others.
+
+    Args:
+        table: the lane of each microbatch.
+        left: of lanes that are about to end, the blocks that they have.
+    """
+    loads, moving = Counter[int](), list[int]()
+    for k, lane in enumerate(table):
+        if loads[lane] < left.get(lane, len(table)):
+            loads[lane] += 1
         else:
-            runs.append([number, 1])
-    return runs
+            moving.append(k)
+    for k in moving:
+        # Those whose end is not in sight; else those that have a block more than microbatches.
+        lanes = [lane for lane in loads if lane not in left]
+        lanes = lanes or [lane for lane in loads if loads[lane] < left[lane]]
+        if not lanes:
+            return
+        table[k] = min(lanes, key=lambda lane: (loads[lane], lane))
+        loads[table[k]] += 1
+
+
+def _sum_of(states: Sequence[LaneState]) -> LaneState:
+    """The counts of some states, as those of one."""
+    return LaneState(
+        passed=sum(state.passed for state in states),
+        blocks=sum(state.blocks for state in states),
+        rows=sum(state.rows for state in states),
+        units_fed=sum(state.units_fed for state in states),
+        units_given=sum(state.units_given for state in states),
+        dropped=sum(state.dropped for state in states),
+    )

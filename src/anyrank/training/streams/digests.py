@@ -1,7 +1,8 @@
-"""By what a lane tells whether a row that it reads again is the same, and whether rows are kept."""
+"""By what a lane tells whether a row that is read again is the same, and what a transform keeps."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
@@ -27,10 +28,12 @@ def _as_text(value: Any) -> str:
         return f"{len(value)} {value[:TEXT]!r}"
     if isinstance(value, dict):
         items = islice(cast("dict[Any, Any]", value).items(), SPREAD)
-        return repr([(name, _as_text(part)) for name, part in items])
-    if isinstance(value, list | tuple):
-        values = cast("Sequence[Any]", value)
+        return f"{len(cast('dict[Any, Any]', value))} {[(k, _as_text(v)) for k, v in items]}"
+    if isinstance(value, list | tuple | deque):
+        values = [*cast("Sequence[Any]", value)]
         return f"{len(values)} {[_as_text(part) for part in _spread(values)]}"
+    if isinstance(value, set | frozenset):
+        return f"{len(cast('set[Any]', value))} values"
     if hasattr(value, "ravel"):  # of numpy or torch
         return f"{tuple(value.shape)} {_spread(value.ravel()).tolist()}"
     return type(value).__name__
@@ -41,10 +44,9 @@ def _spread(values: Any) -> Any:
     return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values
 
 
-def sizes_in(value: Any) -> dict[str, int]:
-    """The lengths of an object's attributes that have one."""
-    sizes: dict[str, int] = {}
-    for name, part in getattr(value, "__dict__", {}).items():
-        with suppress(Exception):  # a class, a tensor of one value, a dataset without end
-            sizes[name] = len(part)
-    return sizes
+def parts_of(value: Any) -> dict[str, str]:
+    """The digests of an object's attributes, those in slots too."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    parts |= getattr(value, "__dict__", {})
+    return {name: digest_of(part) for name, part in parts.items()}

@@ -1,26 +1,27 @@
-"""What `ElasticLoader.from_shards` and `from_iterable` call."""
+"""What `ElasticLoader` calls for shards, iterables and transforms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
+from anyrank.checks import check_bool, check_choice
 from anyrank.training.data.fetch import OwnOrder
-from anyrank.training.streams.iterables import parts_of
+from anyrank.training.streams.deal import Until
+from anyrank.training.streams.iterables import open_parts
 from anyrank.training.streams.position import StreamPosition
-from anyrank.training.streams.readers import StreamReader
 from anyrank.training.streams.shards import Shards
-from anyrank.training.streams.sources import Stream
+from anyrank.training.streams.sources import Stream, Streams
+from anyrank.training.streams.workers import BlockReader
 
 
-class OpenStream(Stream):
-    """A stream as a loader takes it."""
+class OpenStreams(Streams):
+    """Streams as a loader takes them."""
 
     position_class = StreamPosition
-    can_flow = True
 
     def by_microbatch(self, seed: int, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
-        return StreamReader(self, seed, collate_fn)
+        return BlockReader(self, seed, collate_fn)
 
 
 def open_shards(
@@ -29,14 +30,17 @@ def open_shards(
     lengths: Sequence[int] | None,
     transform: Any,
     window: int | None,
+    endless: bool,
     options: Mapping[str, Any],
 ) -> OwnOrder:
     """The dataset of `ElasticLoader.from_shards`, which has these other options; raises as that."""
     _check_options(options)
+    check_bool(endless=endless)
     if lengths is None:
         _check_tail(options)
-        return OpenStream(shards, read, transform, window)
-    for name, value in (("transform", transform), ("window", window)):
+        return OpenStreams({"": Stream(shards, read, transform, window)}, endless=endless)
+    options_given = {"transform": transform, "window": window, "endless": endless or None}
+    for name, value in options_given.items():
         if value is not None:
             raise ValueError(
                 f"{name}= with lengths=: the order of known lengths is planned, which knows no "
@@ -46,13 +50,47 @@ def open_shards(
 
 
 def open_iterable(
-    dataset: Any, transform: Any, window: int | None, options: Mapping[str, Any]
+    dataset: Any,
+    transform: Any,
+    window: int | None,
+    endless: bool,
+    mix: Mapping[str, float] | None,
+    until: Until,
+    options: Mapping[str, Any],
 ) -> OwnOrder:
     """The dataset of `ElasticLoader.from_iterable`, which has these other options."""
     _check_options(options)
     _check_tail(options)
-    names, read = parts_of(dataset, options.get("num_workers", 0))
-    return OpenStream(names, read, transform, window)
+    check_bool(endless=endless)
+    check_choice("until", until, get_args(Until))
+    if mix is None:
+        if isinstance(dataset, Mapping):
+            raise ValueError("a dict of datasets is a mixture: give mix=, a weight for each name")
+        return OpenStreams({"": open_parts(dataset, transform, window)}, endless=endless)
+    datasets = _check_mix(dataset, mix)
+    sources = {name: open_parts(part, transform, window) for name, part in datasets.items()}
+    weights = {name: float(mix[name]) for name in datasets}
+    return OpenStreams(sources, endless=endless, mix=weights, until=until)
+
+
+def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:
+    """The datasets of a mixture; raises TypeError and ValueError."""
+    if not isinstance(mix, Mapping) or not isinstance(datasets, Mapping):
+        raise TypeError(
+            'mix= is of a dict of datasets: from_iterable({"code": a, "text": b}, '
+            'mix={"code": 1, "text": 3})'
+        )
+    if {*datasets} != {*mix} or not all(isinstance(name, str) for name in mix):
+        raise ValueError(
+            f"mix has {', '.join(map(str, mix))}, the datasets are "
+            f"{', '.join(map(str, datasets))}: give each of them a weight, by its name"
+        )
+    weights = list(mix.values())
+    if any(isinstance(w, bool) or not isinstance(w, int | float) for w in weights):
+        raise TypeError(f"mix={mix}: give a number for each dataset")
+    if not all(0 <= w < float("inf") for w in weights) or not any(weights):
+        raise ValueError(f"mix={mix}: give weights of at least 0, one of them more")
+    return datasets
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -69,5 +107,6 @@ def _check_tail(options: Mapping[str, Any]) -> None:
     if options.get("tail") == "drop":
         raise ValueError(
             "tail='drop': every row of a stream is in a step, and an epoch's last ones are "
-            "shorter: remove it, or give the lengths of the shards"
+            "shorter: remove it, give the lengths of the shards, or with buckets "
+            "anyrank.Buckets(key, drop_last=True)"
         )

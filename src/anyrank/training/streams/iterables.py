@@ -1,21 +1,36 @@
-"""Datasets that are cut into shards by themselves, as Hugging Face's IterableDataset."""
+"""Datasets that are cut into shards by themselves, as Hugging Face's IterableDataset.
+
+What a stream of `datasets` does with its rows is read off its chain of steps, which it keeps under
+private names (docs/design.md). A step that belongs to a row, such as `map`, is done by shard. One
+that counts rows over the whole stream, such as `take`, has that meaning in one shard alone. One
+that mixes rows with a generator of its own, or has divided them already, is refused.
+"""
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from anyrank.checks import check_int
+from anyrank.training.streams.sources import Stream
 
-# Words in the names of steps in a Hugging Face stream that cannot be read by shards.
+# Words in the names of steps of a Hugging Face stream that are refused -> why, and the way out.
 REFUSED = {
-    "Shuffled": "shuffle(buffer_size=) keeps rows in a buffer, which a resume cannot give back",
-    "Cycling": "shuffle(buffer_size=) or interleave_datasets mixes its shards while it reads them",
-    "Step": "split_dataset_by_node has divided it among the ranks already",
+    "BufferShuffled": "shuffle() keeps rows in a buffer, which a resume cannot give back: give the "
+    "dataset before that call; the loader shuffles its shards, and with window= rows",
+    "Cycling": "interleave_datasets() mixes rows while it reads: give the datasets by name, "
+    'from_iterable({"a": a, "b": b}, mix={"a": 1, "b": 3})',
+    "Step": "it takes every n-th row, so others are left out: give the dataset before that call",
 }
-# Steps of a Hugging Face stream that call no function of a user's, so that nothing is drawn.
+DIVIDED = (
+    "split_dataset_by_node() has divided it among the ranks already: give the dataset before that "
+    "call; the loader divides it"
+)
+# Steps that call no function of a user's, so that nothing is drawn.
 PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Formatted", "Skip", "Take"}
+KEEPING = {"Examples", "Arrow", "Rebatched", "SelectColumns", "Formatted"}  # and keep all rows
+WHOLE = "the whole stream"
 
 
 class Parts:
@@ -33,6 +48,8 @@ class Parts:
         return _rows_of(self._part(name))
 
     def _part(self, name: str) -> Any:
+        if name == WHOLE:
+            return self.dataset
         return self.dataset.shard(num_shards=self.num_shards, index=int(name.split()[0]))
 
 
@@ -48,66 +65,101 @@ class SkippingParts(Parts):
 
 def _rows_of(part: Any) -> Iterator[Any]:
     if hasattr(part, "iter"):
-        # A plain iteration would give each worker of a DataLoader some shards of the part.
+        # A plain iteration of `datasets` has its own way to divide rows among workers.
         return ({k: v[0] for k, v in batch.items()} for batch in part.iter(batch_size=1))
     return iter(part)
 
 
-def parts_of(dataset: Any, num_workers: int) -> tuple[list[str], Parts]:
-    """The names of a dataset's shards, and what reads them.
+def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
+    """The shards of a dataset.
 
     Raises:
         TypeError: it cannot be cut into shards.
         ValueError: its rows cannot be read by shards, or its shards are not the same each time.
     """
-    name = type(dataset).__name__
+    kind = type(dataset).__name__
     if not callable(getattr(dataset, "shard", None)) or not hasattr(dataset, "num_shards"):
         raise TypeError(
-            f"dataset is a {name}, which has no num_shards, or no shard(num_shards=, index=): give "
+            f"dataset is a {kind}, which has no num_shards, or no shard(num_shards=, index=): give "
             "Hugging Face's IterableDataset or a class with both; for files and generators use "
             "ElasticLoader.from_shards(shards, read)"
         )
-    steps = [*_steps_of(dataset.state_dict())] if hasattr(dataset, "state_dict") else []
-    for step in steps:
-        if why := next((text for word, text in REFUSED.items() if word in step), None):
-            raise ValueError(
-                f"this {name} cannot be read by shards ({step}): {why}. Give the dataset before "
-                "that call: the loader divides it, and shuffles its shards, and with window= rows"
-            )
-    if num_workers and _knows_workers(dataset):
-        raise ValueError(
-            f"{name}.__iter__ asks for get_worker_info(), and would leave rows out, as each lane "
-            "is read by one worker: let it give all rows of its shard, or give num_workers=0"
+    chain = [*_chain_of(getattr(dataset, "_ex_iterable", None))]
+    names = [type(step).__name__.partition("ExamplesIterable")[0] or "Examples" for step in chain]
+    for name in names:
+        if why := next((text for word, text in REFUSED.items() if word in name), None):
+            raise ValueError(f"this {kind} cannot be read by shards ({name}): {why}")
+    if getattr(dataset, "_distributed", None) is not None:
+        raise ValueError(f"this {kind} cannot be read by shards: {DIVIDED}")
+    counts_rows = next(filter(None, map(_why_whole, names, chain)), None)
+    resharded = dataset if counts_rows else _reshard(dataset, kind)
+    shards = (
+        [WHOLE]
+        if counts_rows
+        else [f"{n} of {resharded.num_shards}" for n in range(resharded.num_shards)]
+    )
+    draws = not names or not all(name in PLAIN for name in names)
+    parts = Parts if draws or not hasattr(resharded, "skip") else SkippingParts
+    known = _length_of(dataset, names)
+    stream = Stream(shards, parts(resharded, len(shards)), transform, window, known)
+    stream.fingerprint = re.sub(r" at 0x[0-9a-f]+", "", str([vars(s).get("kwargs") for s in chain]))
+    if counts_rows:
+        stream.note = (
+            f"{counts_rows} counts rows over the whole stream, so it is one shard: every rank "
+            "reads all of it, and a resume the rows before its place"
         )
-    resharded = [dataset.reshard() if hasattr(dataset, "reshard") else dataset for _ in range(2)]
-    counts = [check_int("num_shards", part.num_shards, 1) for part in resharded]
+    return stream
+
+
+def _reshard(dataset: Any, kind: str) -> Any:
+    """The dataset in as many shards as it has.
+
+    Raises:
+        ValueError: in another number when it is asked again.
+    """
+    twice = [dataset.reshard() if hasattr(dataset, "reshard") else dataset for _ in range(2)]
+    counts = [check_int("num_shards", part.num_shards, 1) for part in twice]
     if len({*counts}) > 1:
         raise ValueError(
-            f"this {name} has {counts[0]} shards, and {counts[1]} when it is asked again: the same "
+            f"this {kind} has {counts[0]} shards, and {counts[1]} when it is asked again: the same "
             "rows cannot be found after a resume; give a dataset of a fixed list of files"
         )
-    draws = not steps or not all(step.startswith((*PLAIN,)) for step in steps)
-    kind = Parts if draws or not hasattr(resharded[0], "skip") else SkippingParts
-    return [f"{n} of {counts[0]}" for n in range(counts[0])], kind(resharded[0], counts[0])
+    return twice[0]
 
 
-def _steps_of(state: Any) -> Iterator[str]:
-    """The steps of a Hugging Face stream, by their names in its state."""
-    if isinstance(state, dict):
-        for key, value in state.items():  # pyright: ignore[reportUnknownVariableType]
-            if key == "type":
-                yield str(value)  # pyright: ignore[reportUnknownArgumentType]
-            yield from _steps_of(value)
-    elif isinstance(state, list):
-        for value in state:  # pyright: ignore[reportUnknownVariableType]
-            yield from _steps_of(value)
+def _chain_of(step: Any) -> Iterator[Any]:
+    """The steps of a Hugging Face stream, from the last one on."""
+    if step is not None:
+        yield step
+        inner = [vars(step).get("ex_iterable"), *vars(step).get("ex_iterables", ())]
+        for source in inner:
+            yield from _chain_of(source)
 
 
-def _knows_workers(dataset: Any) -> bool:
-    """Whether the rows that a class gives depend on the worker, as far as its source tells."""
-    if hasattr(dataset, "iter"):
-        return False
-    try:
-        return "get_worker_info" in inspect.getsource(type(dataset).__iter__)
-    except (OSError, TypeError, AttributeError):
-        return False
+def _why_whole(name: str, step: Any) -> str | None:
+    """What a step does that has a meaning for the whole stream alone; None where it is by row."""
+    size = getattr(step, "batch_size", 1)
+    if name in ("Skip", "Take"):
+        return f"{name.lower()}({step.n})"
+    if name == "HorizontallyConcatenatedMultiSources":
+        return "concatenate_datasets(axis=1)"
+    if getattr(step, "with_indices", False):
+        return f"{'filter' if name == 'Filtered' else 'map'}(with_indices=True)"
+    if getattr(step, "drop_last_batch", False):
+        return "a batched map(drop_last_batch=True)"
+    if getattr(step, "batched", False) and (size is None or size <= 0):
+        return "a map of one batch"
+    function = getattr(step, "function", None)
+    module = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return "batch()" if module.split(".")[0] == "datasets" and name == "Mapped" else None
+
+
+def _length_of(dataset: Any, names: list[str]) -> int | None:
+    """The rows of a dataset, where it knows them and no step leaves rows out."""
+    if hasattr(dataset, "__len__"):
+        return len(dataset)
+    splits = getattr(getattr(dataset, "info", None), "splits", None)
+    if not splits or not names or not all(name in KEEPING for name in names):
+        return None
+    known: Any = splits.get(str(getattr(dataset, "split", "")))
+    return getattr(known, "num_examples", None) or None

@@ -1,98 +1,140 @@
-"""The position of an `ElasticLoader` over a stream: what its lanes have read, equal on all ranks.
+"""The position of an `ElasticLoader` over streams: what its lanes have read, equal on all ranks.
 
-A rank reports its lanes with the agreement on their batches, so all ranks know what each lane has
-given before the last microbatch of a step runs. They deal alike, and know the lanes and the shards
-of the next step. Where no lane has a row for it, they look for one, in an agreement of its own.
+A rank reports its blocks with the agreement on their batches, and of each lane whoever has its last
+block of the step reports where it is. So before the last microbatch of a step runs, all ranks know
+what it has, which lanes come to their end, and whether a step follows. Asking for that changes
+nothing: a step's plan, and the plan of the step after it, are each made once.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any, cast
+
+import torch
 
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
-from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt
+from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
-from anyrank.training.random_state.streams import kept
 from anyrank.training.steps.agreed_batches import Fetcher
 from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
 from anyrank.training.streams.deal import Deal
-from anyrank.training.streams.lanes import OUT, READY, Report, Rows, Shard
-from anyrank.training.streams.plan import LanePlan
-from anyrank.training.streams.readers import LaneAnswer, LaneRequest, LaneRequests, StreamReader
-from anyrank.training.streams.sources import Stream
-from anyrank.training.streams.tally import Tally, sum_of
+from anyrank.training.streams.lane import LaneState
+from anyrank.training.streams.sources import Streams
+from anyrank.training.streams.verdicts import describe
+from anyrank.training.streams.workers import BlockAnswer, BlockReader, BlockRequest, BlockRequests
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
 
-ROWS_NOTED = 1000  # ranges of rows, at most, that are noted before they are summed up
-LOOKS = 40  # lanes that a rank tells of at once: with the largest states under 64 KiB
+BLOCKS_NOTED = 1000  # at most, before they are summed up: that takes some 100 us
+CHANGES_NOTED = 20  # in an epoch
 TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
+# Of a block: its microbatch, its samples, what has changed, and of a lane's last one where it is.
+Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
+
+
+@dataclass(frozen=True)
+class BlockPlan(StepPlan):
+    """A step: the lanes whose blocks are its microbatches. What it has is known when it was read.
+
+    Attributes:
+        deal: before the step.
+        lanes: of the microbatches.
+        blocks: of these lanes, the numbers.
+        sizes: samples of the microbatches, as far as they are known.
+        states: of the lanes after the step, and how many blocks each has yet, as far as known.
+        changes: pieces that were others when they were read again: lane, shard, start, stop.
+        follows: the deal after the step, and the plan of the next one, if any; once it is known.
+        kept: a batch of this rank for its copies.
+    """
+
+    deal: Deal
+    lanes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    sizes: dict[int, int] = field(default_factory=dict[int, int])
+    states: dict[int, tuple[LaneState, int]] = field(
+        default_factory=dict[int, tuple[LaneState, int]]
+    )
+    changes: list[tuple[int, int, int, int]] = field(
+        default_factory=list[tuple[int, int, int, int]]
+    )
+    follows: list[tuple[Deal, BlockPlan | None]] = field(
+        default_factory=list[tuple[Deal, "BlockPlan | None"]]
+    )
+    kept: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all blocks were reported."""
+        return len(self.sizes) == len(self.lanes)
+
+    @property
+    def samples(self) -> int:
+        if not self.follows:
+            raise self.is_unknown("its number of samples")
+        return sum(self.sizes.values())
+
+    def is_unknown(self, what: str) -> ValueError:
+        """The error of who asks for something too early."""
+        return ValueError(
+            f"step {self.number}: {what} is not known yet, as rows are counted while they are "
+            "read, but in the last microbatch of a rank: ask after the loop over microbatches, and "
+            "weight losses by step.backward(loss)"
+        )
+
+    @property
+    def assumed_samples(self) -> int:
+        return len(self.lanes) * self.microbatch
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.lanes)
+
+    def size(self, k: int) -> int:
+        return self.sizes[k]
 
 
 class StreamPosition(Position):
-    """Where a run is in a stream.
+    """Where a run is in its streams.
 
     Attributes:
         deal: after the last step that counts.
-        flows: whether an epoch's steps have rows of the next one when its own are over.
-        num_shards: of an epoch.
-        tally: of what was read.
+        changed: what was read again and was other than before, of the epoch, as sentences.
         verdicts: of finished epochs, what is known of them.
-        own_rows: that this rank has run, and has not summed up.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.reader = cast("StreamReader", cast("Any", self.dataset))
-        self.stream: Stream = self.reader.dataset
-        self.stream.begin(self.schedule.order.seed, self.schedule.microbatch)
-        self.verdicts: dict[int, str] = {}
-        self.plan: LanePlan | None = None  # the newest one
-        self.spare: Any = None  # a batch of this rank, for copies
-        self.flows, self.tally = self.schedule.tail == "flow", Tally()
-        self.own_rows: list[Rows] = []
-        self._begin_queue(len(self.stream))
+        self.reader = cast("BlockReader", cast("Any", self.dataset))
+        self.streams: Streams = self.reader.dataset
+        seed, num = self.schedule.order.seed, self.schedule.num_microbatches
+        self.constants = self.streams.constants(seed, num)
+        self.notes += self.streams.notes
+        for note in self.notes:
+            log.warning(note)
+        self.verdicts: dict[int, EpochVerdict] = {}
+        self.changed: list[str] = []
+        self._planned, self._seen = list[int](), list[int]()  # blocks that are not summed up
+        self._run = 0
+        self._deal_epoch()
 
-    def _begin_queue(self, num_shards: int) -> None:
-        """Deal anew; of epochs that flow, once in a run."""
-        self.num_shards = num_shards
-        self.deal = Deal(num_shards, self.num_lanes, self.flows)
-        self._open_lanes()
+    def _deal_epoch(self) -> None:
+        """Deal the shards of the epoch that begins."""
+        self.deal = Deal(self.constants, self.epoch, [*map(len, self.streams.sources)])
+        self._open()
 
-    @property
-    def num_lanes(self) -> int:
-        return self.schedule.num_microbatches
-
-    def _open_lanes(self) -> None:
-        """Forget the lanes that are open: others go on from the deal."""
-        self.plan = None
-        self.order = replace(self.schedule.order, n=self.num_shards)
-        self.lanes = LaneRequests(self.epoch, self.schedule.microbatch, self.num_workers, self.ids)
-
-    def ids(self, places: list[int]) -> list[Shard]:
-        """The shards at places in the queue."""
-        first = 0 if self.flows else self.epoch
-        shards: list[Shard] = []
-        for index in places:
-            later, number = divmod(index, self.num_shards)
-            epoch = first + later
-            shards.append((epoch, int(self.order.ids(epoch, number, number + 1))))
-        return shards
-
-    def _next_epoch(self, deal: Deal) -> int:
-        """The first epoch that is not over."""
-        if self.flows:
-            return deal.oldest // self.num_shards
-        return self.epoch + deal.is_over
+    def _open(self) -> None:
+        """Forget what was read after the steps that count."""
+        self._run += 1
+        self._next: BlockPlan | None = None
+        self._requests = BlockRequests(self._run, self.num_workers)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -106,285 +148,208 @@ class StreamPosition(Position):
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
         super().begin_pass(ranks, batches)
-        self._open_lanes()
-        if not self.deal.is_ready:
-            with kept():
-                self.deal, reports, own_rows = self._look(self.deal, self.step)
-            self._count(reports, own_rows)
-            if self._next_epoch(self.deal) > self.epoch:
-                raise self._no_rows(reports)
+        self._open()
 
-    def _no_rows(self, reports: Sequence[Report]) -> CheckpointError:
-        """The error of an epoch in which lanes that reported this have found no sample."""
-        rows = sum(stop - start for report in reports for _, _, start, stop in report.rows)
-        if rows:
-            return CheckpointError(
-                f"epoch {self.epoch}: the transform has made no sample of {count(rows, 'row')}: "
-                "there is nothing to train on; let feed(row) or end() return a list of samples"
-            )
-        return CheckpointError(
-            f"epoch {self.epoch}: none of the {count(self.num_shards, 'shard')} has a row: there "
-            "is nothing to train on"
-        )
+    def next_step(self) -> BlockPlan:
+        if self._next is None:
+            self._next = self._make_plan(self.deal, self.step)
+        return self._next
 
-    def end_pass(self) -> None:
-        super().end_pass()
-        self.plan = self.spare = None
-
-    def _own_lanes(self, deal: Deal) -> list[int]:
-        """The lanes that this rank runs in the step after a deal, copies apart."""
-        live = deal.live
-        plan = StepPlan(0, 0, 0, len(live), 1)
-        return [live[slot.k] for slot in self.slots(plan) if not slot.is_copy]
-
-    def _look(self, deal: Deal, number: int) -> tuple[Deal, list[Report], list[Rows]]:
-        """Look for a row, and deal, until a lane has one or all are over. All ranks.
-
-        Args:
-            deal: in which no lane has one.
-            number: of the step that needs one.
-
-        Returns:
-            The deal, what all lanes have reported, and the rows that this rank has read.
-        """
-        deal, reports, rows = deal.copy(), list[Report](), list[Rows]()
-        assert self.ranks is not None
-        first_epoch = self._next_epoch(deal)
-        while not deal.is_ready:
-            if self._next_epoch(deal) > first_epoch + 1:
-                raise self._no_rows(reports)
-            lanes = self._own_lanes(deal)
-            self.lanes.begin_step(number, lanes, deal, is_looking=True)
-            most = -(-len(deal.live) // self.data_rank()[1])  # of a rank
-            new: dict[int, Report] = {}
-            for start in range(0, most, LOOKS):
-
-                def look(some: list[int] = lanes[start : start + LOOKS]) -> list[Report]:
-                    for lane in some:
-                        self.lanes.lanes[lane].looks = 1
-                    return [cast("Report", self._next(lane).request.report) for lane in some]
-
-                _, reports_of_all = self.ranks.run_and_reduce(
-                    "reading shards", lambda look=look: (None, look()), operator.add
-                )
-                new |= {report.lane: report for report in reports_of_all}
-            rows += [row for lane in lanes for row in new[lane].rows]
-            reports += new.values()
-            deal.take(new.values())
-        return deal, reports, rows
-
-    def next_step(self) -> LanePlan:
-        if self.plan is None or self.plan.number != self.step:
-            self.plan = self._make_plan(self.step, self.deal)
-        return self.plan
-
-    def following(self, step: StepPlan) -> LanePlan | None:
-        assert isinstance(step, LanePlan)
-        if not step.after:
+    def following(self, step: StepPlan) -> BlockPlan | None:
+        assert isinstance(step, BlockPlan)
+        if not step.follows:
             raise step.is_unknown("whether a step follows")
-        (deal,) = step.after
-        if self._next_epoch(deal) > self.epoch:
-            return None
-        self.plan = self._make_plan(step.number + 1, deal)
-        return self.plan
+        return step.follows[0][1]
 
-    def _make_plan(self, number: int, deal: Deal) -> LanePlan:
-        size, live = self.schedule.microbatch, tuple(deal.live)
-        has_copies = len(live) % self.data_rank()[1] > 0 or OUT in deal.status
-        plan = LanePlan(self.epoch, number, 0, 0, size, deal, live, has_copies)
-        self.lanes.begin_step(number, self._own_lanes(deal), deal)
-        return plan
+    def _make_plan(self, deal: Deal, number: int) -> BlockPlan:
+        counts, numbers = deal.blocks, list[int]()
+        lanes = deal.lanes_of(number, counts)
+        for lane in lanes:
+            numbers.append(counts[lane])
+            counts[lane] += 1
+        size = self.schedule.microbatch
+        return BlockPlan(deal.epoch, number, 0, 0, size, deal, tuple(lanes), tuple(numbers))
 
-    def requests(self) -> Iterator[LaneRequest]:
-        if self.plan is None and self.deal.is_ready:
-            self.next_step()
-        return self.lanes.requests()
+    def requests(self) -> Iterator[BlockRequest]:
+        return self._requests.requests()
 
     # -- batches ----------------------------------------------------------------------------------
 
     def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
-        assert isinstance(plan, LanePlan)
+        assert isinstance(plan, BlockPlan)
         if not is_first:
             return Fetcher(lambda slot: self.fetch_again(plan, slot))
+        slots = self.slots(plan)
+        own_microbatches = [slot.k for slot in slots if not slot.is_copy]
+        self._requests.begin_step(plan.deal, plan.number, own_microbatches)
+        copied = slots[-1].k if slots[-1].is_copy else None
+        last = {lane: k for k, lane in enumerate(plan.lanes)}
 
-        # With exact=True a first model under FSDP2 has the ranks take turns, as is known only now.
-        self.lanes.begin_step(plan.number, self._own_lanes(plan.deal), plan.deal)
+        def fetch(slot: MicrobatchSlot) -> FetchedBatch:
+            fetched = self.fetch(plan, slot)
+            if slot.k == copied and not (slot.is_copy or fetched.request.is_empty):
+                plan.kept[:] = [copy.deepcopy(fetched.batch)]
+            return fetched
 
         def report(batches: Sequence[FetchedBatch]) -> list[Report]:
-            answers: list[LaneAnswer] = [fetched.request for fetched in batches]
-            return [answer.report for answer in answers if answer.report is not None]
+            answers: list[BlockAnswer] = [fetched.request for fetched in batches]
+            return [
+                (
+                    answer.k,
+                    answer.num_samples,
+                    answer.changes,
+                    (answer.state, answer.left) if last[answer.lane] == answer.k else None,
+                )
+                for answer in answers
+                if answer.state is not None
+            ]
 
         def learn(answers: list[Any]) -> None:
             self.learn(plan, answers)
 
-        return Fetcher(lambda slot: self.fetch(plan, slot), report, learn)
-
-    def _next(self, lane: int) -> FetchedBatch:
-        """The next answer of a lane that this rank runs."""
-        answers, self.lanes.next_lane = self.lanes.lanes[lane].answers, lane
-        while not answers:
-            fetched = next(self.batches, None)
-            if fetched is None:
-                raise CheckpointError(
-                    f"lane {lane}: the workers returned no batch: start a new iteration of the "
-                    "loader"
-                )
-            self.lanes.sort(fetched)
-        return answers.popleft()
+        return Fetcher(fetch, report, learn)
 
     def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
-        assert isinstance(plan, LanePlan)
+        assert isinstance(plan, BlockPlan)
+        if slot.is_copy:
+            return FetchedBatch(BlockAnswer(), self._copy_for(plan))
         lane = plan.lanes[slot.k]
-        fetched = None if slot.is_copy else self._next(lane)
-        if fetched is not None and not fetched.request.is_empty:
-            plan.sizes[slot.k] = fetched.request.report.num_outputs
-            if not plan.has_copies:
-                self.spare = None
-            elif self.spare is None or lane == max(self.lanes.lanes):
-                self.spare = copy.deepcopy(fetched.batch)
-            return fetched
-        if self.spare is None:
-            ready = next(k for k, n in enumerate(plan.lanes) if plan.deal.status[n] == READY)
-            self.spare = self._read_again(plan, ready).batch
-        batch = copy.deepcopy(self.spare)
-        plan.sizes.setdefault(slot.k, 0)
-        answer = LaneAnswer(None) if fetched is None else fetched.request
-        return FetchedBatch(answer, batch)
+        reading = plan.deal.reading(plan.deal.source_of(lane))
+        fetched = self._requests.fetch(self.batches, (lane, reading, plan.blocks[slot.k]))
+        answer: BlockAnswer = fetched.request
+        answer.k = slot.k
+        plan.sizes[slot.k] = answer.num_samples
+        return FetchedBatch(answer, self._copy_for(plan)) if answer.is_empty else fetched
 
     def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
-        assert isinstance(plan, LanePlan)
-        is_empty = not slot.is_copy and not plan.sizes[slot.k]
-        if slot.is_copy or is_empty:
-            ready = next(k for k, n in enumerate(plan.lanes) if plan.deal.status[n] == READY)
-            answer = LaneAnswer(None, is_empty)
-            return FetchedBatch(answer, self._read_again(plan, ready).batch)
-        return self._read_again(plan, slot.k)
+        assert isinstance(plan, BlockPlan)
+        if slot.is_copy or not plan.sizes[slot.k]:
+            return FetchedBatch(BlockAnswer(), self._copy_for(plan))
+        return self.reader.read_once(plan.deal.opening(plan.lanes[slot.k]), plan.blocks[slot.k])
 
-    def _read_again(self, plan: LanePlan, k: int) -> FetchedBatch:
-        """Microbatch k of a step, in this process."""
-        deal, lane = plan.deal, plan.lanes[k]
-        opening, shards = (deal.first[lane], deal.states[lane]), self.ids(deal.shards[lane])
-        return self.reader.read_once(
-            LaneRequest(
-                plan.epoch,
-                plan.number,
-                lane,
-                plan.microbatch,
-                is_due=True,
-                is_last_deal=deal.is_last,
-                shards=tuple(shards),
-                opening=opening,
-                token=0,
-                tokens=frozenset(),
-            )
-        )
-
-    def learn(self, plan: LanePlan, reports: Sequence[Report]) -> None:
-        """Take what some lanes report of a step; with the last of them, deal. All ranks.
+    def _copy_for(self, plan: BlockPlan) -> Any:
+        """A batch of another microbatch, for one that has no sample of its own.
 
         Raises:
-            CheckpointError: ranks with the same lane have read other rows.
+            CheckpointError: no lane has a row.
         """
-        for report in reports:
-            if plan.reports.setdefault(report.lane, report) != report:
-                raise CheckpointError(
-                    f"step {plan.number}, lane {report.lane}: ranks that read the same lane have "
-                    f"read other rows, up to {report.state} and {plan.reports[report.lane].state}: "
-                    "read and transform have to give the same on all ranks"
-                )
-        if len(plan.reports) < len(plan.lanes) or plan.after:
+        if not plan.kept:
+            deal, rows = plan.deal, 0
+            for lane in dict.fromkeys([*plan.lanes, *range(len(deal.states))]):
+                opening = deal.opening(lane)
+                fetched = self.reader.read_once(opening, opening.state.blocks)
+                if not fetched.request.is_empty:
+                    plan.kept.append(fetched.batch)
+                    break
+                rows += fetched.request.state.rows
+            else:
+                raise self._no_rows(rows, "shard", sum(deal.sizes))
+        return copy.deepcopy(plan.kept[0])
+
+    def _no_rows(self, rows: int, what: str, number: int) -> CheckpointError:
+        """The error of shards in which no sample was found."""
+        if rows:
+            return CheckpointError(
+                f"epoch {self.epoch}: the transform has made no sample of {count(rows, 'row')}: "
+                "there is nothing to train on; let feed(row) or end() return a list of samples, "
+                "and give Buckets with drop_last=True more rows for each lane"
+            )
+        return CheckpointError(
+            f"epoch {self.epoch}: none of the {count(number, what)} has a row: there is nothing "
+            "to train on"
+        )
+
+    def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
+        """Take what ranks report of their blocks; with the last of them the step is known."""
+        for k, num_samples, changes, state in reports:
+            plan.sizes[k] = num_samples
+            plan.changes.extend((plan.lanes[k], *change) for change in changes)
+            if state is not None:
+                plan.states[plan.lanes[k]] = state
+        if plan.follows or not plan.is_known:
             return
-        after = plan.deal.copy()
-        after.take(plan.reports.values())
-        if not after.is_ready:
-            after, looks, own_rows = self._look(after, plan.number + 1)
-            plan.looks.extend(looks)
-            plan.own_looks.extend(own_rows)
-        plan.after.append(after)
+        after = plan.deal.after(plan.states)
+        before = plan.deal.rounds
+        for source, (num_ended, read) in enumerate(zip(after.rounds, after.totals, strict=True)):
+            if num_ended > before[source] and not read.blocks:
+                name = self.streams.names[source]
+                raise self._no_rows(read.rows, f"shard of {name}", after.sizes[source])
+        following = None if after.is_over else self._make_plan(after, plan.number + 1)
+        plan.follows.append((after, following))
 
     # -- counting ---------------------------------------------------------------------------------
 
     def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
-        assert isinstance(step, LanePlan)
-        (self.deal,) = step.after
-        self._count([*step.reports.values(), *step.looks], [*seen, *step.own_looks])
+        assert isinstance(step, BlockPlan)
+        ((self.deal, self._next),) = step.follows
+        pairs = zip(step.lanes, step.blocks, strict=True)
+        self._planned += [
+            lane << 32 | block for k, (lane, block) in enumerate(pairs) if step.sizes[k]
+        ]
+        self._seen += seen
+        if len(self._planned) > BLOCKS_NOTED:
+            self._sum_up()
+        for lane, shard, start, stop in step.changes:
+            self._note_change(step.deal.source_of(lane), shard, start, stop)
         self.step += 1
-        self.tally.count_step(2 * step.samples < self.schedule.global_batch)
         self.samples += step.samples
         self.consumed += step.samples
         self._leave_finished_epoch()
 
-    def _count(self, reports: Sequence[Report], own_rows: Sequence[Rows]) -> None:
-        """Count what all lanes have read, and what this rank has."""
-        self.tally.add(reports)
-        self.own_rows += own_rows
-        if len(self.own_rows) > ROWS_NOTED:
-            self._sum_up()
-        for epoch, shard, rows, before in self.tally.find_changed(reports):
-            self._note(
-                f"shard {self.stream.name(shard)} has {rows} rows in epoch {epoch}, and had "
-                f"{before} in one before: a resume finds other rows in it"
-            )
-        for _, shard, start, stop in (rows for report in reports for rows in report.changed):
-            self._note(
-                f"shard {self.stream.name(shard)}: its rows {start} to {stop - 1} are not those "
-                "that the run has read before: rows of it may be lost, or come twice; put back "
-                "the old shard, or, if read draws numbers from a generator of its own, seed that"
-            )
-
     def _sum_up(self) -> None:
-        """Count the rows that were noted."""
-        account = self.accounts[-1]
-        account.planned += self.tally.sum_up()
-        account.seen += sum_of(self.own_rows)
-        self.own_rows = []
+        """Count the blocks that were noted."""
+        account, epoch = self.accounts[-1], self.epoch
+        account.planned += receipt_of(epoch, torch.tensor(self._planned, device="cpu"))
+        account.seen += receipt_of(epoch, torch.tensor(self._seen, device="cpu"))
+        self._planned, self._seen = [], []
 
     def rank_accounts(self, ranks: Ranks) -> RankAccounts:
         self._sum_up()
         return super().rank_accounts(ranks)
 
-    def _note(self, text: str) -> None:
-        """Tell the user, and the report of a run."""
+    def _note_change(self, source: int, shard: int, start: int, stop: int) -> None:
+        """Tell the user, the report of a run, and the epoch's receipt."""
+        name = self.streams.name_of(source, shard)
+        if len(self.changed) == CHANGES_NOTED:
+            return
+        self.changed.append(f"shard {name}, rows {start} to {stop - 1}")
+        text = (
+            f"shard {name}: its rows {start} to {stop - 1} are not those that the run has read "
+            "before: rows of it may be lost, or come twice; put back the old shard, or, if read "
+            "draws numbers from a generator of its own, seed that"
+        )
         self.notes.append(text)
         log.warning(text)
 
     def _leave_finished_epoch(self) -> None:
-        while self._next_epoch(self.deal) > self.epoch:
-            self._sum_up()
-            self.verdicts[self.epoch] = self.tally.end(
-                self.epoch, self.num_shards, self.num_lanes, self.flows
-            )
-            self.accounts[-1].dropped = self.consumed  # its samples, which the verdict tells
-            self.epoch += 1
-            self.consumed = 0
-            self.accounts.append(EpochAccount(self.epoch))
-            if not self.flows:
-                self._begin_queue(len(self.stream))
+        if not self.deal.is_over:
+            return
+        self._sum_up()
+        text = describe(self.streams, self.deal, self.changed)
+        self.verdicts[self.epoch] = EpochVerdict(self.epoch, self.consumed, text)
+        self.changed = []
+        self.epoch += 1
+        self.consumed = 0
+        self.accounts.append(EpochAccount(self.epoch))
+        self._deal_epoch()
 
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
-        text = self.verdicts.pop(account.epoch)
-        if not text.startswith("exactly"):
-            raise CheckpointError(
-                f"data position: epoch {account.epoch} is {text}: a shard or the transform gave "
-                "other rows when they were read again; resume from an earlier checkpoint, with the "
-                "shards as they were"
-            )
-        return EpochVerdict(account.epoch, account.dropped, text)
+        return self.verdicts.pop(account.epoch)
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """About 400 bytes and 100 for each lane, JSON values, equal on all ranks."""
         self._sum_up()
-        state = super().state_dict()
-        state |= {
-            "n": self.num_shards,
+        sources = zip(self.streams.names, self.streams.sources, self.deal.sizes, strict=True)
+        return super().state_dict() | {
+            "n": sum(self.deal.sizes),
             "receipt": self.accounts[-1].planned.to_json(),
             "deal": self.deal.to_json(),
-            "digests": self.stream.digests(self.num_shards),
-            "tally": self.tally.to_json(),
+            "digests": {name: source.digests(size) for name, source, size in sources},
+            "mix": self.streams.mix and {**self.streams.mix},
+            "changed": [*self.changed],
         }
-        return state
 
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
@@ -406,56 +371,66 @@ class StreamPosition(Position):
                     )
             saved = {name: int(state_dict[name]) for name in COUNTS}
             receipt = Receipt.from_json(state_dict["receipt"])
-            Deal.from_json(state_dict["deal"], self.num_lanes)
-            Tally.from_json(state_dict["tally"])
+            deal = Deal.from_json(state_dict["deal"], self.constants, saved["epoch"])
             if len(state_dict["receipts"]) > KEPT_RECEIPTS:
                 raise ValueError(f"{len(state_dict['receipts'])} receipts")
-            num_shards, digests = int(state_dict["n"]), state_dict["digests"]
-            note = self._compare_shards(num_shards, digests, saved["epoch"], receipt.count)
+            notes = self._compare_shards(deal, state_dict["digests"], bool(receipt.count))
+            if state_dict["mix"] != own_state["mix"]:
+                notes.append(
+                    f"from step {saved['step']} on the mix is {own_state['mix']}, before it was "
+                    f"{state_dict['mix']}"
+                )
         if self.exact is not None:
             self.exact.check_saved(state_dict.get("exact") or {})
-        return saved, receipt, note
+        return saved, receipt, "; ".join(notes)
 
     def _compare_shards(
-        self, num_shards: int, digests: Sequence[str], epoch: int, num_rows: int
-    ) -> str | None:
-        """The entry in `notes` for shards that were appended; an error for others."""
-        present = len(self.stream)
-        if num_shards > present:
-            raise CheckpointError(
-                f"data position: the run has {num_shards} shards, here are {present}: give all "
-                "shards of the run, in their order; others may follow"
-            )
-        own_digests = self.stream.digests(num_shards)
-        for number, (before, now) in enumerate(zip(digests, own_digests, strict=True)):
-            if before != now:
-                start, stop = (n * num_shards // len(digests) for n in (number, number + 1))
-                names = ", ".join(self.stream.name(n) for n in range(start, min(stop, start + 3)))
+        self, deal: Deal, digests: Mapping[str, Sequence[str]], is_under_way: bool
+    ) -> list[str]:
+        """Entries in `notes` for shards that were appended; an error for others."""
+        notes: list[str] = []
+        for source, num_shards in enumerate(deal.sizes):
+            stream, name = self.streams.sources[source], self.streams.names[source]
+            of_source = f" of {name!r}" if self.streams.mix else ""
+            present = len(stream)
+            if num_shards > present:
                 raise CheckpointError(
-                    f"data position: shards {start} to {stop - 1} are not those of the run, here "
-                    f"they are {names}{', ...' if stop > start + 3 else ''}: give the run's "
-                    "shards, in their order; others may follow"
+                    f"data position: the run has {num_shards} shards{of_source}, here are "
+                    f"{present}: give all shards of the run, in their order; others may follow"
                 )
-        if num_shards == present or not (num_rows or self.flows):
-            return None
-        if self.flows:
-            raise CheckpointError(
-                f"data position: the run has {num_shards} shards, here are {present}: with "
-                "tail='flow' lanes read the next epoch's already: give the run's shards alone"
-            )
-        return (
-            f"{count(present - num_shards, 'shard')} more than the {num_shards} of the run: they "
-            f"come with epoch {epoch + 1}"
-        )
+            own_digests = stream.digests(num_shards)
+            for number, (before, now) in enumerate(zip(digests[name], own_digests, strict=True)):
+                if before != now:
+                    start, stop = (n * num_shards // len(own_digests) for n in (number, number + 1))
+                    names = ", ".join(stream.name(n) for n in range(start, min(stop, start + 3)))
+                    raise CheckpointError(
+                        f"data position: shards {start} to {stop - 1}{of_source} are not those of "
+                        f"the run, here they are {names}{', ...' if stop > start + 3 else ''}: "
+                        "give the run's shards, in their order; others may follow"
+                    )
+            if num_shards == present:
+                continue
+            if self.constants.endless:
+                raise CheckpointError(
+                    f"data position: the run has {num_shards} shards{of_source}, here are "
+                    f"{present}: with endless=True no epoch begins in which others could come: "
+                    "give the run's"
+                )
+            if is_under_way:
+                notes.append(
+                    f"{count(present - num_shards, 'shard')} more{of_source} than the "
+                    f"{num_shards} of the run: they come with epoch {deal.epoch + 1}"
+                )
+        return notes
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.check_state_dict(state_dict)
-        self.own_rows = []
-        self.deal = Deal.from_json(state_dict["deal"], self.num_lanes)
-        self.num_shards, lengths = int(state_dict["n"]), self.tally.lengths
-        self.tally = Tally.from_json(state_dict["tally"], lengths)
-        self.epoch = int(state_dict["epoch"])
+        saved, _, _ = self.check_state_dict(state_dict)
+        self._planned, self._seen = [], []
+        self.epoch = saved["epoch"]
+        self.deal = Deal.from_json(state_dict["deal"], self.constants, self.epoch)
+        self.changed = [str(text) for text in state_dict["changed"]]
         super().load_state_dict(state_dict)
-        if not self.flows and not self.accounts[-1].planned.count:  # shards may have been appended
-            self._begin_queue(len(self.stream))
-        self._open_lanes()
+        self.notes += self.streams.notes
+        if not (self.accounts[-1].planned.count or self.constants.endless):
+            self._deal_epoch()  # shards may have been appended
+        self._open()

@@ -24,7 +24,7 @@ from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.fetch import MicrobatchDataset, MicrobatchRequest, OwnOrder
 from anyrank.training.data.order import Order
 from anyrank.training.random_state.streams import kept
-from anyrank.training.streams.sources import Stream
+from anyrank.training.streams.sources import Stream, be_the_only_worker
 
 log = logging.getLogger("anyrank.data")
 
@@ -115,7 +115,7 @@ class Shards(OwnOrder):
 
     def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> ShardOrder:
         """The order of the samples, with a lane for each microbatch of a step."""
-        self.stream.begin(seed, microbatch)
+        self.stream.begin(seed, shuffle, global_batch, microbatch)
         names = derive(*(repr(shard) for shard in self.stream.shards))
         return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
 
@@ -159,7 +159,7 @@ class Shards(OwnOrder):
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """The open iterator of a shard that is closest before a sample, or a new iterator."""
         if self.stream.has_start:  # another lane's iterator stays where it is
-            first = number // self.stream.block * self.stream.block
+            first = number // self.stream.piece * self.stream.piece
             return first, self.rows(shard, first)
         starts = [start for opened, start in self.open if opened == shard and start <= number]
         if not starts:
@@ -167,15 +167,15 @@ class Shards(OwnOrder):
         return max(starts), self.open.pop((shard, max(starts)))
 
     def rows(self, shard: int, first: int) -> Iterator[Any]:
-        """The samples of a shard from one on, which begins a block; whole blocks are read."""
+        """The samples of a shard from one on, which begins a piece; whole pieces are read."""
         with kept():  # the random numbers of the microbatch are those of the collate_fn
             rest = self.stream.open(self.epoch, shard, first)
         while True:
             with kept():
-                block = self.stream.read(rest, self.epoch, shard, first)
-            yield from block
-            first += len(block)
-            if len(block) < self.stream.block:
+                piece = self.stream.read(rest, self.epoch, shard, first)
+            yield from piece
+            first += len(piece)
+            if len(piece) < self.stream.piece:
                 return
 
     def checked(self, sample: Any, shard: int) -> Any:
@@ -196,6 +196,7 @@ class _ShardReader(MicrobatchDataset):
     """Tells the shards which epoch their samples are for."""
 
     def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
+        be_the_only_worker()
         self.dataset.begin_epoch(request.epoch)
         return super().__getitem__(request)
 

@@ -1,14 +1,16 @@
-"""The shards of a stream: how they are read, and what their order is. Used in the workers too."""
+"""What lanes read: the shards of a source, and the sources of a loader. Used in the workers too."""
 
 from __future__ import annotations
 
 import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, cast
+
+from torch.utils.data import get_worker_info
 
 from anyrank.checks import check_function, check_int, check_type
 from anyrank.errors import CheckpointError
@@ -16,12 +18,13 @@ from anyrank.tensors.hashing import derive
 from anyrank.training.data.fetch import OwnOrder
 from anyrank.training.data.order import Order
 from anyrank.training.random_state.streams import reseed
+from anyrank.training.streams.deal import Constants, Until
 from anyrank.training.streams.transforms import Buckets, Pack, resize
 
-LANES_NAME = "lanes-v1"
+LANES_NAME = "lanes-v2"
 DIGESTS = 16  # of a list of shards, to say where two differ
 LONGEST = 100  # characters of a transform's setting that are told
-BLOCK = 2  # microbatches of rows that are read at once: seeding costs 10 us each time
+PIECE = 2  # microbatches of rows that are read at once: seeding costs 10 us each time
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,76 @@ class StreamOrder(Order):
         }
 
 
-class Stream(OwnOrder):
-    """Shards of unknown lengths.
+class Streams(OwnOrder):
+    """The sources of a loader: one, or those of a mixture.
+
+    Args:
+        sources: by name.
+        endless: whether none of them ends.
+        mix: the weight of each; None for one source.
+        until: whether the first source that ends, or the last one, ends an epoch.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Stream],
+        *,
+        endless: bool = False,
+        mix: Mapping[str, float] | None = None,
+        until: Until = "first",
+    ) -> None:
+        self.names, self.sources = [*sources], [*sources.values()]
+        self.endless, self.mix = endless, mix
+        self.until: Until = until
+        self.microbatch = 1
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> StreamOrder:
+        """The order of the shards."""
+        self.microbatch = microbatch
+        for name, source in zip(self.names, self.sources, strict=True):
+            source.begin(
+                derive(seed, name) if self.mix else seed, shuffle, global_batch, microbatch
+            )
+        described = self.sources[0].described + ", endless" * self.endless
+        if self.mix:
+            described += f", mix of {', '.join(self.names)}, until {self.until}"
+        digests = [digest for source in self.sources for digest in source.digests(len(source))]
+        digests += [source.fingerprint for source in self.sources]
+        return StreamOrder(len(self), seed, shuffle, described, f"{derive(*digests, size=4):08x}")
+
+    def constants(self, seed: int, num_microbatches: int) -> Constants:
+        """What deals depend on."""
+        weights = [1.0] if self.mix is None else [float(self.mix[name]) for name in self.names]
+        return Constants(num_microbatches, seed, tuple(weights), self.until, self.endless)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user is told of how they are read."""
+        return [source.note for source in self.sources if source.note]
+
+    def name_of(self, source: int, shard: int) -> str:
+        """What the user calls a shard."""
+        name = self.sources[source].name(shard)
+        return f"{name} of {self.names[source]!r}" if self.mix else name
+
+
+class Stream:
+    """The shards of one source.
 
     Args:
         shards: arguments of `read`.
         read: shard -> its rows; with `start=`, from a row on.
         transform: of the loader.
         window: rows that are mixed, or None.
+        num_rows: of an epoch, where that is known from elsewhere.
 
     Attributes:
-        block: rows that are read at once.
+        piece: rows that are read at once.
+        note: what the user is told of how it is read.
+        fingerprint: what the ranks must have alike beside the names of the shards.
     """
 
     def __init__(
@@ -67,44 +129,38 @@ class Stream(OwnOrder):
         read: Callable[..., Iterable[Any]],
         transform: Any,
         window: int | None,
+        num_rows: int | None = None,
     ) -> None:
         check_type(
             "shards", shards, list if isinstance(shards, str) else Sequence, "a list of shards"
         )
         check_function("read", read)
-        if isinstance(transform, type):
-            raise TypeError(f"transform is the class {transform.__name__}: give an object of it")
-        if transform is not None and not all(
-            callable(getattr(transform, name, None)) for name in ("feed", "end")
-        ):
-            raise TypeError(
-                f"transform is a {type(transform).__name__}: give anyrank.Pack, anyrank.Buckets, "
-                "or an object with feed(row) and end(), which return lists of samples; a generator "
-                "cannot wait for the rows of the next shard"
-            )
+        _check_transform(transform)
         if window is not None:
             check_int("window", window, 1)
         if not len(shards):  # of any sequence, as an array
             raise ValueError("shards is empty: there is nothing to train on")
         self.shards, self.function, self.transform = shards, read, transform
-        self.window, self.block, self.seed = window, window or 1, 0
+        self.window, self.piece, self.seed, self.shuffle = window, window or 1, 0, True
+        self.num_rows = num_rows
+        self.note = self.fingerprint = ""
         self.has_start = _takes_start(read)
         self._digests: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
         return len(self.shards)
 
-    def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> StreamOrder:
-        """The order of the shards."""
+    @property
+    def described(self) -> str:
+        """Window and transform, as a part of the order's name."""
         described = "" if self.window is None else f", window {self.window}"
         if self.transform is not None:
             described += f", {_describe_transform(self.transform)}"
-        digest = f"{derive(*self.digests(len(self)), size=4):08x}"
-        return StreamOrder(len(self), seed, shuffle, described, digest)
+        return described
 
-    def begin(self, seed: int, microbatch: int) -> None:
+    def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
         """Take what the loader was given."""
-        self.seed, self.block = seed, self.window or BLOCK * microbatch
+        self.seed, self.shuffle, self.piece = seed, shuffle, self.window or PIECE * microbatch
         if isinstance(self.transform, Buckets):
             self.transform = resize(self.transform, microbatch)
 
@@ -118,6 +174,10 @@ class Stream(OwnOrder):
             ]
         return self._digests[count]
 
+    def shard_at(self, reading: int, number: int, num_shards: int) -> int:
+        """The shard at a place of the order of a reading."""
+        return int(Order(num_shards, self.seed, self.shuffle).ids(reading, number, number + 1))
+
     # -- as lanes read it -------------------------------------------------------------------------
 
     def name(self, shard: int) -> str:
@@ -125,33 +185,33 @@ class Stream(OwnOrder):
         text = repr(self.shards[shard])
         return f"{text[:200]} (number {shard})"
 
-    def open(self, epoch: int, shard: int, row: int) -> Iterator[Any]:
-        """The rows of a shard from one on, which begins a block."""
-        reseed(derive(self.seed, epoch, shard, "open"))
+    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+        """The rows of a shard from one on, which begins a piece."""
+        reseed(derive(self.seed, reading, shard, "open"))
         if row and self.has_start:
             rows = iter(self.function(self.shards[shard], start=row - 1))
-            next(rows, None)  # what it draws to get there is drawn now, and not for the block
+            next(rows, None)  # what it draws to get there is drawn now, and not for the piece
             return rows
         rows = iter(self.function(self.shards[shard]))
         # As they were read before: what is drawn for them may decide on those that follow.
-        for first in range(0, row, self.block):
-            reseed(derive(self.seed, epoch, shard, first, "rows"))
-            last = deque(enumerate(islice(rows, self.block), 1), maxlen=1)
+        for first in range(0, row, self.piece):
+            reseed(derive(self.seed, reading, shard, first, "rows"))
+            last = deque(enumerate(islice(rows, self.piece), 1), maxlen=1)
             count = last[0][0] if last else 0
-            if count < self.block:
+            if count < self.piece:
                 raise CheckpointError(
                     f"shard {self.name(shard)} has {first + count} rows now, and had at least "
                     f"{row} before: a shard must give the same rows each time"
                 )
         return rows
 
-    def read(self, rows: Iterator[Any], epoch: int, shard: int, row: int) -> list[Any]:
-        """The next block, under its random streams and in its order; fewer rows at the end."""
-        reseed(derive(self.seed, epoch, shard, row, "rows"))
-        block = list(islice(rows, self.block))
+    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+        """The next piece, under its random streams and in its order; fewer rows at the end."""
+        reseed(derive(self.seed, reading, shard, row, "rows"))
+        piece = list(islice(rows, self.piece))
         if self.window is None:
-            return block
-        return [block[number - row] for number in self.numbers(epoch, shard, row, len(block))]
+            return piece
+        return [piece[number - row] for number in self.numbers(reading, shard, row, len(piece))]
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
         """Set the random streams for what a transform may draw: all but Pack, and Buckets whose
@@ -163,13 +223,38 @@ class Stream(OwnOrder):
         if not is_still:
             reseed(derive(self.seed, *numbers, "transform"))
 
-    def numbers(self, epoch: int, shard: int, row: int, count: int) -> Sequence[int]:
-        """The rows of a block, by their numbers in the shard, in the block's order."""
+    def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:
+        """The rows of a piece, by their numbers in the shard, in the piece's order."""
         if self.window is None:
             return range(row, row + count)
         numbers = [*range(row, row + count)]
-        random.Random(derive(self.seed, epoch, shard, row, "window")).shuffle(numbers)  # noqa: S311
+        random.Random(derive(self.seed, reading, shard, row, "window")).shuffle(numbers)  # noqa: S311
         return numbers
+
+
+def _check_transform(transform: Any) -> None:
+    """Raise TypeError for what is no transform."""
+    if isinstance(transform, type):
+        raise TypeError(f"transform is the class {transform.__name__}: give an object of it")
+    if transform is not None and not all(
+        callable(getattr(transform, name, None)) for name in ("feed", "end")
+    ):
+        raise TypeError(
+            f"transform is a {type(transform).__name__}: give anyrank.Pack, anyrank.Buckets, "
+            "or an object with feed(row) and end(), which return lists of samples; a generator "
+            "cannot go on in the middle after a resume"
+        )
+
+
+def be_the_only_worker() -> None:
+    """Tell what is read in a worker that it is the only one: it is asked for whole shards.
+
+    A `read` or a dataset that gives each worker of a DataLoader its part would leave rows out.
+    """
+    info = get_worker_info()
+    if info is not None:
+        for name, value in (("id", 0), ("num_workers", 1)):
+            object.__setattr__(info, name, value)  # some versions of torch freeze it
 
 
 def _describe_transform(transform: Any) -> str:

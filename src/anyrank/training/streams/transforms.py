@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from anyrank.checks import check_bool, check_function, check_int, check_type
-from anyrank.training.streams.lanes import CUT
+from anyrank.training.streams.lane import CUT
 
 IGNORED = -100  # a label that torch's cross entropy leaves out
 WAITING = 64  # documents among which the one that fits best is looked for
@@ -234,22 +234,24 @@ class Pack(_Numbered):
         else:
             self._num_again = state
 
-    def _units_of_output(self, output: Any) -> int:
+    def _units_of(self, output: Any) -> int:
         """Tokens in a row."""
         ids: torch.Tensor = output["document_ids"]
         return len(ids) if self.pad is None else int((ids >= 0).sum())
 
 
 class Buckets(_Numbered):
-    """Gives microbatches of one bucket each, for `ElasticLoader.from_shards(transform=)`.
+    """Gives microbatches of one bucket each, for `transform=` of any `ElasticLoader`.
 
     Rows wait until a bucket has a microbatch of them. What waits at the end of a lane, or for
-    `patience` rows, goes as a smaller microbatch: every row is in one microbatch of an epoch.
+    `patience` rows, goes as a smaller microbatch: every row is in one microbatch of an epoch. With
+    `drop_last=True` it is left out, and counted in the epoch's receipt.
 
     Args:
         key: row -> its bucket, anything that can be a key of a dict: an aspect ratio, a length
             class; or the key of it in a row. It depends on the row alone, and may draw.
         patience: rows of the lane for which the first row of a bucket waits, at least 1.
+        drop_last: whether all microbatches are full.
 
     Raises:
         TypeError, ValueError: an argument that is wrong on its face.
@@ -270,11 +272,19 @@ class Buckets(_Numbered):
                 step.backward(model(batch.float()[:, None]).mean())
     """
 
-    def __init__(self, key: str | Callable[[Any], Hashable], *, patience: int = 1000) -> None:
+    def __init__(
+        self,
+        key: str | Callable[[Any], Hashable],
+        *,
+        patience: int = 1000,
+        drop_last: bool = False,
+    ) -> None:
         if not isinstance(key, str):
             check_function("key", key)
         self.key = key
         self.patience = check_int("patience", patience, 1)
+        check_bool(drop_last=drop_last)
+        self.drop_last, self._num_dropped = drop_last, 0
         self._microbatch = 0  # the loader sets its own
         # With both numbers of each row. A bucket comes in with its first row and goes as a whole,
         # so the one that waits longest is the first.
@@ -286,7 +296,7 @@ class Buckets(_Numbered):
         number, row_number = self._count()
         rows = self._waiting.setdefault(bucket, [])
         rows.append((row_number, number, row))
-        outputs = self._flush(bucket) if len(rows) == self._microbatch else []
+        outputs = [CUT, *self._take(bucket), CUT] if len(rows) == self._microbatch else []
         while self._waiting:
             oldest = next(iter(self._waiting))
             if self._waiting[oldest][0][0] > row_number - self.patience:
@@ -320,11 +330,20 @@ class Buckets(_Numbered):
             )
         return bucket
 
+    def _take(self, bucket: Hashable) -> list[Any]:
+        """The rows of a bucket, which wait no longer."""
+        return [row for *_, row in self._waiting.pop(bucket)]
+
     def _flush(self, bucket: Hashable) -> list[Any]:
-        return [CUT, *(row for *_, row in self._waiting.pop(bucket)), CUT]
+        """The microbatch of a bucket that is not full."""
+        rows = self._take(bucket)
+        if self.drop_last:
+            self._num_dropped += len(rows)
+            return []
+        return [CUT, *rows, CUT]
 
     def end(self) -> list[Any]:
-        """The rows that wait, each bucket as a microbatch."""
+        """The rows that wait, each bucket as a microbatch, unless they are dropped."""
         return [output for bucket in [*self._waiting] for output in self._flush(bucket)]
 
     def held(self) -> list[int]:

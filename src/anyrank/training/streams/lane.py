@@ -1,0 +1,498 @@
+"""A lane: the reader of some shards, which gives blocks, each the samples of one microbatch.
+
+A lane reads its shards one after the other and feeds the rows to its transform; what that gives is
+cut into blocks. What a lane gives depends on data, seed and K alone:
+
+1. A block takes samples until it is full, a transform cuts it, or the shards are over. The lane
+   then looks some blocks further, so that who reads it knows how many are left at its end.
+2. Rows are read in pieces, each under random streams of its own, and with `window=` in an order of
+   its own. So a piece can be read again, anywhere.
+3. The state of a lane is the place of the piece that gave its last samples, and how many of them
+   were given; with a transform, also which rows before that piece it still needs. Whoever goes on
+   with the lane, in whichever process, reads these again. No row is part of a state.
+
+Pure Python: no torch, no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+from anyrank.errors import CheckpointError
+from anyrank.training.streams.digests import digest_of, parts_of
+
+Shard = tuple[int, int]  # the number of its reading, and its own
+STATE_BYTES = 1024  # of a transform's state, as JSON
+
+
+class Cut:
+    """The type of `anyrank.CUT`: the end of a microbatch, among the outputs of a transform."""
+
+    def __repr__(self) -> str:
+        return "CUT"
+
+    def __reduce__(self) -> str:
+        return "CUT"
+
+
+CUT: Final = Cut()
+"""Among the samples that a stream's transform gives: the microbatch ends here."""
+
+
+class LaneState(NamedTuple):
+    """Where a lane goes on, and what it has read since it was dealt, as values of JSON.
+
+    Attributes:
+        passed, row: shards before the piece that gave the last samples, and the piece's first row.
+        length: rows of that piece; 0 for the end of the lane, -1 before anything is read.
+        num_given: its samples that were given.
+        first_passed, first_row: the oldest row that the transform needs; without one, the piece.
+        needed: bits of the rows from there to the piece, as hex digits.
+        inner: the transform's own state before the piece, as JSON; empty without one.
+        digest: of the piece's first row, as hex digits; empty before.
+        blocks, rows: that were given, and read.
+        units_fed, units_given: of the transform's units (tokens), those in rows and in samples.
+        dropped: rows that the transform has left out, as it says.
+    """
+
+    passed: int = 0
+    row: int = 0
+    length: int = -1
+    num_given: int = 0
+    first_passed: int = 0
+    first_row: int = 0
+    needed: str = ""
+    inner: str = ""
+    digest: str = ""
+    blocks: int = 0
+    rows: int = 0
+    units_fed: int = 0
+    units_given: int = 0
+    dropped: int = 0
+
+    @staticmethod
+    def from_json(row: Sequence[Any]) -> LaneState:
+        """The inverse of a list; raises ValueError or TypeError for anything else."""
+        kinds = map(type, LaneState())
+        state = LaneState._make(kind(value) for kind, value in zip(kinds, row, strict=True))
+        int(state.needed or "0", 16)
+        if not 0 <= state.first_passed <= state.passed:
+            raise ValueError(f"a lane at {state.first_passed} of {state.passed} shards")
+        return state
+
+
+class Source(Protocol):
+    """How shards are read.
+
+    Attributes:
+        piece: rows that are read at once.
+    """
+
+    piece: int
+
+    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+        """The rows of a shard from one on, which begins a piece."""
+        ...
+
+    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+        """The next piece, under its random streams and in its order; fewer rows at the end."""
+        ...
+
+    def seed_transform(self, transform: Any, *numbers: int) -> None:
+        """Set the random streams for what a transform may draw, by numbers that tell a row."""
+        ...
+
+    def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:
+        """The rows of a piece, by their numbers in the shard, in the piece's order."""
+        ...
+
+    def name(self, shard: int) -> str:
+        """What the user calls it."""
+        ...
+
+
+class Lane:
+    """The reader of a lane, in the process that runs it.
+
+    Args:
+        source: of the rows.
+        number: of the lane.
+        reading: in which it is dealt.
+        transform: a fresh one, or None.
+        shard_at: the lane's shards, by their places in it; None behind the last.
+        state: where it goes on.
+
+    Attributes:
+        state: after the blocks that were taken.
+        left: blocks that it has yet, where they are fewer than was looked for; else -1.
+        changes: pieces that were read again, and had another first row: shard, start, stop.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        number: int,
+        reading: int,
+        transform: Any,
+        shard_at: Callable[[int], Shard | None],
+        state: LaneState,
+    ) -> None:
+        self.source, self.number, self.reading = source, number, reading
+        self.transform, self.shard_at, self.state = transform, shard_at, state
+        self.left = -1
+        self.changes: list[tuple[int, int, int]] = []
+        self._passed, self._row = state.passed, state.row  # of the next piece
+        self._rows: Iterator[Any] | None = None  # the rest of the shard
+        self._samples: list[Any] = []
+        self._newest, self._num_newest = state, 0  # of the piece that was read last, its samples
+        self._pieces: deque[tuple[LaneState, int]] = deque()  # of the samples: states, and numbers
+        self._num_cuts = 0
+        self._is_new, self._is_over = True, False
+        # The rows that may be fed again: their numbers, from the oldest on, and places.
+        self._fed: deque[tuple[int, int, int]] = deque()
+        self._num_fed, self._num_forgotten = 0, 0
+        self._has_units = hasattr(transform, "_units_fed")
+        self._drops = hasattr(transform, "_num_dropped")
+        self._is_fed_alone = hasattr(transform, "held")  # else a piece is fed as a whole
+        self._is_numbered = hasattr(transform, "_come_to")
+        says_what_it_keeps = hasattr(transform, "held") or hasattr(transform, "state_dict")
+        self._fresh_parts = None if says_what_it_keeps else parts_of(transform)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has no further block."""
+        return self.left == 0
+
+    def take(self, size: int, look: int = 0) -> list[Any]:
+        """The samples of the next block; none where the lane has ended.
+
+        Args:
+            size: samples in it, at most.
+            look: blocks that are looked for behind it.
+
+        Raises:
+            CheckpointError: a shard has other rows than before.
+            Exception: what reading and the transform raise, with a note.
+        """
+        self._drop_cuts()
+        while (stop := self._find_stop(size)) is None and self._advance():
+            self._drop_cuts()
+        samples, before = self._samples[:stop], self.state
+        self._give(len(samples))
+        most = max(1, look)
+        while (left := self._count_blocks(size, most)) < look and self._advance():
+            pass
+        self.left = left if self._is_over and left < most else -1
+        units = sum(map(self.transform._units_of, samples)) if self._has_units else 0
+        if self.has_ended:  # what was read since without a sample, too
+            self.state = self._newest._replace(num_given=self._num_newest)
+        self.state = self.state._replace(
+            blocks=before.blocks + bool(samples), units_given=before.units_given + units
+        )
+        return samples
+
+    @property
+    def progress(self) -> str:
+        """Where in its shards it is, for an error."""
+        shard = self.shard_at(self.state.passed)
+        if shard is None:
+            return "the end of the shards"
+        return f"shard {self.source.name(shard[1])}, rows from {self.state.row} on"
+
+    # -- samples ----------------------------------------------------------------------------------
+
+    def _find_stop(self, size: int) -> int | None:
+        """Where the block ends; None if its last sample is not there yet."""
+        if self._num_cuts:
+            for index, sample in enumerate(islice(self._samples, size)):
+                if sample is CUT:
+                    return index
+        return size if len(self._samples) >= size else None
+
+    def _count_blocks(self, size: int, most: int) -> int:
+        """How many blocks the samples make that are there, up to a number."""
+        if not self._num_cuts:
+            return min(most, -(-len(self._samples) // size))
+        blocks = num_samples = 0
+        for sample in self._samples:
+            is_full = num_samples == size
+            if num_samples and (sample is CUT or is_full):
+                num_samples = 0
+            if sample is not CUT:
+                blocks += num_samples == 0
+                num_samples += 1
+            if blocks == most:
+                break
+        return blocks
+
+    def _drop_cuts(self) -> None:
+        """A block begins: it cannot end before its first sample."""
+        while self._num_cuts and self._samples and self._samples[0] is CUT:
+            self._give(1)
+
+    def _give(self, count: int) -> None:
+        """Remove the first samples: the state is that of the piece that gave the last of them."""
+        if self._num_cuts:
+            self._num_cuts -= sum(sample is CUT for sample in islice(self._samples, count))
+        del self._samples[:count]
+        while count:
+            state, number = self._pieces.popleft()
+            num_taken = min(count, number)
+            count -= num_taken
+            if num_taken < number:
+                state = state._replace(num_given=state.num_given + num_taken)
+                self._pieces.appendleft((state, number - num_taken))
+                num_taken = 0
+            blocks, units_given = self.state.blocks, self.state.units_given
+            num_given = state.num_given + num_taken
+            self.state = state._replace(num_given=num_given, blocks=blocks, units_given=units_given)
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """Read and feed the next piece, or end the transform; whether there was something to do."""
+        if self._is_over:
+            return False
+        is_read_again = self._is_new and self.state.length >= 0
+        if self._is_new:
+            self._feed_again()
+        before, self._is_new = self._newest, False
+        passed, row, rows = self._next_piece()
+        if not is_read_again:
+            self._note_state(passed, row)
+        elif (passed, row, len(rows)) != before[:3]:
+            raise self._changed(before.passed)
+        self._newest = self._newest._replace(num_given=0, length=len(rows))
+        samples = self._feed(passed, row, rows, is_read_again)
+        self._num_newest = len(samples)
+        if samples:
+            self._pieces.append((self._newest, len(samples)))
+            if self.transform is not None:
+                self._num_cuts += sum(sample is CUT for sample in samples)
+            self._samples += samples
+        if is_read_again:
+            self._give(before.num_given)
+        return True
+
+    def _feed(self, passed: int, row: int, rows: list[Any], is_read_again: bool) -> list[Any]:
+        """The samples of a piece, or of the lane's end."""
+        transform: Any = self.transform
+        fed = transform._units_fed if self._has_units else 0
+        dropped = transform._num_dropped if self._drops else 0
+        digest = ""
+        if rows:
+            digest = digest_of(rows[0])
+            if is_read_again and digest != self._newest.digest:
+                self.changes.append((self._shard(passed)[1], row, row + len(rows)))
+            samples = rows if self.transform is None else self._feed_rows(passed, row, rows)
+        else:
+            self._is_over = True
+            samples = [] if self.transform is None else self._end()
+        state = self._newest._replace(digest=digest)
+        if not is_read_again:  # else it is counted already
+            state = state._replace(rows=state.rows + len(rows))
+            if self._has_units:
+                fed = transform._units_fed - fed
+                state = state._replace(units_fed=state.units_fed + fed)
+            if self._drops:
+                dropped = transform._num_dropped - dropped
+                state = state._replace(dropped=state.dropped + dropped)
+        self._newest = state
+        return samples
+
+    def _feed_rows(self, passed: int, row: int, rows: list[Any]) -> list[Any]:
+        samples: list[Any] = []
+        for index, value in enumerate(rows):
+            self._fed.append((self._num_fed, passed, row + index))
+            self._num_fed += 1
+            samples += self._feed_row(value, passed, row, index, len(rows))
+        return samples
+
+    def _feed_again(self) -> None:
+        """Feed the rows before the state's piece that the transform needs."""
+        state = self.state
+        if state.inner:
+            self.transform.load_state_dict(json.loads(state.inner))
+        if not state.needed:
+            return
+        needed, size = int(state.needed, 16), self.source.piece
+        self._passed, self._row = state.first_passed, state.first_row // size * size
+        number = self._row - state.first_row
+        stop = state.passed, state.row
+        while (self._passed, self._row) < stop:
+            passed, row, rows = self._next_piece(stop)
+            for index, value in enumerate(rows):
+                if number >= 0 and needed >> number & 1:
+                    self._fed.append((number, passed, row + index))
+                    if self._feed_row(value, passed, row, index, len(rows)):
+                        raise self._changed(passed)
+                number += 1
+        if (self._passed, self._row) != stop:
+            raise self._changed(state.first_passed)
+        self._num_fed = number
+
+    def _next_piece(self, stop: tuple[int, int] | None = None) -> tuple[int, int, list[Any]]:
+        """The place and rows of the next piece that has any; none at the end of the shards.
+
+        Args:
+            stop: a place that ends the search, for rows that were read before.
+        """
+        shard = self.shard_at(self._passed)
+        while shard is not None and (stop is None or (self._passed, self._row) < stop):
+            passed, row = self._passed, self._row
+            try:
+                if self._rows is None:
+                    self._rows = self.source.open(*shard, row)
+                rows = self.source.read(self._rows, *shard, row)
+            except Exception as error:
+                error.add_note(
+                    f"raised by read, shard {self.source.name(shard[1])}, rows from {row} on, "
+                    f"epoch {shard[0]}, lane {self.number}"
+                )
+                raise
+            if len(rows) == self.source.piece:
+                self._row += len(rows)
+            else:
+                self._passed, self._row, self._rows = passed + 1, 0, None
+            if rows:
+                return passed, row, rows
+            shard = self._following(shard, row)
+        return self._passed, self._row, []
+
+    def _following(self, shard: Shard, row: int) -> Shard | None:
+        """The shard after one without further rows.
+
+        Raises:
+            CheckpointError: it has no row at all, and comes again without end.
+        """
+        following = self.shard_at(self._passed)
+        if following is not None and following[1] == shard[1] and not row:
+            raise CheckpointError(
+                f"shard {self.source.name(shard[1])} has no row, and endless=True would read it "
+                "without end: leave it out"
+            )
+        return following
+
+    def _shard(self, passed: int) -> Shard:
+        shard = self.shard_at(passed)
+        assert shard is not None
+        return shard
+
+    def _changed(self, passed: int) -> CheckpointError:
+        shard = self.shard_at(passed) or self._shard(passed - 1)
+        return CheckpointError(
+            f"shard {self.source.name(shard[1])}, lane {self.number}: its rows have changed since "
+            "it was read before, or the transform makes something else of them: put back the old "
+            "rows and transform, or start a new run from the weights"
+        )
+
+    def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
+        """The transform's samples of one of the `count` rows of a piece."""
+        reading, shard = self._shard(passed)
+        if self._is_fed_alone:
+            self.source.seed_transform(self.transform, reading, shard, row + index)
+        try:
+            if self._is_numbered:
+                number = self._num_forgotten + len(self._fed) - 1
+                self.transform._come_to(number, self._fed[-1][0])
+            return _as_list(self.transform.feed(value))
+        except Exception as error:
+            number = self.source.numbers(reading, shard, row, count)[index]
+            error.add_note(
+                f"raised by {type(self.transform).__name__}.feed, shard {self.source.name(shard)}, "
+                f"row {number}, epoch {reading}, lane {self.number}"
+            )
+            raise
+
+    def _end(self) -> list[Any]:
+        """The transform's samples of what is left."""
+        self.source.seed_transform(self.transform, self.reading, -1, self.number)
+        try:
+            return _as_list(self.transform.end())
+        except Exception as error:
+            error.add_note(f"raised by {type(self.transform).__name__}.end, lane {self.number}")
+            raise
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def _note_state(self, passed: int, row: int) -> None:
+        """Take the state before a piece is fed, or before the end."""
+        places = {"passed": passed, "row": row, "first_passed": passed, "first_row": row}
+        if self.transform is None:
+            self._newest = self._newest._replace(**places)
+            return
+        self._check_kept()
+        get_held = getattr(self.transform, "held", None)
+        numbers = sorted(n - self._num_forgotten for n in get_held()) if get_held else []
+        if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
+            raise ValueError(
+                f"{type(self.transform).__name__}.held() gives {get_held and sorted(get_held())}: "
+                f"give numbers of rows that were fed, from 0 to "
+                f"{self._num_forgotten + len(self._fed) - 1}, that it has held since"
+            )
+        needless = numbers[0] if numbers else len(self._fed)
+        for _ in range(needless):
+            self._fed.popleft()
+        self._num_forgotten += needless
+        first = 0
+        if self._fed:
+            first, places["first_passed"], places["first_row"] = self._fed[0]
+        bits = sum(1 << self._fed[number - needless][0] - first for number in numbers)
+        needed, inner = f"{bits:x}" if bits else "", self._inner_state()
+        self._newest = self._newest._replace(**places, needed=needed, inner=inner)
+
+    def _check_kept(self) -> None:
+        """Refuse a transform that keeps something without a way to find it again.
+
+        Raises:
+            TypeError: it has neither `held` nor `state_dict`, and is not as a fresh one any more.
+        """
+        if self._fresh_parts is None:
+            return
+        parts, fresh = parts_of(self.transform), self._fresh_parts
+        if kept := [name for name, digest in parts.items() if fresh.get(name) != digest]:
+            raise TypeError(
+                f"{type(self.transform).__name__} keeps something in {', '.join(kept)}, which a "
+                "resume, and a rank that goes on with the lane, would not have: let held() return "
+                "the numbers of the rows that it still needs, which are fed again, or state_dict() "
+                "what it knows; if its samples do not depend on it (a cache, a count for a log), "
+                "let held() return []"
+            )
+
+    def _inner_state(self) -> str:
+        """The transform's own state as JSON; empty without one.
+
+        Raises:
+            TypeError: it is no JSON, or too large.
+        """
+        get_state = getattr(self.transform, "state_dict", None)
+        state = None if get_state is None else get_state()
+        if state is None:
+            return ""
+        name = type(self.transform).__name__
+        way_out = (
+            "leave rows out of state_dict(), and give their numbers by held(): they are read and "
+            "fed again after a resume"
+        )
+        try:
+            text = json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{name}.state_dict(): not values of JSON ({error}): {way_out}"
+            ) from error
+        if len(text) > STATE_BYTES:
+            raise TypeError(
+                f"{name}.state_dict(): {len(text)} bytes, and a lane's may have {STATE_BYTES}, as "
+                f"the ranks tell it each other in each step: {way_out}"
+            )
+        return text
+
+
+def _as_list(samples: Any) -> list[Any]:
+    if not isinstance(samples, Iterable):
+        raise TypeError(f"gave a {type(samples).__name__}: let it return a list of samples")
+    return list(cast("Iterable[Any]", samples))

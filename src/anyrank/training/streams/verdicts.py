@@ -1,0 +1,72 @@
+"""What is known of an epoch of streams that is over, in words: its receipt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from anyrank.errors import CheckpointError
+from anyrank.training.streams.deal import Deal
+from anyrank.training.streams.sources import Streams
+from anyrank.wording import count
+
+log = logging.getLogger("anyrank.data")
+
+
+def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
+    """What an epoch's receipt says.
+
+    "Exactly once" is said where the number of rows is known from elsewhere; else it is of the rows
+    that `read` has given.
+
+    Args:
+        streams: that were read.
+        deal: at the end of the epoch.
+        changed: what was other when it was read again.
+
+    Raises:
+        CheckpointError: the transform has lost tokens, or made some.
+    """
+    totals = deal.totals
+    num_fed = sum(total.units_fed for total in totals)
+    num_given = sum(total.units_given for total in totals)
+    if num_fed != num_given and len(totals) == 1:
+        raise CheckpointError(
+            f"data position: epoch {deal.epoch}: {num_fed:,} tokens were read, and {num_given:,} "
+            "given: the transform gave other rows when they were fed again; resume from an earlier "
+            "checkpoint, with the shards as they were"
+        )
+    texts = [_describe_source(streams, deal, source) for source in range(len(totals))]
+    text = "; ".join(texts)
+    if len(texts) > 1:
+        text = f"mixed: {text}"
+    if num_given:
+        text += f", {num_given:,} tokens"
+    if dropped := sum(total.dropped for total in totals):
+        text += f", {dropped:,} dropped"
+    if changed:
+        rows = sum(total.rows for total in totals)
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        text = (
+            f"not known to be once: {rows:,} rows were read, and some were others when they were "
+            f"read again ({changed[0]}{more})"
+        )
+    return text
+
+
+def _describe_source(streams: Streams, deal: Deal, source: int) -> str:
+    total, size, rounds = deal.totals[source], deal.sizes[source], deal.rounds[source]
+    name, known = streams.names[source], streams.sources[source].num_rows
+    of_source = f" of {name}" if streams.mix else ""
+    rows, shards = f"{total.rows:,}", count(size, "shard")
+    if not rounds:
+        return f"{rows} rows{of_source}, not all of them"
+    if rounds > 1 or total.passed > size:
+        return f"{rows} rows{of_source}, all of them {count(rounds, 'time')} or more"
+    if known is None:
+        return f"each row{of_source} that was read, once: {rows} rows of {shards}"
+    if known == total.rows:
+        return f"exactly once, {rows} of {known:,} rows{of_source}"
+    text = f"not all rows{of_source}: {rows} of {known:,} were read"
+    log.warning("epoch %d: %s; does read, or a dataset, leave rows out?", deal.epoch, text)
+    return text

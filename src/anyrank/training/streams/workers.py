@@ -1,0 +1,308 @@
+"""Reading lanes in workers, or in this process: each request goes to the reader that has the lane.
+
+A lane gives its blocks one after the other, and which microbatch of a step gets a block changes
+nothing of it. So a rank asks for the blocks that it will need: of a lane that is its own alone, far
+ahead; of one that other ranks read too, those of the step whose table is known. The number of
+workers, and how far they read ahead, change nothing of what is read. While a lane lasts, its
+microbatches only become more, so what was asked for ahead is needed, or is another rank's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, default_collate
+
+from anyrank.checks import check_function
+from anyrank.errors import CheckpointError
+from anyrank.tensors.hashing import derive
+from anyrank.training.data.batches import FetchedBatch
+from anyrank.training.random_state.streams import reseed
+from anyrank.training.streams.deal import Deal, Opening
+from anyrank.training.streams.lane import Lane, LaneState
+from anyrank.training.streams.sources import Streams, be_the_only_worker
+
+AHEAD = 16  # steps that are asked for ahead, at most; workers have their own limit
+Key = tuple[int, int, int]  # a lane, the reading in which it is dealt, a block of it
+
+
+class BlockRequest(NamedTuple):
+    """One block of a lane; lane -1 for none, which keeps the workers in turn.
+
+    Attributes:
+        run: of the loader's iterations: lanes of an earlier one are closed.
+        lane, reading, block: which one.
+        look: blocks that the lane looks for behind it.
+        opening: of the lane, as all ranks know it; None where the reader has it open, alone.
+    """
+
+    run: int
+    lane: int
+    reading: int
+    block: int
+    look: int
+    opening: Opening | None
+
+
+@dataclass(slots=True)
+class BlockAnswer:
+    """A block that was read; no tuple, which a DataLoader with pin_memory would take apart.
+
+    Attributes:
+        lane, reading, block: which one.
+        num_samples: in it; 0 where the lane had ended before.
+        state: of the lane after it; None for a copy.
+        left: blocks that the lane has after it, where that is known; else -1.
+        changes: pieces that were read again, and were others: shard, start, stop.
+        k: its microbatch in the step.
+    """
+
+    lane: int = -1
+    reading: int = 0
+    block: int = 0
+    num_samples: int = 0
+    state: LaneState | None = None
+    left: int = -1
+    changes: tuple[tuple[int, int, int], ...] = ()
+    k: int = -1
+
+    @property
+    def key(self) -> Key:
+        """Which block it is."""
+        return self.lane, self.reading, self.block
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sample came, and the batch is a copy of another's."""
+        return not self.num_samples
+
+    @property
+    def ids(self) -> list[int]:
+        """A number of the block, for receipts."""
+        return [self.lane << 32 | self.block] if self.num_samples else []
+
+    def __reduce__(self) -> Any:
+        # As plain values: classes take four times as long, in each answer of a worker.
+        state = None if self.state is None else tuple(self.state)
+        return _read_answer, (self.key, self.num_samples, state, self.left, self.changes)
+
+
+def _read_answer(key: Key, num_samples: int, state: Any, left: int, changes: Any) -> BlockAnswer:
+    state = state and LaneState._make(state)
+    return BlockAnswer(*key, num_samples, state, left, changes)
+
+
+class BlockReader(Dataset[FetchedBatch]):
+    """The lanes that a process has open, indexed by requests.
+
+    Args:
+        dataset: the sources.
+        seed: of the run.
+        collate_fn: of the loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Streams,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        if collate_fn is not None:
+            check_function("collate_fn", collate_fn)
+        self.dataset, self.seed, self.size = dataset, seed, dataset.microbatch
+        self.collate_fn = collate_fn or default_collate
+        self._lanes: dict[int, Lane] = {}
+        self._run = -1
+
+    def __getitem__(self, request: BlockRequest) -> FetchedBatch:
+        if self._run != request.run:
+            self._run = request.run
+            self._lanes.clear()
+            be_the_only_worker()
+        # Where it raises, the lane has read what it cannot give any more, and is closed.
+        lane = self._lanes.pop(request.lane, None)
+        if lane is not None and lane.reading != request.reading:
+            lane = None
+        lane = lane if request.opening is None else self._meet(request.opening, lane, request.block)
+        if lane is None:
+            return FetchedBatch(BlockAnswer(), None)
+        fetched = self._take(lane, request.block, request.look)
+        self._lanes[request.lane] = lane
+        return fetched
+
+    def read_once(self, opening: Opening, block: int) -> FetchedBatch:
+        """One block of a lane that others have open too."""
+        return self._take(self._open(opening), block, 0)
+
+    def _open(self, opening: Opening) -> Lane:
+        source = self.dataset.sources[opening.source]
+
+        def shard_at(index: int) -> tuple[int, int] | None:
+            found_place = opening.place_of(index)
+            if found_place is None or not opening.stride:
+                return found_place
+            return found_place[0], source.shard_at(*found_place, opening.num_shards)
+
+        transform = copy.deepcopy(source.transform)
+        return Lane(source, opening.lane, opening.reading, transform, shard_at, opening.state)
+
+    def _meet(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
+        """A lane that is where all ranks know it to be: if it has come elsewhere, read anew."""
+        if lane is None or lane.state.blocks > block:
+            return self._open(opening)
+        self._skip(lane, opening.state.blocks)
+        if lane.state.blocks != opening.state.blocks or lane.state == opening.state:
+            return lane
+        other, state = self._open(opening), opening.state
+        shard = other.shard_at(state.passed) or (0, 0)
+        other.changes.append((shard[1], state.row, state.row + max(1, state.length)))
+        return other
+
+    def _skip(self, lane: Lane, block: int) -> None:
+        """Read up to a block."""
+        while lane.state.blocks < block and not lane.has_ended:
+            lane.take(self.size)
+
+    def _take(self, lane: Lane, block: int, look: int) -> FetchedBatch:
+        try:
+            self._skip(lane, block)
+            samples = lane.take(self.size, look) if lane.state.blocks == block else []
+        except StopIteration as error:  # a DataLoader takes it for the end of the data
+            raise RuntimeError(f"StopIteration, {error.__notes__}") from error
+        batch = self._collate(samples, lane, block) if samples else None
+        changes, lane.changes = tuple(lane.changes), []
+        answer = BlockAnswer(
+            lane.number,
+            lane.reading,
+            block,
+            len(samples),
+            lane.state,
+            lane.left,
+            changes,
+        )
+        return FetchedBatch(answer, batch, self.collate_fn is default_collate)
+
+    def _collate(self, samples: list[Any], lane: Lane, block: int) -> Any:
+        if self.collate_fn is not default_collate:  # which draws nothing
+            reseed(derive(self.seed, lane.reading, lane.number, block, "samples"))
+        try:
+            return self.collate_fn(samples)
+        except Exception as error:
+            error.add_note(
+                f"raised by collate_fn, {lane.progress}, epoch {lane.reading}, lane "
+                f"{lane.number}, block {block}"
+            )
+            if isinstance(error, StopIteration):
+                raise RuntimeError(f"StopIteration, {error.__notes__}") from error
+            raise
+
+
+class BlockRequests:
+    """Which blocks are asked for, and which have come.
+
+    Args:
+        run: the loader's iteration.
+        num_workers: of this rank; 0: this process reads, and nothing ahead.
+    """
+
+    def __init__(self, run: int, num_workers: int) -> None:
+        self.run, self.num_workers = run, num_workers
+        self._answers: dict[Key, FetchedBatch] = {}
+        self._asked: set[Key] = set()  # whose answers are to come
+        self._ended: dict[tuple[int, int], LaneState] = {}
+        self._workers: dict[int, int] = {}  # of the lanes that were asked for
+        self._opened: set[tuple[int, int]] = set()
+        self._queues: list[deque[Key]] = []
+        self._needs: Iterator[Key] = iter(())
+        self._wanted: Key = (-1, 0, 0)
+        self._synced: set[int] = set()  # shared lanes that were opened, or compared, in the step
+        self._own_microbatches: frozenset[int] = frozenset()
+        self._shared: set[int] = set()
+        self._looks: Mapping[int, int] = {}
+        self._tables: Any = None
+        self._deal: Deal | None = None
+        self._number = 0
+
+    def begin_step(self, deal: Deal, number: int, microbatches: Collection[int]) -> None:
+        """The table of a step is known, and which of its microbatches are this rank's."""
+        own_microbatches = frozenset(microbatches)
+        if (self._deal, self._number, self._own_microbatches) == (deal, number, own_microbatches):
+            return
+        self._deal, self._number = deal, number
+        if self._tables is not deal.tables or self._own_microbatches != own_microbatches:
+            self._tables, self._own_microbatches = deal.tables, own_microbatches
+            self._shared = deal.shared_with(self._own_microbatches)
+            self._looks = deal.looks
+            self._opened.clear()
+        self._synced.clear()
+        self._queues = [deque[Key]() for _ in range(self.num_workers)]
+        self._needs = self._find_needs(deal)
+        for lane, reading, block in [*self._answers] if self._shared else ():
+            if block < deal.states[lane].blocks:  # another rank's
+                del self._answers[lane, reading, block]
+
+    def _find_needs(self, deal: Deal) -> Iterator[Key]:
+        """The blocks that this rank needs, in the order in which it does."""
+        blocks = deal.blocks
+        for number in range(self._number, self._number + AHEAD):
+            for k, lane in enumerate(deal.lanes_of(number, blocks)):
+                block, blocks[lane] = blocks[lane], blocks[lane] + 1
+                if k in self._own_microbatches and (
+                    number == self._number or lane not in self._shared
+                ):
+                    yield lane, deal.reading(deal.source_of(lane)), block
+
+    def requests(self) -> Iterator[BlockRequest]:
+        """The requests, each to the worker whose turn it is. Without end."""
+        turn = 0
+        while True:
+            key = self._next(turn % self.num_workers) if self.num_workers else self._wanted
+            yield self._make(key)
+            turn += 1
+
+    def _next(self, worker: int) -> Key:
+        while not self._queues[worker]:
+            key = next(self._needs, None)
+            if key is None:
+                return -1, 0, 0
+            if key in self._asked or key in self._answers or key[:2] in self._ended:
+                continue
+            lane = self._workers.setdefault(key[0], len(self._workers) % self.num_workers)
+            self._queues[lane].append(key)
+        key = self._queues[worker].popleft()
+        self._asked.add(key)
+        return key
+
+    def _make(self, key: Key) -> BlockRequest:
+        lane, opening = key[0], None
+        if lane >= 0:
+            assert self._deal is not None
+            if key[:2] not in self._opened or (lane in self._shared and lane not in self._synced):
+                opening = self._deal.opening(lane)
+                self._opened.add(key[:2])
+                self._synced.add(lane)
+        return BlockRequest(self.run, *key, self._looks.get(lane, 0), opening)
+
+    def fetch(self, batches: Iterator[FetchedBatch], key: Key) -> FetchedBatch:
+        """A block of the step; raises what reading raises."""
+        self._wanted = key
+        while key not in self._answers:
+            if self.num_workers and key[:2] in self._ended and key not in self._asked:
+                return FetchedBatch(BlockAnswer(*key, 0, self._ended[key[:2]], 0), None)
+            fetched = next(batches, None)
+            if fetched is None:
+                raise CheckpointError(
+                    f"lane {key[0]}: the workers returned no batch: start a new iteration of the "
+                    "loader"
+                )
+            answer: BlockAnswer = fetched.request
+            if answer.lane >= 0:
+                self._asked.discard(answer.key)
+                self._answers[answer.key] = fetched
+                if answer.left == 0 and answer.state is not None:
+                    self._ended[answer.lane, answer.reading] = answer.state
+        return self._answers.pop(key)
