@@ -10,7 +10,7 @@ from anyrank.models.options import WAYS_OUT, LoadOptions
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.names import is_of_adapter
 from anyrank.tensors.near_names import Near, Shapes, wrong_prefix
-from anyrank.wording import listed
+from anyrank.wording import join_first, listed
 
 SHOWN = 10
 RESIZED = 4  # tensors: an embedding and a head, with their biases
@@ -59,6 +59,7 @@ def describe(
         lines.append(
             listed("missing in the source", names, Near(unexpected).hint)
             + (renaming if options.unexpected == "ignore" else "")
+            + _by_own_code(match, unfilled)
             + f"\n  to go on: {options.ways_out['missing']}"
         )
     elif options.missing == "keep" and on_meta:
@@ -85,6 +86,22 @@ def describe(
             f"size, rename={left_out!r} with missing='init'"
         )
     return lines
+
+
+def _by_own_code(match: ModelMatch, unfilled: Sequence[ModelTensor]) -> str:
+    """The way out where modules' own code makes tensors of the source's keys, as of a fused weight.
+
+    Without it, the first way would leave weights out that the source has.
+    """
+    above = {id(m) for target in unfilled for entry in target.registrations for m in entry.path}
+    names = [name for name, module in match.own_code.modules.items() if id(module) in above]
+    if not names or not match.unexpected:
+        return ""
+    return (
+        f"\n  {join_first(names, SHOWN)}: has load_state_dict code of its own, which is not run, "
+        "and may make these of the source's other keys: let it do so in a whole model, "
+        "whole.load_state_dict(...), and load whole.state_dict()"
+    )
 
 
 def _names(targets: list[ModelTensor]) -> list[str]:

@@ -211,7 +211,7 @@ def _fit_tensors(
                 f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
                 f"differ ({', '.join(other.name for other in others)}): untie them"
             )
-        problem = misfits(stored[key], target)
+        problem = misfits(stored[key], target, part)
         if problem:
             matched.problems.append(problem)
             continue

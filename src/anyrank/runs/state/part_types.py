@@ -194,19 +194,24 @@ def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
     return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
 
 
-def misfits(stored: StoredTensor, target: ShardedTensor) -> str | None:
+def misfits(stored: StoredTensor, target: ShardedTensor, part: str = "") -> str | None:
     """Why a stored tensor cannot fill this one, or None."""
     if stored.shape != target.shape:
         return (
             f"{target.name}: has shape {list(target.shape)}, the checkpoint {list(stored.shape)}: "
-            "build it as the run had it"
+            "build it as the run had it" + _leaving_out(part)
         )
     if stored.dtype != target.dtype:
         return (
             f"{target.name}: is {target.dtype}, the checkpoint has {stored.dtype}: resume changes "
-            "no dtype; make it as it was, or anyrank.load() the weights alone"
+            "no dtype; make it as it was, or anyrank.load() the weights alone" + _leaving_out(part)
         )
     return None
+
+
+def _leaving_out(part: str) -> str:
+    """The option that goes on without a part; the model has none, as a run is its weights."""
+    return f", or leave {part} as it is with skip=[{part!r}]" if part not in ("", "model") else ""
 
 
 def other_class(part: str, name: str, saved: str) -> str:

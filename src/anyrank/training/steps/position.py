@@ -51,7 +51,8 @@ TITLES = {
 }
 WAYS = {
     "version": "use the anyrank version that wrote it, or a newer one",
-    "n": "give the dataset of the run, or start a new run from its weights",
+    "n": "give the dataset of the run, or begin an epoch of this one by skip=['data'], or start "
+    "a new run from its weights",
     "order": f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
     f"{IDENTITY_NAME} is False",
 }

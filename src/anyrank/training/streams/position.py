@@ -359,7 +359,8 @@ class StreamPosition(Position):
             if "deal" not in state_dict:
                 raise CheckpointError(
                     "data position: the run has a dataset, or shards with lengths, and here is a "
-                    "stream: give the data of the run, or start a new run from its weights"
+                    "stream: give the data of the run, or begin with this one by skip=['data'], or "
+                    "start a new run from its weights"
                 )
             for name in ("version", "key", "seed", "order", "global_batch", "microbatch", "tail"):
                 if state_dict[name] != own_state[name]:
