@@ -32,11 +32,13 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Opening a named pipe would wait for a writer, and a device has no end.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):  # a device has no end
+            os.close(self.descriptor)
             raise OSError(errno.EINVAL, "is not a regular file", path)
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.info = self.stat()
+        self.info = _info_of(path, status)
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, buffers, offset)
