@@ -75,7 +75,7 @@ def owners(wrapped: dict[str, Any]) -> Owners:
     have(optimizer, "_optimizer_load_state_dict_pre_hooks")
     have(optimizer, "_optimizer_load_state_dict_post_hooks")
     have(scheduler, "_step_count", "_last_lr")
-    have(sequence, "_schedulers")
+    have(sequence, "_schedulers", "_milestones")
     have(torch._C._nn, "_parse_to")
     have(torch._C._distributed_c10d, "_dump_fr_trace", "_resolve_process_group")
     have(nn.MultiheadAttention(2, 1), "_reset_parameters")
