@@ -195,6 +195,29 @@ def test_a_rank_whose_end_torchrun_does_not_see_is_named(tmp_path: Path) -> None
     check(read(tmp_path / "out"), hang, tmp_path / "train.py")
 
 
+FIRST_STOPS = """
+for number in range(100):
+    if rank == 0 and number == 5:
+        if os.fork() == 0:
+            while not os.path.exists("out"):
+                time.sleep(0.1)
+            time.sleep(1)  # until the others have ended
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step(x)
+"""
+
+
+@pytest.mark.slow
+def test_the_next_rank_judges_if_the_first_is_silent(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, PRELUDE + FIRST_STOPS, AFTER, "out")
+    assert len(screens(done.stderr)) == 1, done.stderr
+    report = read(tmp_path / "out")
+    found = report["culprits"], report["kind"], report["waiting"]
+    assert found == ([0], "stopped", [1, 2]), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a save under if rank == 0", "the GIL held in C"])
 def test_anyrank_run_watches_a_script_as_it_is(name: str, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -50,6 +50,8 @@ LEAVE_SEC = 10.0  # for all ranks to hear of the exit, before some leave
 LAST_SEC = 2.0  # for the others, before a rank leaves that may hold the store
 AGAIN_SEC = 4.0  # between looks while a rank is at work
 JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
+STORE_SEC = 60.0  # for an answer of the store, whose host may share its cores with many ranks
+T = TypeVar("T")
 RUNNING: list[Watching] = []  # the watch of this process, if there is one
 
 
@@ -115,6 +117,14 @@ def _own_connection(has_group: bool) -> Any:
         ) from error
 
 
+class PatientStore(Store):
+    """The ranks' store for a watch, which must not end because its host was not scheduled."""
+
+    def call(self, work: Callable[[Any], T], seconds: float = STORE_SEC) -> T:
+        """As `Store.call`, with another deadline."""
+        return super().call(work, seconds)
+
+
 class Watching:
     """A running watch. `close()` ends it; so does the end of the script.
 
@@ -132,7 +142,7 @@ class Watching:
         connection = _own_connection(self._has_group)
         # Ranks count their watches in the job's store: a process may have been in other jobs.
         number = Store(connection, "anyrank-watch").count(f"watches of rank {self._rank}")
-        self._store = Store(connection, f"anyrank-watch/{number}")
+        self._store = PatientStore(connection, f"anyrank-watch/{number}")
         self._stopped, self._woken = threading.Event(), threading.Event()
         self._slow = SlowRanks(self._store, self._rank, self._size, self._woken.set)
         self._digests = CallDigests(self._store, self._rank, self._size)

@@ -205,8 +205,8 @@ class JobSnapshot:
     def idle_ranks_verdict(self) -> Verdict | None:
         """Blame the ranks in no collective; None if all are in one, or have ended."""
         free = [look for look in self.answering if look.rank not in self.pending]
-        if with_dead_workers := [look.rank for look in free if look.dead_workers]:
-            return self.verdict(with_dead_workers, "worker")
+        if ranks_with_dead_workers := [look.rank for look in free if look.dead_workers]:
+            return self.verdict(ranks_with_dead_workers, "worker")
         if self.awaited:
             free = [look for look in free if look.rank in self.awaited]
         if not self.pending:  # ranks at their end hold up nobody

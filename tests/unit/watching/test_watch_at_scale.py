@@ -11,12 +11,13 @@ import torch
 
 from anyrank.watching import beats as beats_module
 from anyrank.watching.beats import ABSENT, Beats
+from anyrank.watching.hang import PatientStore
 from anyrank.watching.looks import Look
 from anyrank.watching.orders import CALLS, LOOK, STACKS, Orders
 from anyrank.watching.recorder import OTHER, UNREAD, Call
 from anyrank.watching.stacks import Frame
 from anyrank.watching.verdict import conclude
-from anyrank.world.store import Store
+from anyrank.world.store import ANSWER_SEC, Store
 
 RANKS = 1000
 
@@ -127,6 +128,18 @@ def test_an_order_to_some_ranks_is_left_alone_by_the_others(store: CountedStore)
     assert (received.what, [*received.block]) == (STACKS, ["0", 5])
     orders[1].give(CALLS)
     assert [orders[0].next() is None, orders[1].next() is None] == [False, True]
+
+
+def test_a_watch_waits_longer_for_a_store_whose_host_was_not_scheduled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 48 ranks of two cores one answer took more than ten seconds, and a watch ended."""
+    waited: list[float] = []
+    monkeypatch.setattr(Store, "call", lambda self, work, seconds: waited.append(seconds))
+    store = PatientStore(torch.distributed.HashStore(), "test")  # pyright: ignore
+    store.set("key", "value")
+    store.has(["key"])
+    assert min(waited) >= 5 * ANSWER_SEC
 
 
 def call_at(*lines: int, name: str = "all_reduce", **more: Any) -> Call:
