@@ -22,7 +22,7 @@ RANKS := $(addprefix tests/,ranks device machines)
 PROCESSES := $(addprefix tests/,cli crash)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all sessions test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean
+.PHONY: help scale demo test test-all sessions test-ranks test-processes test-others compat lint format bench gpu device docs release constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/load.py
 	$(VENV_PYTHON) benchmarks/save.py
 	$(VENV_PYTHON) benchmarks/memory.py
+
+scale: $(READY)  ## a thousand real ranks that meet and load, in a network of their own
+	$(VENV_PYTHON) benchmarks/scale.py --job parts --sizes 1024 --tensors 8
 
 gpu: $(READY)  ## tests that need a CUDA device
 	$(VENV_PYTHON) -m pytest tests/gpu tests/device

@@ -373,6 +373,21 @@ def streams_table(result: dict[str, Any]) -> str:
     return section(result, "", "\n\n".join(tables))
 
 
+def scale_table(result: dict[str, Any]) -> str:
+    """Bytes of all ranks in each phase, and its seconds."""
+    rows = {(row["phase"], row["ranks"]): row for row in result["rows"]}
+    sizes = sorted({size for _, size in rows})
+    phases = dict.fromkeys(phase for phase, _ in rows)
+
+    def cell(phase: str, size: int) -> str:
+        row = rows.get((phase, size))
+        return "" if row is None else f"{row['bytes'] / 1e6:,.2f} MB, {row['seconds']:.2f} s"
+
+    body = [[phase, *(cell(phase, size) for size in sizes)] for phase in phases]
+    head = ["", *(f"{size} ranks" for size in sizes)]
+    return section(result, "", table(head, body))
+
+
 def between(section: str) -> str:
     """Where the text of a section stands: between its two marker comments."""
     return (
@@ -397,6 +412,7 @@ PAGES: dict[str, list[Section]] = {
         (between("save"), "save", save_table),
         (between("kills"), "kills", kill_table),
         (between("streams"), "streams", streams_table),
+        (between("scale"), "scale", scale_table),
         (between("sync"), "sync", sync_table),
         (between("peers"), "peers", peers_table),
         (between("exact"), "exact", exact_table),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import anyrank
+from anyrank.world.ranks import open_ranks
 
 RANK, MACHINE = int(os.environ["RANK"]), int(os.environ["MACHINE"])
 
@@ -95,6 +97,19 @@ def resume(folder: str) -> dict[str, Any]:
             return [before, state.step, None if report is None else report.saved_on.ranks]
 
     return outcome(go_on)
+
+
+def agree_for_ever(folder: str) -> dict[str, Any]:
+    """Agreements without end; how they ended."""
+
+    def agree() -> None:
+        with open_ranks(call="test()") as ranks:
+            for number in itertools.count():
+                assert ranks.reduce("agreeing", RANK, max) == ranks.size - 1
+                if number == 3:
+                    Path(folder, f"going-{RANK}").touch()
+
+    return outcome(agree)
 
 
 def hold_lock(folder: str) -> dict[str, Any]:

@@ -159,6 +159,12 @@ class Machines:
                 process.kill()
                 process.join()
 
+    def kill_rank(self, rank: int) -> None:
+        """Kill one process."""
+        process = self.running.pop(rank)
+        process.kill()
+        process.join()
+
     def start(self, job: str, *arguments: str, on: int | None = None, **environ: str) -> None:
         """Start a function of `jobs.py` on all ranks, or in one process on one machine alone."""
         size = 2 * self.ranks_each if on is None else 1

@@ -104,3 +104,22 @@ def test_a_run_folder_that_one_machine_does_not_see(machines: Machines) -> None:
         assert result["error"] == "CheckpointError", result
         assert "machine1 does not see" in result["text"], result
         assert "storage that all machines share" in result["text"], result
+
+
+@pytest.mark.parametrize(("victim", "machine"), [(0, 0), (4, 0), (10, 1), (19, 1)])
+def test_one_of_twenty_ranks_on_two_machines_is_named_by_all_others(
+    tmp_path: Path, victim: int, machine: int
+) -> None:
+    """The first rank has the store as well; rank 10 is the one that the second machine hangs on."""
+    with Machines(tmp_path, ranks_each=10) as machines:
+        machines.start("agree_for_ever", str(tmp_path), ANYRANK_TIMEOUT_SEC="60")
+        for rank in range(20):
+            machines.wait_for(tmp_path / f"going-{rank}")
+        machines.kill_rank(victim)
+        results = machines.finish()
+    others = [result for rank, result in enumerate(results) if rank != victim]
+    texts = {(result["error"], result["text"]) for result in others}
+    assert len(texts) == 1, texts
+    ((error, text),) = texts
+    assert error == "RankError"
+    assert text.startswith(f"rank {victim} on machine{machine} died or does not answer")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.autograd.graph import increment_version
 
@@ -127,30 +127,48 @@ class FillResult:
         }
 
 
+Column: TypeAlias = "dict[Any, int]"
+"""Values of ranks, and a bit for the position of each rank that has one: most ranks have the same,
+so that it is small."""
+
+
 class _Placed(NamedTuple):
     """What ranks say when their weights are in place.
 
     Attributes:
-        rows: by position, what was moved and the peaks of memory: a report says these few numbers
-            of each rank, and is equal on all.
+        columns: of what was moved, and of the peaks of memory: a report says these few numbers of
+            each rank, and is equal on all.
         seconds: the longest.
         rules: tensor -> how it got its values.
         renewed: tensors whose objects could not be kept.
     """
 
-    rows: dict[int, tuple[Any, ...]]
+    columns: list[Column]
     seconds: float
     rules: dict[str, str]
     renewed: list[str]
 
     def join(self, others: _Placed) -> _Placed:
         """Merge what ranks say."""
+        columns = zip(self.columns, others.columns, strict=True)
         return _Placed(
-            self.rows | others.rows,
+            [_join_columns(column, other) for column, other in columns],
             max(self.seconds, others.seconds),
             self.rules | others.rules,
             [*dict.fromkeys(self.renewed + others.renewed)],
         )
+
+    def rows(self, size: int) -> list[list[Any]]:
+        """The values of each rank, in the order of the positions."""
+        return [
+            [next(v for v, bits in column.items() if bits >> n & 1) for column in self.columns]
+            for n in range(size)
+        ]
+
+
+def _join_columns(column: Column, others: Column) -> Column:
+    values = {**column, **others}
+    return {value: column.get(value, 0) | others.get(value, 0) for value in values}
 
 
 def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillResult:
@@ -190,9 +208,10 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
         def commit() -> tuple[OwnCodeRun, _Placed]:
             renewed = share.commit(replacements)
             ran = share.match.own_code.hand_over(share.filled())
-            row = (*side.moved(), *share.meter.peaks())
+            bit = 1 << ranks.index
+            columns = [{value: bit} for value in (*side.moved(), *share.meter.peaks())]
             rules = {} if side.is_one_model else share.rules
-            return ran, _Placed({ranks.index: row}, share.meter.seconds(), rules, renewed)
+            return ran, _Placed(columns, share.meter.seconds(), rules, renewed)
 
         with _with_consequence(PLACED):
             what = "putting the weights in place"
@@ -202,7 +221,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
         rebuilt=rebuilt,
         renewed=sorted({*placed.renewed}),
         own_code=ran,
-        measured=[Measured(Moved(*row[:-2]), *row[-2:]) for _, row in sorted(placed.rows.items())],
+        measured=[Measured(Moved(*row[:-2]), *row[-2:]) for row in placed.rows(ranks.size)],
         seconds=placed.seconds,
     )
 

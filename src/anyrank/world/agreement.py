@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import struct
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from anyrank import faults
 from anyrank.world.connections import Connections
 from anyrank.world.failures import Failure, as_failure, join_failures
 from anyrank.world.first_ranks import FirstRanks, join_first
+from anyrank.world.message import END, ENDED, FINE, HEAD_BYTES, TROUBLE, Message
 from anyrank.world.waits import POLL_SEC
 
-HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
-HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
-LONG_BYTES = 512  # from here on values are compressed, as what ranks say is mostly alike
-FINE, TROUBLE, END = range(3)  # all did this and succeeded; they did not; the error
 CONNECTING = "connecting the ranks"
 NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
 
@@ -61,39 +55,6 @@ class Account:
             join_first(self.failures, other.failures),
             self.failed + other.failed,
         )
-
-
-@dataclass(frozen=True)
-class _Message:
-    """What goes from rank to rank."""
-
-    digest: bytes
-    status: int
-    value: bytes
-
-    @cached_property
-    def parts(self) -> list[bytes]:
-        """What is sent: its head, and what follows, nothing where the value is short."""
-        value, is_long = self.value, len(self.value) > LONG_BYTES
-        if is_long:
-            value = zlib.compress(value, 1)
-        head = HEAD.pack(self.digest, self.status, len(value), is_long)
-        if len(head) + len(value) <= HEAD_BYTES:
-            return [(head + value).ljust(HEAD_BYTES, b"\0")]
-        return [head.ljust(HEAD_BYTES, b"\0"), value]
-
-    @classmethod
-    def unpack(cls, head: bytes, receive: Callable[[int], bytes]) -> _Message:
-        """The message of a head.
-
-        Args:
-            head: the first of its `parts`.
-            receive: returns as many bytes as it is asked for, which follow.
-        """
-        digest, status, length, is_long = HEAD.unpack_from(head)
-        is_short = HEAD.size + length <= HEAD_BYTES
-        value = head[HEAD.size : HEAD.size + length] if is_short else receive(length)
-        return cls(digest, status, zlib.decompress(value) if is_long else value)
 
 
 class DifferentActions(Exception):
@@ -151,7 +112,7 @@ class Agreement:
             status, value = self._exchange(self._accounted)
         return pickle.loads(value) if status == END else value  # noqa: S301 - from our own ranks
 
-    def _exchange(self, join: Callable[[Sequence[_Message]], _Message]) -> tuple[int, bytes]:
+    def _exchange(self, join: Callable[[Sequence[Message]], Message]) -> tuple[int, bytes]:
         """Send up what this rank and those below come to; returns what comes down."""
         connections, parent = self.connections, self.neighbours.parent
         heads = [connections.receive(HEAD_BYTES, child) for child in self.neighbours.children]
@@ -183,7 +144,7 @@ class Agreement:
         if time.monotonic() - self.start_sec > POLL_SEC and state.has_ended():
             raise state.as_error()
 
-    def _merged(self, below: Sequence[_Message]) -> _Message:
+    def _merged(self, below: Sequence[Message]) -> Message:
         """The values of this rank and of those below."""
         is_fine = self.failure is None and all(
             message.status == FINE and message.digest == self.digest for message in below
@@ -191,12 +152,12 @@ class Agreement:
         if is_fine:
             try:
                 value = self.merge([self.value, *(message.value for message in below)])
-                return _Message(self.digest, FINE, value)
+                return Message(self.digest, FINE, value)
             except Exception as error:
                 self.failure = as_failure(error)
-        return _Message(self.digest, TROUBLE, b"")
+        return Message(self.digest, TROUBLE, b"")
 
-    def _accounted(self, below: Sequence[_Message]) -> _Message:
+    def _accounted(self, below: Sequence[Message]) -> Message:
         """The accounts of this rank and of those below; of all of them the root makes the error."""
         state, failure = self.connections.state, self.failure
         own_rank = FirstRanks.first_of([state.rank])
@@ -207,26 +168,35 @@ class Agreement:
         for message in below:
             account += pickle.loads(message.value)  # noqa: S301 - from our own ranks
         if self.neighbours.parent is not None:
-            return _Message(self.digest, TROUBLE, pickle.dumps(account))
+            return Message(self.digest, TROUBLE, pickle.dumps(account))
         error: Exception = DifferentActions(account.actions)
         if len(account.actions) == 1:
             size = len(state.ranks)
             error = join_failures(self.action.what, account.failures, account.failed, size)
-        return _Message(self.digest, END, pickle.dumps(error))
+        return Message(self.digest, END, pickle.dumps(error))
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def _start(self, message: _Message, index: int) -> list[Callable[[], None]]:
+    def _start(self, message: Message, index: int) -> list[Callable[[], None]]:
         """Start to send a message; returns the waits."""
         return [self.connections.send(part, index) for part in message.parts]
 
-    def _send(self, message: _Message, index: int) -> None:
+    def _send(self, message: Message, index: int) -> None:
         for wait in self._start(message, index):
             wait()
 
-    def _received(self, head: Callable[[], bytes], index: int) -> _Message:
-        """A message whose head is on its way."""
-        return _Message.unpack(head(), lambda length: self.connections.receive(length, index)())
+    def _received(self, head: Callable[[], bytes], index: int) -> Message:
+        """A message whose head is on its way.
+
+        Raises:
+            RankError: that rank has ended what the ranks do.
+        """
+        message = Message.unpack(head(), lambda length: self.connections.receive(length, index)())
+        if message.status == ENDED:
+            state = self.connections.state
+            state.error = pickle.loads(message.value)  # noqa: S301 - from our own ranks
+            raise state.as_error()
+        return message
 
 
 def connect_neighbours(connections: Connections) -> None:

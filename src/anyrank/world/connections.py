@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -21,12 +22,14 @@ import torch
 
 from anyrank.errors import RankError
 from anyrank.world.helper_thread import HelperThread
+from anyrank.world.message import ENDED, Message
 from anyrank.world.pairs import gloo_timeout
 from anyrank.world.tree import find_neighbours
 from anyrank.world.waits import GroupState, Wait
 
 T = TypeVar("T")
 
+TELL_SEC = 0.05  # for last words
 DEATH_SEC = 1.0  # until the system has told all of a process's connections of its end
 TENSOR_TAG, TREE_TAG = 0, 1  # what passes beside an exchange through the tree does not mix with it
 PROBE_TAG, CLOSE_TAG = 2, 3  # nothing is ever sent with these
@@ -81,12 +84,28 @@ class Connections:
         for group in self.device_groups.values():
             group.abort()
         if self._group is not None:
+            if self.state.error is not None:
+                self._tell_neighbours()
             self._close()
             to_free, self._group = [self._group, *self.device_groups.values()], None
             self.device_groups.clear()
             # Freeing a group waits for messages under way, also for those of dead ranks.
             self._messenger.leave(to_free.clear)
         return error
+
+    def _tell_neighbours(self) -> None:
+        """Send the error to the neighbours in the tree: where the store is gone as well, as with
+        the process that has it, they would take this rank for the one that has died.
+        """
+        message = Message(b"", ENDED, pickle.dumps(self.state.error))
+        parent = self.neighbours.parent
+        neighbours = {*self.neighbours.children, *([] if parent is None else [parent])}
+        works: list[Any] = []
+        for index in neighbours & self._connected:
+            with contextlib.suppress(RuntimeError):
+                works += [self._start("send", as_tensor(p), index, TREE_TAG) for p in message.parts]
+        time.sleep(TELL_SEC)  # what is sent goes out, where a neighbour waits for it
+        del works
 
     # -- messages ---------------------------------------------------------------------------------
 

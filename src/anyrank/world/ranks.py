@@ -31,11 +31,8 @@ from anyrank.world.agreement import (
 from anyrank.world.connections import Connections
 from anyrank.world.failures import (
     NO_ANSWER,
-    Failure,
     Interrupted,
     describe_texts,
-    join_failures,
-    ranks_by_value,
 )
 from anyrank.world.first_ranks import FirstRanks, name_ranks
 from anyrank.world.group import (
@@ -240,29 +237,6 @@ class Ranks:
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """`run_and_gather` of what is not kept."""
         return self.run_and_gather(what, lambda: (None, work()))[1]
-
-    def start_together(
-        self, what: str, cause: Exception | None, value: object = None
-    ) -> Callable[[], list[Any]]:
-        """As `together` of work that is done, in two halves."""
-        if self.connections is None:
-            return _done([value], cause)
-        data = self._part(lambda: (None, value))()[1]
-        wait = self._start(self.ready(), "gather", what, data, cause, b"".join)
-        return lambda: self._parts(wait())
-
-    def raise_failures(
-        self, what: str, failures: Sequence[Failure | None], cause: Exception | None
-    ) -> None:
-        """Raise if any of the ranks has failed: what each rank's work raised, in order."""
-        if self.connections is None and cause is not None:
-            raise cause
-        by_rank = dict(zip(self.ranks, failures, strict=True))
-        known = {rank: failure for rank, failure in by_rank.items() if failure is not None}
-        if known:
-            groups = {f: FirstRanks.first_of(ranks) for f, ranks in ranks_by_value(known).items()}
-            failed = sum(failure.kind is not None for failure in known.values())
-            raise join_failures(what, groups, failed, self.size) from cause
 
     # ---------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ import anyrank
 from anyrank.loading import headers
 from anyrank.models.share import ModelShare
 from anyrank.testing import run_ranks
-from anyrank.world.agreement import HEAD_BYTES
 from anyrank.world.connections import Connections
+from anyrank.world.message import HEAD_BYTES
 from anyrank.world.ranks import Ranks, open_ranks
 
 SIZES = {"width": 7, "hidden": 9}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ class Hearing(RunListener):
     def tell(self, number: int) -> str:
         return f"{self.name} at {number}"
 
-    def on_step(self, news: Sequence[Any]) -> None:
-        self.heard.append((self.name, "step", *news))
+    def on_step(self, news: Any) -> None:
+        self.heard.append((self.name, "step", news))
 
     def on_save(self) -> None:
         self.heard.append((self.name, "save"))

@@ -77,7 +77,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
                     "see it"
                 )
 
-    ranks.together("looking at the checkpoint", check_visible)
+    ranks.run("looking at the checkpoint", check_visible)
     step = ForeignStep(
         path=path,
         listing=source.listing,

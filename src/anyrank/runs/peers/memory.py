@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.train_state import TrainState
 from anyrank.settings import PEERS_FOLDER
 from anyrank.sources.run_step import INDEX
+from anyrank.world.first_ranks import FirstRanks
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
@@ -75,12 +77,12 @@ class PeerMemory(RunListener):
         """Whether a snapshot is due after this step; the first rank's clock decides."""
         return self._has_room and self._cadence.is_due(number, self._last)
 
-    def on_step(self, news: Sequence[Any]) -> None:
+    def on_step(self, news: Any) -> None:
         """Write and commit a snapshot if it is due.
 
         If a machine has no room, the memory is emptied with a warning, and keeps nothing more.
         """
-        if not news[0]:
+        if not news:
             return
         start = time.perf_counter()
         snapshot = collect(self._state, self.ranks)
@@ -127,7 +129,7 @@ class PeerMemory(RunListener):
                 manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), index)
                 folder.commit(temporary, manifest.step, manifest)
 
-        ranks.together("committing the snapshot", commit)
+        ranks.run("committing the snapshot", commit)
         self._remove_except(name)  # the new one is whole on all machines
 
     @property
@@ -245,13 +247,15 @@ def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) ->
         cadence: when a snapshot is due.
     """
     root = os.environ.get(PEERS_FOLDER, "")
-    has_memory = ranks.gather("looking for the machines' memory", os.path.isdir(root))
-    if all(has_memory):
+    own_rank = [] if os.path.isdir(root) else [ranks.rank]
+    without = ranks.reduce(
+        "looking for the machines' memory", FirstRanks.first_of(own_rank), operator.add
+    )
+    if not without.count:
         memory = PeerMemory(root, path, state, ranks, cadence)
-        ranks.together("opening the machines' memory", memory.open)
+        ranks.run("opening the machines' memory", memory.open)
         return [memory]
     if ranks.index == 0:
-        without = [rank for rank, has in zip(ranks.ranks, has_memory, strict=True) if not has]
         log.warning(
             "peers= keeps nothing in memory: %s have none that outlives them: start the script "
             "with `anyrank run`; the files are saved as usual",

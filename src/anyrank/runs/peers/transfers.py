@@ -57,7 +57,7 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
                 if transfer.nbytes:
                     opened[transfer] = _map_file(path)
 
-    ranks.together("opening the snapshot's files", open_all)
+    ranks.run("opening the snapshot's files", open_all)
     sent = [(b, t.receiver) for t, m in opened.items() if t.sender == ranks.rank for b in _split(m)]
     received = [
         (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in _split(m)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -15,8 +16,8 @@ _used: set[tuple[tuple[int, ...], int]] = set()  # ranks, and a channel between 
 def open_channel(ranks: Ranks, call: str) -> Generator[Ranks, None, None]:
     """The same ranks, with connections for a thread of their own. All ranks."""
     own_used = {channel for members, channel in _used if members == ranks.ranks}
-    used_by_rank = ranks.gather(f"opening a channel for {call}", own_used)
-    channel = next(n for n in itertools.count(1) if not any(n in used for used in used_by_rank))
+    used = ranks.reduce(f"opening a channel for {call}", own_used, operator.or_)
+    channel = next(n for n in itertools.count(1) if n not in used)
     key = ranks.ranks, channel
     _used.add(key)
     try:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from anyrank.checks import check_path, check_type
 from anyrank.errors import CheckpointError
+from anyrank.models.alike import (
+    TENSORS,
+    Inventory,
+    differing_replicas,
+    find_coordinates,
+    inventory_of,
+)
 from anyrank.models.tensors import ModelTensor
-from anyrank.runs.state.box_digest import digest_of_box
-from anyrank.tensors.sharded_tensor import version_of
+from anyrank.runs.state.box_digest import MODULUS, digest_of_box
+from anyrank.tensors.sharded_tensor import Coordinates, replicas, shared, version_of
+from anyrank.world.alike import join_digests
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -69,10 +77,15 @@ class Base:
                 )
             return self.digest is not None and self._writes == _writes(base_tensors)
 
-        if not all(ranks.together("looking at the base", is_known)):
-            described = [[t.name, list(t.shape), str(t.dtype)] for t in base_tensors]
-            rows = ranks.together("comparing the base", lambda: (described, _digests(base_tensors)))
-            self.digest, self._writes = _joined(rows), _writes(base_tensors)
+        _, (is_measured, inventory) = ranks.run_and_reduce(
+            "looking at the base",
+            lambda: (None, (is_known(), inventory_of(base_tensors, ranks))),
+            lambda some, others: (some[0] and others[0], join_digests(some[1], others[1])),
+        )
+        if not is_measured:
+            coordinates = find_coordinates(base_tensors, inventory, ranks)
+            self.digest = _measure(base_tensors, inventory, coordinates, ranks)
+            self._writes = _writes(base_tensors)
 
     def record(self, targets: Sequence[ModelTensor], trained: Collection[int]) -> dict[str, Any]:
         """What a save keeps of the base.
@@ -122,40 +135,57 @@ def _writes(base_tensors: Sequence[ModelTensor]) -> dict[str, int]:
     return {target.name: version_of(target.tensor) for target in base_tensors}
 
 
-def _digests(base_tensors: Sequence[ModelTensor]) -> list[list[Any]]:
-    """Of each piece that this rank holds: number of its tensor, box, digest."""
-    rows: list[list[Any]] = []
-    for number, target in enumerate(base_tensors):
-        local = target.local()
-        for piece in target.pieces:
-            where = [list(piece.box.offsets), list(piece.box.sizes)]
-            digest = digest_of_box(local[piece.local_slices()], piece.box, target.shape, number)
-            rows.append([number, *where, digest])
-    return rows
-
-
-def _joined(answers: Sequence[tuple[list[Any], list[Any]]]) -> str:
-    """One digest of what all ranks hold, each element counted once.
+def _measure(
+    base_tensors: Sequence[ModelTensor],
+    inventory: Inventory,
+    coordinates: Mapping[int, Coordinates],
+    ranks: Ranks,
+) -> str:
+    """One digest of what all ranks hold, each element counted once. All ranks.
 
     Raises:
-        CheckpointError: two ranks hold different values of the same part.
+        CheckpointError: ranks hold different parameters, or different values of the same part.
     """
-    described = answers[0][0]
-    totals, digests = [0] * len(described), dict[str, int]()
-    for others, rows in answers:
-        if others != described:
-            raise CheckpointError(
-                "model: the ranks have different frozen parameters: freeze the same on all of them"
-            )
-        for number, offsets, sizes, digest in rows:
-            piece = f"{number} {offsets} {sizes}"
-            if piece not in digests:
-                digests[piece] = digest
-                totals[number] = (totals[number] + digest) % (1 << 64)
-            elif digests[piece] != digest:
-                raise CheckpointError(
-                    f"model.{described[number][0]}: the frozen base differs between the ranks: "
-                    "load the same on all of them"
-                )
+    if ranks.size > 1 and not inventory[TENSORS].digest:
+        raise CheckpointError(
+            "model: the ranks have different frozen parameters: freeze the same on all of them"
+        )
+    digests = ranks.run("comparing the base", lambda: _digests(base_tensors))
+    by_name = {t.name: row for t, row in zip(base_tensors, digests, strict=True)}
+    wrong = differing_replicas(
+        shared(base_tensors, coordinates),
+        ranks,
+        lambda tensors: [str(by_name[t.name]) for t in tensors],
+    )
+    if wrong:
+        raise CheckpointError(
+            f"model.{next(iter(wrong))}: the frozen base differs between the ranks: load the same "
+            "on all of them"
+        )
+    own_totals = [0] * len(base_tensors)
+    for index, tensor in enumerate(base_tensors):
+        groups = replicas(index, tensor, coordinates).values()
+        if any(members[0] == ranks.rank for members in groups):
+            own_totals[index] = sum(digests[index]) % MODULUS
+    totals = ranks.reduce("comparing the base", own_totals, _add_all)
+    described = [[t.name, list(t.shape), str(t.dtype)] for t in base_tensors]
     text = json.dumps([described, totals])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _add_all(totals: list[int], others: list[int]) -> list[int]:
+    return [(total + other) % MODULUS for total, other in zip(totals, others, strict=True)]
+
+
+def _digests(base_tensors: Sequence[ModelTensor]) -> list[list[int]]:
+    """For each tensor, the digests of the pieces that this rank holds."""
+    rows: list[list[int]] = []
+    for number, target in enumerate(base_tensors):
+        local = target.local()
+        rows.append(
+            [
+                digest_of_box(local[piece.local_slices()], piece.box, target.shape, number)
+                for piece in target.pieces
+            ]
+        )
+    return rows

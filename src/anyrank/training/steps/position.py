@@ -76,7 +76,7 @@ class RankAccounts:
     def join(self, others: RankAccounts) -> RankAccounts:
         """Merge what ranks have."""
         # Of unlike lengths only where the plans are.
-        seen = [own + other for own, other in zip(self.seen, others.seen, strict=False)]
+        seen = [receipt + other for receipt, other in zip(self.seen, others.seen, strict=False)]
         is_one_each = self.is_one_each and others.is_one_each
         return RankAccounts(self.plans.join(others.plans), seen, is_one_each)
 

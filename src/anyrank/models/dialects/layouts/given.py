@@ -31,6 +31,8 @@ SHOWN = 8  # positions in a mesh that a message lists
 log = logging.getLogger("anyrank.load")
 
 Shape: TypeAlias = "tuple[int, ...]"
+Spots: TypeAlias = "dict[Any, dict[Any, set[Shape]]]"
+"""Tensor -> place on its mesh -> shapes of the parts of the ranks there."""
 LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
 GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
 """The values of `layout=`: name or pattern -> (mesh, placements), or a function of the name.
@@ -191,12 +193,11 @@ def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
         LoadError: torch would cut the parts differently; lists each position's. On all ranks.
     """
     tensors = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
-    parts = [(n, t.name, str(t.layout), t.coordinate, tuple(t.tensor.shape)) for n, t in tensors]
-    spots: dict[Any, dict[Any, set[Shape]]] = {}  # tensor -> position -> parts of the ranks there
-    for number, name, layout, spot, part in itertools.chain(
-        *ranks.gather("comparing layout=", parts)
-    ):
-        spots.setdefault((number, name, layout), {}).setdefault(spot, set()).add(part)
+    own_spots: Spots = {
+        (n, t.name, str(t.layout)): {t.coordinate: {tuple(t.tensor.shape)}} for n, t in tensors
+    }
+    # The parts of all places: nobody else knows what a rank's own layout= says.
+    spots = ranks.reduce("comparing layout=", own_spots, _join_spots)
 
     def join() -> None:
         for number, tensor in tensors:
@@ -204,6 +205,16 @@ def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
             tensor.__dict__.pop("_cut", None)
 
     ranks.run("joining the parts of layout=", join)
+
+
+def _join_spots(spots: Spots, others: Spots) -> Spots:
+    """Merge the parts that ranks hold, by tensor and place."""
+    joined = {key: dict(by_spot) for key, by_spot in spots.items()}
+    for key, by_spot in others.items():
+        known = joined.setdefault(key, {})
+        for spot, parts in by_spot.items():
+            known[spot] = known.get(spot, set()) | parts
+    return joined
 
 
 def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:

@@ -1,0 +1,48 @@
+"""What goes from rank to rank through the tree: a head of a fixed length, and what is too long."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
+HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
+LONG_BYTES = 512  # from here on values are compressed, as what ranks say is mostly alike
+# All did this and succeeded; they did not; the error of all; the ranks have ended, and why
+FINE, TROUBLE, END, ENDED = range(4)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A digest of what the sender does, whether it and those below it have done it, and a value."""
+
+    digest: bytes
+    status: int
+    value: bytes
+
+    @cached_property
+    def parts(self) -> list[bytes]:
+        """What is sent: its head, and what follows, nothing where the value is short."""
+        value, is_long = self.value, len(self.value) > LONG_BYTES
+        if is_long:
+            value = zlib.compress(value, 1)
+        head = HEAD.pack(self.digest, self.status, len(value), is_long)
+        if len(head) + len(value) <= HEAD_BYTES:
+            return [(head + value).ljust(HEAD_BYTES, b"\0")]
+        return [head.ljust(HEAD_BYTES, b"\0"), value]
+
+    @classmethod
+    def unpack(cls, head: bytes, receive: Callable[[int], bytes]) -> Message:
+        """The message of a head.
+
+        Args:
+            head: the first of its `parts`.
+            receive: returns as many bytes as it is asked for, which follow.
+        """
+        digest, status, length, is_long = HEAD.unpack_from(head)
+        is_short = HEAD.size + length <= HEAD_BYTES
+        value = head[HEAD.size : HEAD.size + length] if is_short else receive(length)
+        return cls(digest, status, zlib.decompress(value) if is_long else value)
