@@ -66,7 +66,7 @@ def test_all_problems_are_told_at_once() -> None:
         "the dict (memory) does not fit the model:\n"
         "missing in the source (1):\n"
         "  1.weight (near: 1.wieght)\n"
-        "  to go on: rename=..., or missing='init' for the model's own initial values, or 'keep'\n"
+        "  to go on: rename=..., or missing='keep' for the model's values, or 'init' for new ones\n"
         "unexpected in the source (1):\n"
         "  1.wieght (near: 1.weight)\n"
         "  to go on: rename=..., or unexpected='ignore'\n"
@@ -157,6 +157,30 @@ def test_a_prefix_of_another_part_is_not_proposed() -> None:
     source = {f"pooler.dense.{k}": t for k, t in nn.Linear(4, 4).state_dict().items()}
     with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
         anyrank.load(model, source)
+    assert "fit with" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("cls.predictions.transform", "pooler"),  # BERT's head for masked words
+        ("classifier", "projection"),
+        ("decoder.head", "encoder.head"),
+        ("student.0", "heads.0"),
+    ],
+)
+@pytest.mark.parametrize("unexpected", ["error", "ignore"])
+def test_another_part_of_the_same_shapes_is_not_proposed(
+    key: str, name: str, unexpected: Any
+) -> None:
+    def below(path: str) -> nn.Module:
+        module: nn.Module = nn.ModuleDict({"dense": nn.Linear(4, 4)})
+        for part in reversed(path.split(".")):
+            module = nn.ModuleDict({part: module})
+        return module
+
+    with pytest.raises(anyrank.LoadError, match="missing") as caught:
+        anyrank.load(below(name), below(key).state_dict(), unexpected=unexpected)
     assert "fit with" not in str(caught.value)
 
 

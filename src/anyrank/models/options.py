@@ -28,7 +28,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
 }
 WAYS_OUT = {  # follows "to go on" in an error
-    "missing": "rename=..., or missing='init' for the model's own initial values, or 'keep'",
+    "missing": "rename=..., or missing='keep' for the model's values, or 'init' for new ones",
     "unexpected": "rename=..., or unexpected='ignore'",
 }
 

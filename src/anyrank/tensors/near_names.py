@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 NEIGHBOURS = 10  # on each side, forwards and backwards, that are compared letter by letter
 
 
+STACK = 3  # modules with numbers in their names, or more
+
+
 class Near:
     """Hints at the most similar of many names; built once for many questions."""
 
@@ -43,7 +46,9 @@ def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
 
     Each is the keys' prefix, the names' prefix in its place, and the number of keys it places.
     Several are alternatives. A change counts if it places at least half of the keys and most of the
-    names below its prefix, each with its own shape.
+    names below its prefix, each with its own shape. The names agree but for a prefix that one side
+    has more, or are a stack of layers by another name: else a head of the same shapes, as BERT's
+    for masked words, would be taken for a pooler.
     """
     prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
     for name in names:
@@ -61,11 +66,31 @@ def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
         if len(pairs) < max(2, len(keys) // 2):
             continue
         below = sum(name.startswith(new) for name in names)
-        if 2 * len(pairs) > below and all(keys[key] == names[name] for key, name in pairs):
+        is_same_layer = _agree_but_for_a_prefix(old, new) or (
+            len(pairs) == below and _is_stack([name.removeprefix(new) for _, name in pairs])
+        )
+        if (
+            is_same_layer
+            and 2 * len(pairs) > below
+            and all(keys[key] == names[name] for key, name in pairs)
+        ):
             counts[old, new] = len(pairs)
     most = max(counts.values(), default=0)
     best = [pair for pair, count in counts.items() if count == most]
     return [(old, new, most) for old, new in best if new == best[0][1]]
+
+
+def _agree_but_for_a_prefix(old: str, new: str) -> bool:
+    """Return whether one of two prefixes ends with the whole of the other one."""
+    longer, shorter = sorted((old, new), key=len, reverse=True)
+    return f".{longer}".endswith(f".{shorter}") if shorter else True
+
+
+def _is_stack(ends: Sequence[str]) -> bool:
+    """Return whether names lie in several numbered layers, which no part repeats by chance."""
+    numbered = {end.partition(".")[0] for end in ends}
+    modules = {end.rpartition(".")[0] for end in ends}
+    return len(modules) >= STACK and all(number.isdigit() for number in numbered)
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from anyrank.models.dtensors import as_sharded
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
+from anyrank.tensors.wrapped import without_bytes
 from anyrank.wording import count, join_first
 
 SHOWN = 10
@@ -148,29 +149,27 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
     Raises:
         CheckpointError: a kind of tensor whose bytes a checkpoint cannot hold.
     """
-    check_has_bytes(name, tensor)
+    is_dense = not hasattr(tensor, "placements") and tensor.layout == torch.strided
+    plain = tensor.resolve_conj().resolve_neg() if is_dense else tensor
+    check_has_bytes(name, plain)
     try:
-        plain = tensor if hasattr(tensor, "placements") else tensor.resolve_conj().resolve_neg()
-        sharded = as_sharded(name, plain)
+        return as_sharded(name, plain)
     except LoadError as error:
         raise _cannot_be_saved(name, _kind(tensor)) from error
-    return sharded
 
 
 def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose elements do not lie in strided memory.
 
     Raises:
-        CheckpointError: it is nested, sparse, quantised or on meta.
+        CheckpointError: it is nested, sparse, quantised, on meta, or of a class that computes its
+            values.
     """
-    if tensor.is_nested:  # first, as it may have no shape
-        raise _cannot_be_saved(name, "nested tensor")
+    if what := without_bytes(tensor):
+        of_class = "DTensor of " if hasattr(tensor, "placements") else ""
+        raise _cannot_be_saved(name, f"{of_class}{what[0]}")
     if tensor.is_meta:
         raise _cannot_be_saved(name, "tensor on meta")
-    if tensor.layout != torch.strided:
-        raise _cannot_be_saved(name, f"{tensor.layout} tensor")
-    if tensor.is_quantized:
-        raise _cannot_be_saved(name, "quantised tensor")
 
 
 def _kind(tensor: Any) -> str:

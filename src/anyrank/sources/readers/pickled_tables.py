@@ -226,7 +226,7 @@ def _check_whole(table: Mapping[Any, Any], path: str) -> None:
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
         return f"{key}: weights too, and those of {chosen or 'the root'} were read"
-    return f"{key}: {_what_is_unread(value) or NOT_WEIGHTS}"
+    return f"{key}: {_what_is_unread(key, value) or NOT_WEIGHTS}"
 
 
 def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
@@ -244,21 +244,20 @@ def unread_of(table: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
     unread: dict[str, str] = {}
     is_flat = any(isinstance(value, TensorRef) for value in table.values())
     for key, value in table.items():
-        if what := _what_is_unread(value):
+        if what := _what_is_unread(key, value):
             unread[f"{prefix}{key}"] = what
         elif isinstance(value, dict) and not is_flat:
             unread |= unread_of(cast("dict[Any, Any]", value), f"{prefix}{key}.")
     return unread
 
 
-def _what_is_unread(value: object) -> str | None:
+def _what_is_unread(key: object, value: object) -> str | None:
     """Describe a value that may be weights and is not read, and the way out; None for others."""
     if isinstance(value, Bytesless):
         return f"a {value.kind}"
     if isinstance(value, Record) and _holds_tensors(value):
-        return (
-            f"a {type(value).__name__}, an object with tensors in it, which only its own code "
-            "reads: save its tensors"
+        return f"a {type(value).__name__}, an object with tensors in it: " + SAVE_STATE.format(
+            "[its key]"
         )
     return None
 

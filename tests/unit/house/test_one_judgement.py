@@ -1,0 +1,156 @@
+"""Questions that several calls ask have one function that answers, and here is who asks it.
+
+load, resume, sync, convert, merge, verify, inspect and peft disagreed where each judged by itself:
+one refused what another one took, in silence. A new caller asks the function, and is added here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[3] / "src" / "anyrank"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a weight, a tensor or an adapter.
+
+    Attributes:
+        home: the module that answers it.
+        answers: functions there, of which others use one or more.
+        askers: modules that do.
+        signs: what a module that judges by itself would look at, as a regex.
+        allowed: modules beside the home that have such a sign for something else.
+    """
+
+    home: str
+    answers: tuple[str, ...]
+    askers: frozenset[str]
+    signs: str
+    allowed: frozenset[str] = frozenset()
+
+
+QUESTIONS = {
+    "Is this weight scaled?": Question(
+        "models/dialects/transformers/quantised.py",
+        ("scales_of", "pairs_of"),
+        frozenset(
+            {
+                "models/dialects/transformers/dequantise.py",  # load, plan, diff, convert
+                "tools/convert/selection.py",
+                "tools/inspect/inspect.py",
+            }
+        ),
+        r"absmax|zero_point|_scale_inv|\bSCB\b",
+    ),
+    "May small numbers be taken for weights?": Question(
+        "models/dialects/transformers/dequantise.py",
+        ("without_scales", "unknown_method", "check_method", "dequantised"),
+        frozenset(
+            {
+                "models/dialects/transformers/values.py",  # load, sync, resume from a file
+                "loading/plan.py",
+                "tools/convert/selection.py",
+                "tools/convert/stored.py",
+                "tools/inspect/diff.py",
+                "tools/inspect/inspect.py",
+            }
+        ),
+        r"quant_method",
+    ),
+    "In which memory do a tensor's values lie?": Question(
+        "tensors/wrapped.py",
+        ("values_of", "without_bytes", "stored_class", "is_wrapper", "rewrapped"),
+        frozenset(
+            {
+                "tensors/sharded_tensor.py",  # whoever reads or writes a tensor of a model
+                "models/dtensors.py",  # load, sync, convert, save, check: each tensor's layout
+                "models/replace.py",
+                "models/overlaps.py",
+                "models/own_code.py",
+                "models/dialects/frozen/freeze.py",
+                "sources/readers/memory.py",
+                "sources/readers/pickles.py",  # .pt and DCP: load, convert, verify, inspect
+                "runs/state/part_types.py",
+                "runs/state/stateful.py",
+            }
+        ),
+        r"__tensor_flatten__|is_quantized|Params4bit|ShardedTensor\b.*FSDP1",
+        frozenset({"models/dtensors.py", "training/data/batches.py"}),
+    ),
+    "Is this tie one tensor?": Question(
+        "models/overlaps.py",
+        ("twins_of",),
+        frozenset(
+            {
+                "models/match.py",  # load, resume from a file, sync
+                "models/dialects/peft/merging.py",
+            }
+        ),
+        r"tied_weights_keys",
+        frozenset(
+            {
+                "models/dialects/transformers/conversions.py",  # a tie that to_empty() has broken
+                "tools/convert/file_names.py",  # which name of a tie transformers keeps
+            }
+        ),
+    ),
+    "Does an adapter mean what the model means?": Question(
+        "models/dialects/peft/adapters.py",
+        ("other_settings", "settings_of"),
+        frozenset({"models/dialects/peft/dialect.py", "integrations/peft.py"}),
+        r"use_rslora|alpha_pattern",
+    ),
+    "Does an adapter change one name of a tied tensor, and is it plain LoRA?": Question(
+        "models/dialects/peft/merging.py",
+        ("changes_one_name", "other_than_lora", "find_lora", "merged_names", "as_merged"),
+        frozenset({"integrations/peft.py", "live/ends.py", "tools/convert/live.py"}),
+        r"lora_variant|lora_bias\[",
+        frozenset({"models/dialects/peft/adapters.py"}),  # first values
+    ),
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SRC).as_posix()
+
+
+def askers_of(question: Question) -> set[str]:
+    """The modules that import a question's functions."""
+    home = "anyrank." + question.home.removesuffix(".py").replace("/", ".")
+    found: set[str] = set()
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_of_home = isinstance(node, ast.ImportFrom) and node.module == home
+            if is_of_home and {alias.name for alias in node.names} & {*question.answers}:
+                found.add(name_of(path))
+    return found
+
+
+def code_of(text: str) -> str:
+    """A module's text without its docstrings and comments."""
+    text = re.sub(r'"""(.|\n)*?"""', "", text)
+    return re.sub(r"#.*", "", text)
+
+
+@pytest.mark.parametrize("words", QUESTIONS)
+def test_who_asks_is_listed(words: str) -> None:
+    assert askers_of(QUESTIONS[words]) == QUESTIONS[words].askers
+
+
+@pytest.mark.parametrize("words", QUESTIONS)
+def test_nobody_else_judges(words: str) -> None:
+    question = QUESTIONS[words]
+    judges = {
+        name_of(path)
+        for path in SRC.rglob("*.py")
+        if re.search(question.signs, code_of(path.read_text(encoding="utf-8")))
+    }
+    assert judges <= {question.home, *question.allowed}
+    home = (SRC / question.home).read_text(encoding="utf-8")
+    assert all(f"def {name}(" in home for name in question.answers)
