@@ -295,7 +295,7 @@ def test_a_named_table_whose_weights_are_deeper_is_not_another_one(
         state |= {"pytorch-lightning_version": "2.6"} if form == "ckpt" else {"step": 1}
         torch.save(state, path, _use_new_zipfile_serialization=form != "legacy")
     model = net()
-    with pytest.raises(anyrank.LoadError, match=f"rename= makes {inner}[.]0.*as 'ema.{inner}'"):
+    with pytest.raises(anyrank.LoadError, match=rf"fit with rename={{'ema.{inner}': ''}}"):
         anyrank.load(model, path, rename=DEEPER[rename])
     anyrank.load(model, path, rename={f"ema.{inner}": ""})  # as the error says
     assert first_value(model) == EMA
@@ -306,7 +306,7 @@ def test_a_named_table_whose_weights_are_deeper_is_not_another_one(
 def test_a_named_table_of_tensors_without_names_is_not_another_one(tmp_path: Path) -> None:
     shadow = {"decay": 0.9, "shadow_params": [*table(EMA).values()]}  # as torch_ema has it
     torch.save({"model": table(RAW), "ema": shadow}, tmp_path / "w.pt")
-    with pytest.raises(anyrank.LoadError, match=r"rename= makes shadow_params[.]0 of ema"):
+    with pytest.raises(anyrank.LoadError, match=r"ema[.]shadow_params[.]0"):
         anyrank.load(net(), tmp_path / "w.pt", rename={"ema": ""})
 
 
@@ -368,7 +368,7 @@ def test_a_dict_for_several_files_takes_no_other_table_for_meant(tmp_path: Path)
     anyrank.load(model, tmp_path / "w.pt", rename={"enc": "", "aux": "aux_head"})
     assert first_value(model) == RAW
     torch.save({"model": table(RAW, "enc."), "ema": {"shadow": table(EMA)}}, tmp_path / "x.pt")
-    with pytest.raises(anyrank.LoadError, match=r"rename= makes shadow[.]0"):
+    with pytest.raises(anyrank.LoadError, match=r"fit with rename={'ema.shadow': ''}"):
         anyrank.load(model, tmp_path / "x.pt", rename={"enc": "", "ema": ""})
     save_folder({"model": table(RAW), "ema": {"module": table(EMA)}}, tmp_path / "dcp")
     anyrank.load(model, tmp_path / "dcp", rename=[(r"module\.", "")])

@@ -1,7 +1,9 @@
 """Chooses the weights of a source that holds several tables of tensors.
 
-A table is everything that a checkpoint keeps under one name: `model`, `ema`, `optimizer`. The names
-that the caller's `rename=` gives decide. Only if none of them fits is a table guessed, by its name.
+A table is everything that a checkpoint keeps under one name: `model`, `ema`, `optimizer`. A table
+out of which the caller's `rename=` takes names comes first; then the tables whose keys are names of
+the model; then the first of the known tables (NESTED). Where an entry of `rename=` matches nothing,
+and a known table would be taken instead, the error lists the tables.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import TypeVar
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.sources.part_names import NESTED, is_other_part
-from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename, candidates
 from anyrank.tensors.near_names import Near
 from anyrank.tensors.spec import StoredTensor
@@ -42,9 +43,15 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
     def fits(key: str, name: str) -> bool:
         return name != key and any(other in known for other in candidates(name))
 
+    depth = _depth_of_tables(listing)
+
+    def is_cut(key: str, name: str) -> bool:
+        return key.endswith(f".{name}") and _leaves_table(key, name, listing, depth)
+
     if rename is not None:
         rename = partial(_renamed, rename)
-        named = _tables_named(listing, rename, fits)
+        # Taken out, but by a prefix that is too short: another table would be another model.
+        named = _tables_named(listing, rename, fits) or _tables_named(listing, rename, is_cut)
         if named is not None:
             return named
     elif listing.beside and not _any_known(listing.tensors, known):
@@ -78,21 +85,12 @@ def idle_renames(
 
     Raises:
         LoadError: a dict has such an entry, or all entries of a list are such, and one of several
-            tables was guessed.
+            tables was taken by its name.
     """
     if rename is None:
         return []
     used = {id(stored) for stored in chosen.tensors.values()}
     left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
-    aimed = _aimed_elsewhere(rename, source, chosen, keys, left)
-    if aimed:
-        key = aimed[0]
-        prefix, name = _before(key, chosen.tensors), _renamed(renamer(rename), key)
-        raise LoadError(
-            f"rename= makes {name} of {key}, which is no name of the model, and takes none of the "
-            f"keys that are: give the prefix that is before the model's names"
-            + (f", as {prefix!r}" if prefix else "")
-        )
     # Left out keys need no renaming, and whoever names them is not told that they are missing.
     others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
     idle = unused(rename, {*chosen.tensors, *keys, *others})
@@ -109,44 +107,6 @@ def idle_renames(
             f"which has the tables {', '.join(tables)}: name the one that is meant"
         )
     return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
-
-
-def _aimed_elsewhere(
-    rename: Rename, source: Listing, chosen: Listing, keys: Collection[str], left: list[str]
-) -> list[str]:
-    """Keys of other tables than the chosen one that `rename=` takes out of them.
-
-    Their entries match nothing in the chosen table: another table was meant than the guessed one.
-
-    Args:
-        rename: the caller's; a regex of a list is judged together with the others.
-        source, chosen, keys: as for `idle_renames`.
-        left: whole keys that were not chosen.
-    """
-    apply = partial(_renamed, renamer(rename))
-    whole = whole_keys(source)
-    chosen_keys = {*chosen.tensors, *keys, *(whole.keys() - left)}
-    changed = any(apply(key) != key for key in chosen_keys)
-    if not isinstance(rename, Mapping):
-        # An optimizer's tensors may have the names that a function or a regex is meant for.
-        moved = [] if changed else [key for key in left if not _is_other_part(key, source)]
-    elif changed and whole.keys() >= chosen.tensors.keys():
-        moved = []  # other entries chose by whole keys
-    else:
-        idle = [old for old in unused(rename, chosen_keys) if not _is_left_out(old)]
-        if changed:  # a dict may be for several files: taking a table out is for this one
-            idle = [old for old in idle if not rename[old]]
-        moved = [key for key in left if _is_in(key, [old.rstrip(".") for old in idle])]
-    depth = _depth_of_tables(source)
-    return [key for key in moved if _leaves_table(key, apply(key), source, depth)]
-
-
-def _is_left_out(old: str) -> bool:
-    """Return whether an entry of `rename=` leaves out an optimizer or the like: {"optimizer": ""}.
-
-    An entry for something inside of it does not count: {"callbacks.EMA": ""}.
-    """
-    return is_other_part(old.rstrip(".").rpartition(".")[2])
 
 
 def _before(key: str, names: Collection[str]) -> str | None:
