@@ -1,4 +1,4 @@
-"""The ranks of a job: their connections, what they agree on, how they fail, their devices.
+"""The ranks of a job: how they connect, agree and fail, and which devices they have.
 
-Every wing on which several ranks meet enters it. It may import none.
+Every wing in which several ranks meet imports it. It may import none of them.
 """

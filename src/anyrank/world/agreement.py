@@ -1,9 +1,9 @@
-"""One exchange of all ranks through the tree: a few bytes go up, merged on the way, and what they
-come to goes down again.
+"""One exchange between all ranks through a tree: a few bytes go up and are merged on the way, and
+the result goes down again.
 
-A message up has a digest of what its rank does, and a value. Where a rank does something else or
-has failed, the root asks all once more: then accounts go up, which say who does what and who has
-failed how, and the error goes down, the same for all.
+A message up holds a digest of what its rank does, and a value. If a rank does something else or
+has failed, the root asks all ranks once more: accounts then go up, which say who does what and who
+has failed how, and the error goes down, the same for all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Merge = Callable[[Sequence[bytes]], bytes]
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank does: the number and the name of its call, and what it does there."""
+    """One rank's action: the number and the name of its call, and what it does in it."""
 
     number: int
     call: str
@@ -61,7 +61,7 @@ class DifferentActions(Exception):
     """Ranks do different things at the same place.
 
     Args:
-        actions: and the ranks that do each.
+        actions: each action, with the ranks that do it.
     """
 
     def __init__(self, actions: Mapping[Action, FirstRanks]) -> None:
@@ -70,16 +70,16 @@ class DifferentActions(Exception):
 
 
 class Agreement:
-    """One rank's part in an exchange.
+    """One rank's part in an exchange between all ranks.
 
     Args:
-        connections: of the ranks.
+        connections: connections of the ranks.
         action: what this rank does.
-        kind: the primitive, which all ranks must have alike as well.
-        value: what this rank says.
-        cause: what its work raised.
+        kind: name of the primitive, which must also be equal on all ranks.
+        value: bytes that this rank contributes.
+        cause: error that this rank's work raised.
         merge: joins values.
-        goes_down: whether what the values come to goes to all ranks.
+        goes_down: whether all ranks get the merged value.
     """
 
     def __init__(
@@ -100,11 +100,13 @@ class Agreement:
         self.start_sec = time.monotonic()
 
     def run(self) -> bytes | Exception:
-        """What the values come to, on all ranks or on the root alone, elsewhere b""; or the error
-        of all ranks: `DifferentActions`, or as `Ranks.run`.
+        """Return the merged value or the error of all ranks.
+
+        The value is on all ranks, or on the root alone and b"" elsewhere; the error is
+        `DifferentActions`, or one as from `Ranks.run`.
 
         Raises:
-            RuntimeError: of gloo, as a rank has died.
+            RuntimeError: gloo failed because a rank died.
             RankError: the ranks have ended.
         """
         status, value = self._exchange(self._merged)
@@ -135,7 +137,7 @@ class Agreement:
         return verdict.status, verdict.value
 
     def _check_not_ended(self) -> None:
-        """Before the root says that all have done it: a rank that waited for too long has left.
+        """Check, before the root says that all succeeded, that no rank gave up waiting and left.
 
         Raises:
             RankError: the ranks have ended.
@@ -200,7 +202,7 @@ class Agreement:
 
 
 def connect_neighbours(connections: Connections) -> None:
-    """Send the first messages, for which neighbours in the tree connect. All ranks."""
+    """Send the first messages, so that neighbours in the tree connect. All ranks."""
     agreement = Agreement(
         connections, Action(0, "", CONNECTING), "", b"", None, b"".join, goes_down=False
     )

@@ -1,7 +1,7 @@
-"""What ranks should have alike, in lines of text: where it differs, and on which ranks.
+"""Compare lines of text that ranks should have equal: where they differ, and on which ranks.
 
-The lines of a model are many, so the ranks compare a digest of them. Where digests differ, one rank
-sends its lines to all, each names those that it has otherwise, and all say which text they have.
+A model has many lines, so the ranks compare digests of them. If the digests differ, one rank sends
+its lines to all, each rank names those that differ from its own, and all say which text they have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.ranks import Ranks
 
 RanksByText: TypeAlias = "dict[str | None, FirstRanks]"
-"""A text, or None where a line is lacking, and the ranks that have it: the first few texts."""
+"""A text, or None if the line is missing, and the ranks that have it. The first few texts only."""
 
 Key = TypeVar("Key", str, tuple[int, ...])
 
@@ -22,36 +22,36 @@ WHAT = "comparing what differs"
 
 
 class Compared(NamedTuple):
-    """A digest that some ranks have of their lines of a kind; as they are merged, what it comes to.
+    """A digest of some ranks' lines of one kind; merged with others, the result of the comparison.
 
     Attributes:
-        digest: "" where the ranks' digests differ.
-        rank: the first of those that have lines of the kind.
+        digest: "" if the ranks' digests differ.
+        rank: first rank that has lines of the kind.
     """
 
     digest: str
     rank: int
 
     def join(self, others: Compared) -> Compared:
-        """Merge what ranks have."""
+        """Merge the digests of two sets of ranks."""
         same = self.digest if self.digest == others.digest else ""
         return Compared(same, min(self.rank, others.rank))
 
 
 def digest_of(items: Iterable[object]) -> str:
-    """A hash of many values, in their order, by which other ranks see whether theirs are equal."""
+    """Hash many values, in their order, so that other ranks can tell whether theirs are equal."""
     return hashlib.blake2b(repr([*items]).encode(), digest_size=16).hexdigest()
 
 
 def digests_of(lines: Mapping[Key, Mapping[str, str]], rank: int) -> dict[Key, Compared]:
-    """What this rank says of its lines, by kind, for `join_digests` to merge."""
+    """Digest this rank's lines of each kind, for `join_digests` to merge."""
     return {kind: Compared(digest_of(texts.items()), rank) for kind, texts in lines.items()}
 
 
 def join_digests(
     digests: Mapping[Key, Compared], others: Mapping[Key, Compared]
 ) -> dict[Key, Compared]:
-    """Merge what ranks say of their lines; see `Ranks.reduce`."""
+    """Merge the digests that ranks have of their lines; see `Ranks.reduce`."""
     joined = {**digests}
     for kind, compared in others.items():
         joined[kind] = joined[kind].join(compared) if kind in joined else compared
@@ -64,16 +64,16 @@ def differing(
     ranks: Ranks,
     limit: int | None = None,
 ) -> dict[Key, dict[str, RanksByText]]:
-    """Lines that differ between ranks that have lines of their kind. All ranks.
+    """Find the lines that differ between the ranks that have lines of their kind. All ranks.
 
     Args:
-        lines: of this rank, by kind.
+        lines: this rank's lines, by kind.
         compared: `digests_of` the lines of every rank, merged.
-        ranks: that compare.
-        limit: of the lines of a kind that are returned; None for all of them.
+        ranks: ranks that compare.
+        limit: most lines of one kind to return; None for all of them.
 
     Returns:
-        Kind -> name -> the texts, and the ranks that have lines of the kind.
+        Kind -> name -> the texts, with the ranks that have them.
     """
     wrong = {kind: known.rank for kind, known in sorted(compared.items()) if not known.digest}
     if not wrong:
@@ -100,12 +100,12 @@ def differing(
 
 
 def unlike(ranks: Ranks, what: str, lines: Mapping[str, str]) -> dict[str, RanksByText]:
-    """The lines that ranks do not have alike; one digest is sent where they do. All ranks.
+    """Find the lines that ranks do not have equal; if all are, one digest is sent. All ranks.
 
     Args:
-        ranks: that compare.
-        what: they do, for messages.
-        lines: of this rank.
+        ranks: ranks that compare.
+        what: what they do, for messages.
+        lines: this rank's lines.
     """
     own_kind = {"lines": {**lines}}
     compared = ranks.reduce(what, digests_of(own_kind, ranks.rank), join_digests)
@@ -115,7 +115,7 @@ def unlike(ranks: Ranks, what: str, lines: Mapping[str, str]) -> dict[str, Ranks
 def _unlike_names(
     lines: Mapping[str, str], first: Mapping[str, str], limit: int | None
 ) -> list[str]:
-    """Names of lines that are unlike the first rank's, in its order."""
+    """Names of the lines that differ from the first rank's, in its order."""
     return [name for name in {**first, **lines} if lines.get(name) != first.get(name)][:limit]
 
 

@@ -1,4 +1,4 @@
-"""A call's arguments, compared over the ranks that make it."""
+"""Compare a call's arguments over the ranks that make it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def compare_arguments(
     """Check a call's arguments, and compare them over the ranks. All ranks.
 
     Args:
-        ranks: the ranks that make the call.
-        call: the name of the call, "load".
-        arguments: by name; compared by their repr, functions by their name.
-        error: the class for arguments that differ.
+        ranks: ranks that make the call.
+        call: name of the call, "load".
+        arguments: arguments by name; compared by their repr, functions by their name.
+        error: class of the error for arguments that differ.
         check: raises an error if this rank's arguments are wrong.
 
     Raises:
-        AnyrankError: arguments differ: of class `error`, with each value and its ranks. Or
-            `check` raised it on a rank.
+        AnyrankError: arguments differ (then it is of class `error`, and lists each value with its
+        ranks), or `check` raised it on a rank.
         ValueError, TypeError: `check` raised it on a rank.
         RankError: other ranks called something else; or `check` raised an error of another class
             on a rank.
@@ -48,12 +48,14 @@ def compare_and_reduce(
     tell: Callable[[], T],
     merge: Callable[[T, T], T],
 ) -> T:
-    """As `compare_arguments`, and merge what the ranks tell in the same exchange. All ranks.
+    """Compare arguments as `compare_arguments` does, and merge what the ranks tell. All ranks.
+
+    Both happen in one exchange.
 
     Args:
-        ranks, call, arguments, error, check: as there.
-        tell: called after `check`; may raise as it does.
-        merge: as for `Ranks.reduce`; what the first rank tells is the first of all.
+        ranks, call, arguments, error, check: as for `compare_arguments`.
+        tell: returns what this rank tells. Called after `check`; may raise the same errors.
+        merge: as for `Ranks.reduce`; the first rank's value comes before all others.
     """
 
     def look() -> tuple[dict[str, dict[str, str]], tuple[dict[str, Compared], T]]:

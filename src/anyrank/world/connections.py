@@ -1,9 +1,9 @@
-"""gloo's connections between some ranks, kept from call to call.
+"""gloo's connections between some ranks, kept from one call to the next.
 
-`torch.distributed` does not know these connections, so they do not mix with the user's groups. Two
-ranks connect when one first sends to the other: neighbours in the tree as the ranks meet, others
-for the bytes of a load or a sync. A rank that fails closes its connections: all that wait on them,
-or come later, raise the same error.
+`torch.distributed` does not know these connections, so they do not interfere with the user's
+groups. Two ranks connect when one first sends to the other: neighbours in the tree when the ranks
+meet, others for the bytes of a load or a sync. A rank that fails closes its connections: every rank
+that waits on them, or uses them later, raises the same error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Connections:
     """The connections of one set of ranks.
 
     Args:
-        state: the state that the ranks share; it knows their machines.
+        state: state that the ranks share; it knows their machines.
         group: gloo's group; its ranks are positions in `state.ranks`.
         connected: positions of the ranks that are connected already.
     """
@@ -54,12 +54,12 @@ class Connections:
         self._connected, self._refused = {*connected}, set[int]()
         # Also at exit, where a group would wait for its works under way.
         self._close = weakref.finalize(self, _close, group, self._connected)
-        # It has what goes through the tree: a wait for gloo's messages cannot be cut into slices.
+        # It receives messages of the tree: a wait for gloo's messages cannot be cut into slices.
         self._messenger = HelperThread(partial(_close, group, self._connected))
         weakref.finalize(self, self._messenger.close)
 
     def start_call(self) -> int:
-        """Start a call on the connections; returns its number, equal on all ranks. All ranks."""
+        """Start a call on the connections; return its number, equal on all ranks. All ranks."""
         self.group.set_timeout(gloo_timeout())
         self.calls += 1
         return self.calls
@@ -69,7 +69,7 @@ class Connections:
         """gloo's group.
 
         Raises:
-            RankError: the ranks have failed on it.
+            RankError: the ranks have failed on this group.
         """
         if self._group is None:
             raise self.state.as_error()
@@ -80,7 +80,7 @@ class Connections:
         return self._group is None
 
     def fail(self, error: RankError) -> RankError:
-        """Close the connections; returns the error."""
+        """Close the connections; return the error."""
         for group in self.device_groups.values():
             group.abort()
         if self._group is not None:
@@ -89,7 +89,7 @@ class Connections:
             self._close()
             to_free, self._group = [self._group, *self.device_groups.values()], None
             self.device_groups.clear()
-            # Freeing a group waits for messages under way, also for those of dead ranks.
+            # Freeing a group waits for messages under way, even for those of dead ranks.
             self._messenger.leave(to_free.clear)
         return error
 
@@ -110,11 +110,11 @@ class Connections:
     # -- messages ---------------------------------------------------------------------------------
 
     def send(self, data: bytes, index: int) -> Callable[[], None]:
-        """Start to send bytes to the rank at a position; returns the wait."""
+        """Start to send bytes to the rank at a position; return the wait for it."""
         return self._start("send", as_tensor(data), index, TREE_TAG).wait
 
     def receive(self, length: int, index: int) -> Callable[[], bytes]:
-        """Start to receive so many bytes of the rank at a position; returns the wait for them."""
+        """Start to receive `length` bytes from the rank at a position; return the wait for them."""
         tensor = as_tensor(bytes(length))
         work = self._start("recv", tensor, index, TREE_TAG)
 
@@ -151,14 +151,14 @@ class Connections:
         return work
 
     def talk(self, exchange: Callable[[], T], what: str) -> Callable[[], T]:
-        """Start an exchange through the tree, by the messenger; returns the wait. All ranks.
+        """Start an exchange through the tree in the messenger's thread; return the wait. All ranks.
 
         Args:
-            exchange: sends and receives, in the messenger's thread.
-            what: for messages.
+            exchange: function that sends and receives, in the messenger's thread.
+            what: what this rank waits for, for messages.
         """
         number = self.count_wait()
-        _ = self.group  # raises where the ranks have failed
+        _ = self.group  # raises if the ranks have failed
         wait_for = self._messenger.start(exchange)
 
         def wait() -> T:
@@ -170,18 +170,18 @@ class Connections:
     # -- failures ---------------------------------------------------------------------------------
 
     def find_closed(self) -> list[int]:
-        """Ranks whose connections to this one are closed, or could not be opened."""
+        """Find the ranks whose connections to this one are closed, or could not be opened."""
         closed = {*self._refused}
         for index in [*self._connected]:
             try:
-                # Raises at once if the connection is closed; else waits for nothing.
+                # Raises at once if the connection is closed; otherwise does not wait for anything.
                 self.group.recv([as_tensor(bytes(1))], index, PROBE_TAG)
             except RuntimeError:
                 closed.add(index)
         return [self.state.ranks[index] for index in sorted(closed)]
 
     def _find_dead(self) -> list[int]:
-        """As `find_closed`, after an error of another group, which may hear of a death first."""
+        """Find dead ranks after an error of another group, which may hear of a death first."""
         end_sec = time.monotonic() + (DEATH_SEC if self.device_groups else 0)
         while not (closed := self.find_closed()) and time.monotonic() < end_sec:
             time.sleep(DEATH_SEC / 10)
@@ -190,12 +190,12 @@ class Connections:
     # -- waits ------------------------------------------------------------------------------------
 
     def count_wait(self) -> int:
-        """Count a wait in which all ranks take part; returns its number, equal on all ranks."""
+        """Count a wait in which all ranks take part; return its number, equal on all ranks."""
         self.waits += 1
         return self.waits
 
     def collective(self, work: Any, what: str) -> Callable[[], None]:
-        """The wait for a collective of gloo's that all ranks have started."""
+        """Return the wait for one of gloo's collectives, which all ranks have started."""
         number = self.count_wait()
 
         def wait() -> None:
@@ -209,12 +209,13 @@ class Connections:
     def waiting(
         self, what: str, number: int | None, peers: Sequence[int] = ()
     ) -> Generator[Wait, None, None]:
-        """Wait within for other ranks. Closes the connections if that fails, and makes gloo's error
-        a RankError.
+        """Wait for other ranks inside the block.
+
+        If that fails, close the connections and turn gloo's error into a RankError.
 
         Args:
-            what: for messages.
-            number: of `count_wait`; None for a wait for `peers`.
+            what: what this rank waits for, for messages.
+            number: number from `count_wait`; None for a wait for `peers`.
             peers: global ranks.
         """
         wait = Wait(self.state, what, self.find_closed, number, peers)
@@ -230,7 +231,7 @@ class Connections:
 
 
 def _ends_within(work: Any, limit_sec: float) -> bool:
-    """Wait for a collective of gloo; returns whether it ended.
+    """Wait for one of gloo's collectives; return whether it ended.
 
     Raises:
         RuntimeError: it failed.
@@ -240,12 +241,12 @@ def _ends_within(work: Any, limit_sec: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # raises if it failed, and not where it ended just after the time was over
+        work.wait()  # raises if it failed, but not if it ended just after the deadline
     return True
 
 
 def _close(group: Any, connected: set[int]) -> None:
-    """Close all connections of a group: gloo closes them when a wait for a message times out."""
+    """Close all connections of a group: gloo does that when a wait for a message times out."""
     for peer in [*connected]:
         with contextlib.suppress(RuntimeError):
             work = group.recv([as_tensor(bytes(1))], peer, CLOSE_TAG)
@@ -253,5 +254,5 @@ def _close(group: Any, connected: set[int]) -> None:
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    """A copy of some bytes as a tensor of uint8."""
+    """Copy some bytes into a tensor of uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

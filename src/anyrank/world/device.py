@@ -1,4 +1,4 @@
-"""Which device belongs to this rank (promise 3), and which machine it is on."""
+"""The device that belongs to this rank (promise 3), and the machine that the rank is on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RA
 
 
 def rank_device() -> torch.device:
-    """This rank's accelerator by its local rank, or the CPU where there is none.
+    """Return this rank's accelerator by its local rank, or the CPU if there is none.
 
-    Does not initialise the accelerator. A process that sees a single device, because the launcher
+    Does not initialise the accelerator. A process that sees a single device because its launcher
     hides the others, owns that device.
 
     Raises:
@@ -39,7 +39,7 @@ def rank_device() -> torch.device:
 
 
 def _local_rank() -> int | None:
-    """This process's number on its machine, as its launcher set it, or None."""
+    """This process's number on its machine, as its launcher set it; None if it did not."""
     for name in LOCAL_RANK_VARIABLES:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -47,15 +47,15 @@ def _local_rank() -> int | None:
 
 
 def read_threads(ranks_on_node: int) -> int:
-    """How many threads one rank reads with: its part of the cores, at most ANYRANK_READ_THREADS."""
+    """Count the threads that a rank reads with: its share of the cores, or ANYRANK_READ_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(READ_THREADS.get(), (cores or 1) // ranks_on_node))
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine: process ids count anew after each boot.
+    """The id of this boot of the machine: process ids start anew after each boot.
 
-    Empty where the system has none.
+    Empty if the system has none.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -66,9 +66,9 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=64)
 def name_device(device: torch.device) -> str:
-    """A device's type and uuid, which no other has on any machine; "" for the CPU.
+    """A device's type and uuid, unique over all machines; "" for the CPU.
 
-    Where its module knows no uuid, as of meta, the type alone.
+    The type alone if the device's module knows no uuid, as for meta.
     """
     if device.type == "cpu":
         return ""

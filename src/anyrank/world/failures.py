@@ -1,4 +1,4 @@
-"""Errors that are sent between ranks, and the one error that all ranks raise."""
+"""Errors as ranks send them to one another, and the one error that all ranks raise."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ V = TypeVar("V", bound=Hashable)
 
 
 class Interrupted(Exception):
-    """Another rank has failed: this one stops its work and goes to the agreement."""
+    """Another rank has failed: this one stops its work and joins the agreement."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's exception, as it is sent.
+    """One rank's exception in the form in which it is sent.
 
     Attributes:
-        kind: its class; None if the rank stopped because another failed.
-        text: its message.
-        is_foreign: whether it is not anyrank's own, so that its text does not say what was done.
+        kind: class of the exception; None if the rank stopped because another failed.
+        text: message of the exception.
+        is_foreign: whether it is not one of anyrank's, so that its text does not say what was done.
     """
 
     kind: type[AnyrankError] | None
@@ -40,13 +40,13 @@ class Failure:
 
 
 def argument_text(value: object) -> str:
-    """An argument as text without addresses, as these differ between processes."""
+    """Return an argument as text without addresses, because these differ between processes."""
     name = getattr(value, "__qualname__", None)
     return str(name) if callable(value) and name else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
-    """Value -> the ranks that have it."""
+    """Group ranks by value: value -> the ranks that have it."""
     groups: dict[V, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -58,16 +58,16 @@ def describe_texts(
     by_text: Mapping[str | None, FirstRanks],
     name_ranks: Callable[[Sequence[int] | FirstRanks], str],
 ) -> str:
-    """A title and each value with its ranks: "title: 1 on rank 0, 2 on ranks 1, 2"."""
+    """Join a title and each value with its ranks: "title: 1 on rank 0, 2 on ranks 1, 2"."""
     texts = (("absent" if value is None else value, ranks) for value, ranks in by_text.items())
     parts = (f"{text[:SHOWN_CHARACTERS]} on {name_ranks(ranks)}" for text, ranks in texts)
     return f"{title}: {', '.join(parts)}"
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Whether an error says that another rank died, ours or that of a collective of torch's."""
+    """Return whether an error, ours or of a torch collective, says that another rank died."""
     if isinstance(error, RankError):
-        # Where a rank failed, its error is a cause; a connection that broke has none.
+        # If a rank failed, its error is a cause; a connection that broke has none.
         return not error.causes or NO_ANSWER in error.causes.values()
     if isinstance(error, dist.DistError):
         return True
@@ -88,13 +88,13 @@ def as_failure(error: Exception) -> Failure:
 def join_failures(
     what: str, failures: Mapping[Failure, FirstRanks], failed: int, size: int
 ) -> AnyrankError:
-    """One error for all ranks.
+    """Make the one error that all ranks raise.
 
     Args:
-        what: they did.
-        failures: the first few, by rank, and whose they are.
-        failed: how many ranks have raised something.
-        size: how many ranks there are.
+        what: what the ranks did.
+        failures: the first few failures, in the order of the ranks, with the ranks that had them.
+        failed: number of ranks that have raised something.
+        size: number of ranks.
     """
     raised = {failure: ranks for failure, ranks in failures.items() if failure.kind is not None}
     first = next(iter(raised), Failure(RankError, "all ranks stopped for one another"))

@@ -1,4 +1,4 @@
-"""The first of some ranks and how many there are: what an error says of a thousand."""
+"""The first few of some ranks and their number, for errors that concern a thousand ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TypeVar
 
 K = TypeVar("K")
 
-SHOWN = 8  # ranks that a message names, and kinds of them that it tells apart
+SHOWN = 8  # ranks that a message names, and kinds of ranks that it tells apart
 
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """Ranks that have something in common; it takes the same few bytes for any number of them.
+    """Ranks that have something in common, in the same few bytes however many they are.
 
     Attributes:
         ranks: the first few, in order.
-        count: how many there are.
+        count: number of all of them.
     """
 
     ranks: tuple[int, ...]
@@ -25,7 +25,7 @@ class FirstRanks:
 
     @classmethod
     def first_of(cls, ranks: Iterable[int]) -> FirstRanks:
-        """The first of these ranks."""
+        """Keep the first of these ranks, and count them all."""
         ordered = sorted(ranks)
         return cls(tuple(ordered[:SHOWN]), len(ordered))
 
@@ -49,7 +49,7 @@ def name_ranks(ranks: Collection[int] | FirstRanks) -> str:
 
 
 def join_first(some: Mapping[K, FirstRanks], others: Mapping[K, FirstRanks]) -> dict[K, FirstRanks]:
-    """The ranks of each kind, joined: of the first few kinds, by their first ranks."""
+    """Join the ranks of each kind: keep the first few kinds, in the order of their first ranks."""
     joined = {**some}
     for kind, ranks in others.items():
         joined[kind] = joined[kind] + ranks if kind in joined else ranks

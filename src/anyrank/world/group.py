@@ -1,4 +1,4 @@
-"""Which processes take part in a call, from its `process_group=`. No collectives."""
+"""The processes that take part in a call, by its `process_group=`. No collectives."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Alone(enum.Enum):
 
 
 ALONE: Final = Alone.ALONE
-"""`process_group=anyrank.ALONE`: this process alone takes part, though a group is initialised."""
+"""`process_group=anyrank.ALONE`: only this process takes part, even if a group is initialised."""
 
 Group: TypeAlias = "dist.ProcessGroup | Alone | None"
-"""What `process_group=` takes: a group, this process alone, or None for all ranks."""
+"""The type of `process_group=`: a group, this process alone, or None for all ranks."""
 
 
 def find_members(process_group: Group) -> tuple[list[int], int]:
-    """The global ranks of a group, in its order, and this process's global rank.
+    """Find the global ranks of a group, in its order, and this process's global rank.
 
     Raises:
         RankError: this process is not in the group.
-        TypeError: `process_group` is no group, or was destroyed.
+        TypeError: `process_group` is not a group, or was destroyed.
     """
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None and process_group is not ALONE:
@@ -60,11 +60,11 @@ def find_members(process_group: Group) -> tuple[list[int], int]:
 
 
 def check_group(process_group: object) -> None:
-    """Refuse what is no group. A group without this process is still a group. Before a group is
-    initialised an object may be made for it: a warning says so.
+    """Refuse anything that is not a group. A group without this process is still a group. A warning
+    is logged if an object is made for a group before it is initialised.
 
     Raises:
-        TypeError: `process_group` is no group.
+        TypeError: `process_group` is not a group.
     """
     if process_group is None or process_group is ALONE:
         if lacks_group(process_group):
@@ -78,7 +78,7 @@ def check_group(process_group: object) -> None:
 
 
 def lacks_group(process_group: Group) -> bool:
-    """Whether a launcher has started this process as one of several, and nothing joins them."""
+    """Return whether a launcher started this process as one of several that no group joins."""
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return False
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -86,7 +86,7 @@ def lacks_group(process_group: Group) -> bool:
 
 
 def check_has_group(process_group: Group, call: str) -> None:
-    """Refuse what each of several processes would do by itself: N runs in one folder.
+    """Refuse a call that several processes would each make alone: N runs in one folder.
 
     Raises:
         AnyrankError: a launcher has started several processes, and they are in no group.
@@ -100,9 +100,9 @@ def check_has_group(process_group: Group, call: str) -> None:
         )
 
 
-@cache  # once in a process: all calls before the group say the same
+@cache  # once in a process, because all calls before the group would repeat it
 def warn_of_no_group() -> None:
-    """Warn that calls before the process group are this process's own."""
+    """Warn that calls before the process group concern this process alone."""
     log.warning(
         "WORLD_SIZE=%s processes were started, and they are in no process group yet: until "
         "torch.distributed.init_process_group() each loads and makes objects by itself; that is "
@@ -120,10 +120,10 @@ def _no_group(value: object) -> TypeError:
 
 def default_store() -> Any:
     """The store of the default group, through which its processes met (torch's TCPStore)."""
-    # No public name; the same private one has been there in every release since 1.8.
+    # It has no public name; the same private one has been in every release since 1.8.
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def hash_ranks(ranks: Sequence[int]) -> str:
-    """A digest of the ranks for keys of the store, the same on each of them."""
+    """Digest the ranks for keys of the store; the same on each of them."""
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()

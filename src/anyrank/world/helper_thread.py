@@ -1,4 +1,4 @@
-"""A thread for calls into C++ that may never return: the caller can stop waiting for them."""
+"""A thread for calls into C++ that may never return, so that the caller can stop waiting."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 JOIN_SEC = 5.0  # at exit, for a thread that is stuck in a call without a deadline
 
 Waiter = Callable[[Callable[[], object], float], T]
-"""Waits for a call of a helper thread: `wait(poll, poll_sec)` returns or raises what it does."""
+"""Waits for a call in a helper thread: `wait(poll, poll_sec)` returns or raises what it does."""
 
 
 class HelperThread:
     """Makes calls one after the other, in a daemon thread that is joined at exit.
 
     A daemon thread that runs C++ code while the interpreter ends aborts the process; a thread that
-    is no daemon keeps the process from ending.
+    is not a daemon keeps the process from ending.
 
     Args:
         at_exit: called before the thread is joined at exit, so that its call ends.
@@ -34,11 +34,11 @@ class HelperThread:
         self.thread.start()
 
     def start(self, work: Callable[[], T]) -> Waiter[T]:
-        """Run `work` in the thread, behind what it has been given before.
+        """Run `work` in the thread, after everything that it was given before.
 
         Returns:
-            A function that waits: it calls `poll` every `poll_sec`, whose error ends the wait, and
-            not the work.
+            A function that waits. It calls `poll` every `poll_sec`; an error of `poll` ends the
+            wait, but not the work.
         """
         done, results, errors = threading.Event(), list[T](), list[Exception]()
 
@@ -63,13 +63,13 @@ class HelperThread:
         """Run `work` in the thread, and return or raise what it does.
 
         Args:
-            work: runs in the thread.
-            poll: called every `poll_sec` meanwhile. An error of `poll` ends the wait, not the work.
+            work: function to run in the thread. poll: called every `poll_sec` meanwhile. An error
+                of `poll` ends the wait, but not the work.
         """
         return self.start(work)(poll, poll_sec)
 
     def leave(self, work: Callable[[], object]) -> None:
-        """Make one last call, and do not wait for it."""
+        """Make one last call without waiting for it."""
         self.calls.put(work)
         self.close()
 
@@ -92,5 +92,5 @@ class HelperThread:
     def _join(self) -> None:
         self.at_exit()
         self.close()
-        if self.thread.ident is not None:  # started: another thread may be about to at exit
+        if self.thread.ident is not None:  # it was started; another thread may only be about to
             self.thread.join(JOIN_SEC)

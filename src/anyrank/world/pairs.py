@@ -17,22 +17,22 @@ from anyrank.world.waits import GroupState
 
 log = logging.getLogger("anyrank.world")
 
-GLOO_SEC = 60  # gloo's timeout is longer than ours by this, so that our error names the missing
-CONNECT_SEC = 120.0  # for a mesh of connections between ranks that have just met
+GLOO_SEC = 60  # gloo waits longer than we do by this, so that our error names the missing ranks
+CONNECT_SEC = 120.0  # for a full mesh of connections between ranks that have just met
 
 
 def gloo_timeout() -> timedelta:
-    """How long gloo may wait: longer than we do."""
+    """How long gloo may wait: longer than we wait."""
     return timedelta(seconds=TIMEOUT_SEC.get() + GLOO_SEC)
 
 
 def open_pairs(state: GroupState) -> Any:
-    """gloo's group without a connection yet; None where this torch knows only the full mesh.
+    """Open gloo's group without any connection; None if this torch knows only the full mesh.
 
     It writes this rank's address into the store, and waits for nobody.
     """
-    # torch has no public way to it; see docs/design.md. Not new_group(), whose names and keys the
-    # user's groups share.
+    # torch has no public way to it; see docs/design.md. new_group() would share its names and
+    # keys with the user's groups.
     gloo: Any = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     try:
@@ -53,7 +53,7 @@ def _tell_of_mesh(reason: str) -> None:
 
 
 def open_mesh(state: GroupState, call: str) -> Any:
-    """gloo's group of ranks that have all arrived, all of them connected. All ranks."""
+    """Open gloo's group of ranks that have all arrived, and connect them all. All ranks."""
     limit = min(float(TIMEOUT_SEC.get()), CONNECT_SEC)
     end = time.monotonic() + limit + 5
 

@@ -1,4 +1,4 @@
-"""Page-locked host memory of an exact size, which a device copies from and to by itself."""
+"""Page-locked host memory of an exact size, for copies that a device does on its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8[nbytes] on the CPU, page-locked for copies from and to `device`.
 
     Freed with its last view, after the copies under way. pin_memory=True rounds up to a power of
-    two and never frees its memory; it is used for devices without CUDA's runtime calls alone.
+    two and never frees its memory; it serves only devices without CUDA's runtime calls.
 
     Raises:
-        AnyrankError: the system has too little memory, or too little that may be locked.
+        AnyrankError: the system has too little memory, or allows too little to be locked.
     """
     module = torch.get_device_module(device)
     with torch.inference_mode(False):  # inference tensors could not be used outside of it
@@ -42,7 +42,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _map_pages(nbytes: int) -> Any:
-    """New memory with pages of its own, as a page can be locked only once."""
+    """Map new memory with pages of its own, because a page can be locked only once."""
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -51,7 +51,7 @@ def _map_pages(nbytes: int) -> Any:
 
 
 def _unlock(module: Any, address: int, device: torch.device) -> None:
-    """Release a registration. Called by the collector, where an error reaches no caller."""
+    """Release a registration. The collector calls it, so an error would reach no caller."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
         module.cudart().cudaHostUnregister(address)

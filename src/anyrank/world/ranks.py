@@ -1,12 +1,12 @@
 """The processes of a call: the same code without a process group, on one rank and on many.
 
-All messages go over connections that `torch.distributed` does not know: they neither mix with the
-user's groups nor need an accelerator. A function whose docstring says "All ranks" agrees with the
-other ranks here: each rank calls it, in the same order.
+All messages use connections that `torch.distributed` does not know: they neither interfere with
+the user's groups nor need an accelerator. A function whose docstring says "All ranks" agrees with
+the other ranks here: each rank calls it, in the same order.
 
-What ranks say to one another goes through a tree: each sends and receives a few messages of a few
-bytes, however many ranks there are. So values are merged on their way (`reduce`); a list of all
-ranks' values is for the first rank alone (`collect`), or a comment says why all need it (`gather`).
+Ranks talk through a tree: each sends and receives a few messages of a few bytes, however many ranks
+there are. So values are merged on their way (`reduce`). Only the first rank gets a list of all
+ranks' values (`collect`), unless a comment says why every rank needs it (`gather`).
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ PART = struct.Struct("<IQ")  # before each rank's value in a list of them: its p
 class Ranks:
     """The ranks that take part in a call. All of them call the methods that say "All ranks".
 
-    What a method's `what` says is compared on all ranks. Values must pickle. All of these methods
-    raise, on all ranks alike:
+    The `what` of a method is compared on all ranks. Values must pickle. All of these methods raise
+    the same errors on all ranks:
 
-        AnyrankError: work failed on a rank: of the class that the first failing rank raised, with
-            each cause; RankError for an exception that is not anyrank's own.
-        RankError: a rank has died or did not come, named if known; or does something else.
+        AnyrankError: work failed on a rank. The error has the class that the first failing rank
+            raised, with each cause; it is a RankError for an exception that is not one of
+            anyrank's.
+        RankError: a rank has died or did not come, named if known; or it does something else.
 
     Args:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
-        call: what they call, for messages.
+        call: the call that they make, for messages.
         channel: 0, or the number of a thread's own connections.
 
     Attributes:
@@ -86,7 +87,7 @@ class Ranks:
         self.call, self.channel = call or "", channel
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
-        self._depth = 0  # agreements that are under way, one in the work of another
+        self._depth = 0  # agreements under way; one may run in the work of another
         if call is not None and len(ranks) > 1:
             self._connect()
 
@@ -124,19 +125,20 @@ class Ranks:
     # -- work that may fail -----------------------------------------------------------------------
 
     def run(self, what: str, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; when one fails, all raise. All ranks.
+        """Run `work` on every rank; if one fails, all raise. All ranks.
 
-        `work` must not wait for other ranks, unless it still answers them after its own failure.
+        `work` must not wait for other ranks, unless it still answers them after it has failed
+        itself.
 
         Returns:
-            What this rank's work returned, the very object; nothing of it is sent.
+            The very object that this rank's work returned; none of it is sent.
         """
         return self._run("run", what, lambda: (work(), b""), b"".join, goes_down=False)[0]
 
     def run_on_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
-        """Run `work` on one rank, by default the first; returns its result everywhere. All ranks.
+        """Run `work` on one rank, by default the first; return its result everywhere. All ranks.
 
-        On that rank it is the very object.
+        That rank gets the very object, the others get a copy.
         """
         if self.connections is None:
             return work()
@@ -152,16 +154,16 @@ class Ranks:
     def run_and_reduce(
         self, what: str, work: Callable[[], tuple[S, T]], merge: Callable[[T, T], T]
     ) -> tuple[S, T]:
-        """As `run`; each rank keeps one result, and says another. All ranks.
+        """Run `work` on every rank; each keeps one result, and shares another. All ranks.
 
         Args:
-            what: for messages.
-            work: returns a pair: what this rank keeps, and what it says.
-            merge: of what two ranks say. It runs on other ranks as well, in another thread: it is
-                quick, changes nothing, and neither order nor grouping may matter to it.
+            what: what the ranks do, for messages.
+            work: returns a pair: what this rank keeps, and what it shares.
+            merge: merges what two ranks share. It also runs on other ranks and in another thread,
+                so it must be quick and change nothing, and its order and grouping must not matter.
 
         Returns:
-            What this rank keeps, the very object, and what all say, merged.
+            The very object that this rank keeps, and the merge of what all ranks share.
         """
         if self.connections is None:
             return work()
@@ -171,8 +173,9 @@ class Ranks:
     def run_and_collect(
         self, what: str, work: Callable[[], tuple[S, T]]
     ) -> tuple[S, list[T] | None]:
-        """As `run_and_reduce`, with a list of what each rank says for the first one, in the group's
-        order; None on the others. All ranks.
+        """Run `work` as `run_and_reduce` does; the first rank gets a list of all values. All ranks.
+
+        The list is in the group's order; the other ranks get None.
         """
         if self.connections is None:
             kept, value = work()
@@ -181,10 +184,10 @@ class Ranks:
         return kept, self._parts(data) if self.index == 0 else None
 
     def run_and_gather(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
-        """As `run_and_reduce`, with a list of what each rank says, in the group's order. All ranks.
+        """Run `work` as `run_and_reduce` does; every rank gets a list of all values. All ranks.
 
-        Each rank gets as many values as there are ranks: at most 64 bytes of each, and a comment
-        at the call says why all need them.
+        The list is in the group's order. Because each rank gets as many values as there are ranks,
+        each has at most 64 bytes, and a comment at the call says why all ranks need them.
         """
         if self.connections is None:
             kept, value = work()
@@ -195,31 +198,32 @@ class Ranks:
     # -- values -----------------------------------------------------------------------------------
 
     def reduce(self, what: str, value: T, merge: Callable[[T, T], T]) -> T:
-        """What all ranks say, merged; see `run_and_reduce`. All ranks."""
+        """Merge the values of all ranks; see `run_and_reduce`. All ranks."""
         return self.run_and_reduce(what, lambda: (None, value), merge)[1]
 
     def any(self, what: str, flag: bool) -> bool:
-        """Whether the flag is set on any rank. All ranks."""
+        """Return whether the flag is set on any rank. All ranks."""
         return self.reduce(what, flag, operator.or_)
 
     def collect(self, what: str, value: T) -> list[T] | None:
-        """Every rank's value on the first one, in the group's order; None elsewhere. All ranks."""
+        """List every rank's value on the first, in the group's order; None elsewhere. All ranks."""
         return self.run_and_collect(what, lambda: (None, value))[1]
 
     def gather(self, what: str, value: T) -> list[T]:
-        """Every rank's value, in the group's order; see `run_and_gather`. All ranks."""
+        """Return every rank's value, in the group's order; see `run_and_gather`. All ranks."""
         return self.run_and_gather(what, lambda: (None, value))[1]
 
     def start_reduce(
         self, what: str, cause: Exception | None, value: T, merge: Callable[[T, T], T]
     ) -> Callable[[], T]:
-        """As `run_and_reduce` of work that is done, in two halves: it goes on in a thread, and the
-        function that is returned waits for its end. All ranks.
+        """Start the agreement of `run_and_reduce` on work that is done. All ranks.
+
+        It continues in a thread; the function that is returned waits for its end.
 
         Args:
-            what: for messages.
-            cause: what the work raised.
-            value: what this rank says, if it raised nothing.
+            what: what the ranks do, for messages.
+            cause: error that the work raised.
+            value: value that this rank shares, if its work raised nothing.
             merge: as for `run_and_reduce`.
         """
         if self.connections is None:
@@ -229,19 +233,19 @@ class Ranks:
         return lambda: pickle.loads(wait())  # noqa: S301 - from our own ranks
 
     def start_any(self, what: str, flag: bool) -> Callable[[], bool]:
-        """As `any`, in two halves. All ranks."""
+        """Start what `any` does; the function that is returned waits for it. All ranks."""
         return self.start_reduce(what, None, flag, operator.or_)
 
     # -- to be replaced ---------------------------------------------------------------------------
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """`run_and_gather` of what is not kept."""
+        """Run `work` as `run_and_gather` does, and keep nothing else."""
         return self.run_and_gather(what, lambda: (None, work()))[1]
 
     # ---------------------------------------------------------------------------------------------
 
     def ready(self) -> Connections:
-        """The connections; new ones if the ranks have failed on them and all of them live."""
+        """Return the connections; new ones if the ranks failed on them and all of them live."""
         connections = self.connections
         assert connections is not None
         if connections.has_failed and not self._depth and not connections.state.has_dead_rank:
@@ -257,7 +261,7 @@ class Ranks:
         *,
         goes_down: bool = True,
     ) -> tuple[S, bytes]:
-        """Run work that returns what this rank keeps and what it says, and agree. All ranks."""
+        """Run work that returns what this rank keeps and what it shares, and agree. All ranks."""
         if self.connections is None:
             return work()
         connections = self.ready()
@@ -285,7 +289,7 @@ class Ranks:
         *,
         goes_down: bool = True,
     ) -> Callable[[], bytes]:
-        """Start an agreement; returns the wait for what all ranks' data come to. All ranks."""
+        """Start an agreement; return the wait for the merged data of all ranks. All ranks."""
         action = Action(self.number, self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS])
         agreement = Agreement(connections, action, kind, data, cause, merge, goes_down=goes_down)
         wait_for = connections.talk(agreement.run, what)
@@ -304,7 +308,7 @@ class Ranks:
         return wait
 
     def _part(self, work: Callable[[], tuple[S, T]]) -> Callable[[], tuple[S, bytes]]:
-        """Work whose value goes into a list, as `_parts` reads it."""
+        """Wrap work whose value goes into a list, in the form that `_parts` reads."""
 
         def run() -> tuple[S, bytes]:
             kept, value = work()
@@ -314,7 +318,7 @@ class Ranks:
         return run
 
     def _parts(self, data: bytes) -> list[Any]:
-        """The values of all ranks, in the group's order, from their parts in any order."""
+        """Read the values of all ranks, in the group's order, from their parts in any order."""
         values, start = dict[int, Any](), 0
         while start < len(data):
             index, length = PART.unpack_from(data, start)
@@ -331,7 +335,7 @@ class Ranks:
             is_death: whether this rank leaves because another died.
 
         Returns:
-            The error of the rank that was the first to end it; None in a process alone.
+            The error of the rank that ended it first; None if this process is alone.
         """
         if self.connections is None:
             return None
@@ -342,7 +346,7 @@ class Ranks:
 
 
 def one_process() -> Ranks:
-    """This process alone, whatever groups there are."""
+    """Return this process alone, whatever groups there are."""
     return Ranks((0,), 0)
 
 
@@ -350,15 +354,15 @@ def one_process() -> Ranks:
 def open_ranks(
     process_group: Group = None, call: str = "this call", *, may_be_alone: bool = False
 ) -> Generator[Ranks, None, None]:
-    """The ranks of a group, of the default group, or of this process alone. All ranks of the group.
+    """Open the ranks of a group, by default of the default group or this process alone. All ranks.
 
-    The first call opens their connections, later calls use them again.
+    The first call opens their connections, and later calls use them again.
 
     Args:
         process_group: see `Group`.
-        call: what the ranks call, the same on each: "load()".
-        may_be_alone: whether one of several processes that are in no group yet is only warned, as
-            models are built and filled before.
+        call: name of the call that the ranks make, the same on each: "load()".
+        may_be_alone: whether one of several processes that are in no group yet only gets a warning,
+            because models are built and filled before the group.
 
     Raises:
         AnyrankError: several processes were started, and they are in no group.
@@ -396,7 +400,7 @@ def _merging(merge: Callable[[T, T], T]) -> Merge:
 
 
 def _done(value: T, cause: Exception | None) -> Callable[[], T]:
-    """The wait of a process alone for work that is done."""
+    """Return the wait for work that is done, for a process alone."""
 
     def take() -> T:
         if cause is not None:
@@ -409,8 +413,8 @@ def _done(value: T, cause: Exception | None) -> Callable[[], T]:
 def _describe_crossing(
     actions: Mapping[Action, FirstRanks], name_ranks: Callable[[Sequence[int] | FirstRanks], str]
 ) -> str:
-    """An error's text for ranks that do different things: the number and name of a call, and what
-    it does.
+    """Describe ranks that do different things: the number and name of each one's call, and what it
+    does.
     """
     tellings: list[Callable[[Action], str]] = [
         lambda action: action.what,

@@ -1,8 +1,8 @@
 """Connects ranks at their first call, and keeps the connections for later calls, until the default
 group is destroyed or the ranks fail on them.
 
-The ranks count in: each writes its machine into the job's store, and adds 1 to a counter. The last
-one writes which machines there are, for which all others wait.
+Arriving ranks are counted: each writes its machine into the job's store, and adds 1 to a counter.
+The last one writes the list of machines, for which all others wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anyrank.world.pairs import open_mesh, open_pairs
 from anyrank.world.store import Store, StoreLost
 from anyrank.world.waits import GroupState, Wait, arrival_key
 
-MACHINES_SEC = 60.0  # to read as many keys of the store as there are ranks
+MACHINES_SEC = 60.0  # to read one key of the store for each rank
 
 _Key = tuple[tuple[int, ...], int]  # ranks, and a channel between them
 
@@ -35,13 +35,13 @@ _default_group: list[weakref.ref[Any]] = []  # the one under which _connections 
 
 
 def get_connections(ranks: Sequence[int], rank: int, call: str, channel: int = 0) -> Connections:
-    """The connections of the ranks, opened if they are not yet. All of `ranks`.
+    """Return the connections of the ranks; open them if they are not open yet. All of `ranks`.
 
     Args:
         ranks: global ranks, in the group's order.
         rank: this process's global rank.
-        call: what the ranks call, for messages.
-        channel: 0, or a thread's own (`BackgroundSave`).
+        call: the call that the ranks make, for messages.
+        channel: 0, or the number of a thread's own connections (`BackgroundSave`).
 
     Raises:
         RankError: not every rank came within ANYRANK_TIMEOUT_SEC, or one has died.
@@ -65,7 +65,7 @@ def open_connections() -> dict[str, Connections]:
 
 
 def _has_ended(connections: Connections) -> bool:
-    """Whether this or another rank has failed on the connections."""
+    """Return whether this or another rank has failed on the connections."""
     try:
         if connections.state.has_ended():
             connections.fail(connections.state.as_error())
@@ -97,8 +97,8 @@ def _lost_text(call: str, error: StoreLost) -> str:
 
 
 def _next_store(job_store: Any, prefix: str, rank: int) -> Store:
-    """The part of the store for the next connections of these ranks. Each rank counts how often it
-    has opened some, and skips those that other ranks have ended.
+    """Return the part of the store for the next connections of these ranks. Each rank counts how
+    often it has opened some, and skips those that other ranks have ended.
     """
     counter = Store(job_store, prefix)
     while True:
@@ -123,14 +123,16 @@ def _meet_ranks(state: GroupState, call: str) -> Connections:
     state.nodes = tuple(node for node, ranks in runs for _ in range(ranks))
     connected = range(len(state.ranks)) if group is None else ()
     connections = Connections(state, group or open_mesh(state, call), connected)
-    # Also waits until all are connected: a rank that ends earlier would break slower ones.
+    # This also waits until all are connected: a rank that ended earlier would break slower ones.
     connect_neighbours(connections)
     return connections
 
 
 def _find_machines(state: GroupState) -> str:
-    """The machines' names, and how many ranks in a row are on which: the one value that grows with
-    the machines, as each rank names ranks by them and knows who shares its own.
+    """Describe the machines: their names, and how many ranks in a row are on each.
+
+    It is the one value that grows with the machines, because each rank names ranks by them and
+    knows which share its own.
     """
     keys = [arrival_key(0, rank) for rank in state.ranks]
     texts = state.store.call(lambda store: [store.get(key).decode() for key in keys], MACHINES_SEC)

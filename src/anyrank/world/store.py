@@ -1,7 +1,7 @@
 """The job's store (torch's TCPStore), with a deadline for every call.
 
 A call on a TCPStore waits for ever once the network to its host is cut. So a thread makes the call,
-and the caller waits for a limited time. After a call without an answer the store counts as lost.
+and the caller waits for a limited time. After one call without an answer the store counts as lost.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from anyrank.world.helper_thread import HelperThread
 
 T = TypeVar("T")
 
-FIRST_PAUSE_SEC, LAST_PAUSE_SEC = 0.001, 0.1  # between two looks at what is waited for
-ANSWER_SEC = 10.0  # a store that can be reached answers in less than a millisecond
+FIRST_PAUSE_SEC, LAST_PAUSE_SEC = 0.001, 0.1  # between two looks at a key
+ANSWER_SEC = 10.0  # a store within reach answers in less than a millisecond
 
 
 class StoreLost(RankError):
@@ -29,8 +29,8 @@ class Store:
     """A part of the job's store. Its methods raise StoreLost.
 
     Args:
-        store: torch's.
-        prefix: what all keys begin with.
+        store: torch's store.
+        prefix: beginning of all keys.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -65,19 +65,19 @@ class Store:
         self.call(lambda store: store.set(key, value))
 
     def get(self, key: str) -> str:
-        """The value of a key, or "" without it."""
+        """Return the value of a key, or "" if it does not exist."""
         return self.call(lambda store: store.get(key).decode() if store.check([key]) else "")
 
     def set_first(self, key: str, value: str) -> str:
-        """Write a key unless it exists; returns its value, which another rank may have written."""
+        """Write a key unless it exists; return its value, which another rank may have written."""
         return self.call(lambda store: store.compare_set(key, "", value).decode())
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Whether all of the keys exist."""
+        """Return whether all of the keys exist."""
         return self.call(lambda store: store.check(list(keys)))
 
     def count(self, key: str) -> int:
-        """Add 1 to a counter; returns its new value."""
+        """Add 1 to a counter; return its new value."""
         return self.call(lambda store: store.add(key, 1))
 
     def delete(self, key: str) -> None:
@@ -85,10 +85,10 @@ class Store:
         self.call(lambda store: store.delete_key(key))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait until all of the keys exist; returns whether they did within `seconds`.
+        """Wait until all of the keys exist; return whether they did within `seconds`.
 
-        It asks again and again: the store's own wait() prints two warnings in C++ for each time
-        that it ends without the keys.
+        It asks repeatedly, because the store's own wait() prints two warnings in C++ each time that
+        it ends without the keys.
         """
         end, pause_sec = time.monotonic() + seconds, FIRST_PAUSE_SEC
         while not self.has(keys):
@@ -100,7 +100,7 @@ class Store:
         return True
 
     def find_absent(self, keys: Sequence[str], limit: int) -> list[int]:
-        """Positions of up to `limit` keys that do not exist; few calls where few are missing."""
+        """Find positions of up to `limit` keys that do not exist; few calls if few are missing."""
 
         def search(low: int, high: int, missing: list[int]) -> list[int]:
             if len(missing) >= limit or self.has(keys[low:high]):

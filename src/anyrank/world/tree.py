@@ -1,5 +1,5 @@
-"""The tree in which ranks talk: a machine's ranks hang on its first one, and the machines' first
-ranks on one another, so that one message of each machine crosses the network.
+"""The tree in which ranks talk: a machine's ranks are children of its first one, and the machines'
+first ranks form a tree, so that one message of each machine crosses the network.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Neighbours:
     """The ranks that one rank talks to, as positions in the group.
 
     Attributes:
-        parent: whom it reports to; None for the root, which is the first rank.
-        children: who report to it.
+        parent: position that it reports to; None for the root, which is the first rank.
+        children: positions that report to it.
     """
 
     parent: int | None
@@ -24,11 +24,11 @@ class Neighbours:
 
 
 def find_neighbours(nodes: Sequence[int], index: int) -> Neighbours:
-    """The neighbours of a rank in the tree.
+    """Find the neighbours of a rank in the tree.
 
     Args:
-        nodes: for each rank, the number of its machine, counted as they first appear.
-        index: the rank's position.
+        nodes: for each rank, the number of its machine, in the order of their first appearance.
+        index: position of the rank.
     """
     by_node: dict[int, list[int]] = {}
     for position, node in enumerate(nodes):
@@ -42,7 +42,7 @@ def find_neighbours(nodes: Sequence[int], index: int) -> Neighbours:
 
 
 def _within(members: Sequence[int], index: int) -> tuple[int | None, list[int]]:
-    """The parent and the children of one of the members, in a tree of them alone."""
+    """Find the parent and the children of one of the members, in a tree of them alone."""
     number = members.index(index)
     parent = members[(number - 1) // DEGREE] if number else None
     return parent, [*members[number * DEGREE + 1 : (number + 1) * DEGREE + 1]]

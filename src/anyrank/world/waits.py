@@ -1,8 +1,8 @@
-"""Waiting for other ranks: never in silence, and never longer than the timeout.
+"""Waiting for other ranks: never silently, and never longer than the timeout.
 
 A rank that waits for longer than a second writes into the job's store that it has arrived, and
-reads there which ranks have not: one rank looks for all. A rank that finds that the ranks cannot go
-on writes there why: all ranks raise what the first of them wrote.
+reads there which ranks have not: one rank looks for all. A rank that finds that the ranks cannot
+continue writes the reason there: all ranks raise the first reason that was written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from anyrank.world.store import ANSWER_SEC, Store, StoreLost
 log = logging.getLogger("anyrank.world")
 
 POLL_SEC = 1.0  # how often a rank that waits checks the others
-WARN_SEC = 10.0  # until the first warning; each further one after twice the time
-LOOKING = "looking"  # in the store, while a rank looks for those that are absent
+WARN_SEC = 10.0  # until the first warning; each further one comes after twice the time
+LOOKING = "looking"  # in the store, while a rank looks for the absent ones
 WAY_OUT = "make the same calls on all ranks, or pass process_group=anyrank.ALONE"
 
 
@@ -63,7 +63,7 @@ class GroupState:
         return f"{text} and {more:,} more" if more else text
 
     def arrive(self, number: int, text: str = "") -> None:
-        """Write that this rank has arrived at the wait of this number, and what it says there."""
+        """Write that this rank has arrived at the wait of this number, and `text` with it."""
         self.store.set(arrival_key(number, self.rank), text)
 
     def leave(self, number: int) -> None:
@@ -71,12 +71,12 @@ class GroupState:
         self.store.delete(arrival_key(number, self.rank))
 
     def find_absent(self, number: int, look: str) -> list[int] | None:
-        """Ranks that have not arrived at a wait; at most one more than a message names.
+        """Find the ranks that have not arrived at a wait; at most one more than a message names.
 
-        The first rank that asks looks for all: there are as many keys as ranks.
+        The first rank that asks looks for all, because there are as many keys as ranks.
 
         Args:
-            number: of the wait.
+            number: number of the wait.
             look: a name for this look, the same on all ranks.
 
         Returns:
@@ -105,7 +105,7 @@ class GroupState:
         return self.store.has([arrival_key(number, rank)])
 
     def end(self, text: str, causes: Sequence[int] = (), cause: str = NO_ANSWER) -> RankError:
-        """End the group; returns the error for all ranks, which is the first that was written.
+        """End the group; return the error for all ranks, which is the first that was written.
 
         Args:
             text: the reason, used if no other rank has written one.
@@ -119,24 +119,24 @@ class GroupState:
         return self.as_error()
 
     def has_ended(self) -> bool:
-        """Whether a rank has ended the group."""
+        """Return whether a rank has ended the group."""
         if self.error is None and self.store.has(["end"]):
             self.end("")
         return self.error is not None
 
     @property
     def has_dead_rank(self) -> bool:
-        """Whether the group ended because a rank died."""
+        """Return whether the group ended because a rank died."""
         return self.error is not None and NO_ANSWER in self.error[1].values()
 
     def as_error(self) -> RankError:
-        """The error that ended the group."""
+        """Return the error that ended the group."""
         assert self.error is not None
         text, causes = self.error
         return RankError(text, causes={**causes})
 
     def end_for_death(self, dead: Sequence[int]) -> RankError:
-        """As `end`, because the connections to some ranks are closed."""
+        """End the group, as `end` does, because the connections to some ranks are closed."""
         rank_nodes = zip(self.ranks, self.nodes, strict=True)
         alive = {node for rank, node in rank_nodes if rank not in dead}
         dead_hosts = [host for node, host in enumerate(self.hosts) if node not in alive]
@@ -158,11 +158,11 @@ class Wait:
         current: the newest wait of the main thread that has lasted; it may have ended.
 
     Args:
-        state: of the group.
+        state: state of the group.
         what: what this rank waits for, for messages.
         find_closed: returns the ranks whose connections are closed.
-        number: counts the waits in which all ranks take part; None for a wait for `peers`.
-        peers: the ranks that this one waits for, if there is no number.
+        number: number of the wait, if all ranks take part; None for a wait for `peers`.
+        peers: ranks that this one waits for, if there is no number.
     """
 
     spent_sec = 0.0
@@ -181,7 +181,7 @@ class Wait:
         self.start_sec = time.monotonic()
         self.warn_sec, self.probe_sec = WARN_SEC, POLL_SEC
         self.has_arrived = False
-        self.looks: list[str] = []  # that this rank has asked for
+        self.looks: list[str] = []  # looks that this rank has asked for
         self.timeout_sec = TIMEOUT_SEC.get()
         self.poll_sec = min(POLL_SEC, self.timeout_sec / 4)
 
@@ -189,7 +189,7 @@ class Wait:
         """Check whether the wait can still end, and warn of the ranks that are missing.
 
         Raises:
-            RankError: it cannot end, or has lasted ANYRANK_TIMEOUT_SEC.
+            RankError: the wait cannot end, or has lasted ANYRANK_TIMEOUT_SEC.
         """
         seconds = time.monotonic() - self.start_sec
         if threading.current_thread() is threading.main_thread():
@@ -200,7 +200,7 @@ class Wait:
             if self.number is not None and not self.has_arrived:
                 self.state.arrive(self.number)
                 self.has_arrived = True
-        if seconds > self.probe_sec:  # each probe leaks a little memory in gloo, so they get rare
+        if seconds > self.probe_sec:  # each probe leaks a little memory in gloo, so they get rarer
             self.probe_sec = 2 * seconds
             if dead := self.find_closed():
                 raise self.state.end_for_death(dead)
@@ -227,7 +227,7 @@ class Wait:
                     self.state.forget_look(self.number, look)
 
     def _find_absent(self, look: str) -> list[int] | None:
-        """The ranks that this one waits for, empty if unknown; None while another rank looks."""
+        """Find the ranks that this one waits for: [] if unknown, None while another rank looks."""
         if self.number is None:
             return [*self.peers]
         with contextlib.suppress(StoreLost):
@@ -245,7 +245,7 @@ class Wait:
         log.warning("%s: rank %d has waited %d s%s", self.what, state.rank, seconds, reason)
 
     def _as_timeout(self, absent: Sequence[int]) -> RankError:
-        """The error after ANYRANK_TIMEOUT_SEC."""
+        """Make the error for a wait of ANYRANK_TIMEOUT_SEC."""
         state, deadline = self.state, f"within {self.timeout_sec:.0f} s"
         if absent:
             text = f"{state.name_ranks(absent)} did not come to {self.what!r} {deadline}: {WAY_OUT}"
@@ -260,7 +260,7 @@ class Wait:
 
 
 def arrival_key(number: int, rank: int) -> str:
-    """The key of the store that says that a rank has arrived at a wait."""
+    """The store's key that says that a rank has arrived at a wait."""
     return f"came/{number}/{rank}"
 
 
