@@ -76,8 +76,8 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
     Raises:
         CorruptCheckpoint: the manifest is missing, is not JSON, lacks fields, was changed, or
-            belongs to another step than the folder's name says. CheckpointError: it has another
-            format version, or cannot be read.
+            belongs to another step than the folder's name says.
+        CheckpointError: it has another format version, or cannot be read.
     """
     manifest = parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
     name = folder.rstrip("/").rpartition("/")[2]

@@ -96,9 +96,9 @@ def load(
 
     Raises:
         ValueError: not a PeftModel; no such active adapter; a configuration that computes something
-            else (r, lora_alpha, ...). Raised before anything changes. LoadError: tensors that are
-            missing, unexpected or of another shape; first values that changed the base in another
-            way (PiSSA, OLoRA, ...). Raised before anything changes.
+            else (r, lora_alpha, ...). Raised before anything changes.
+        LoadError: tensors that are missing, unexpected or of another shape; first values that
+            changed the base in another way (PiSSA, OLoRA, ...). Raised before anything changes.
 
     Example::
 

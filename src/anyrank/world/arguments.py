@@ -31,7 +31,7 @@ def compare_arguments(
 
     Raises:
         AnyrankError: arguments differ (then it is of class `error`, and lists each value with its
-        ranks), or `check` raised it on a rank.
+            ranks), or `check` raised it on a rank.
         ValueError, TypeError: `check` raised it on a rank.
         RankError: other ranks called something else; or `check` raised an error of another class
             on a rank.

@@ -63,8 +63,9 @@ class HelperThread:
         """Run `work` in the thread, and return or raise what it does.
 
         Args:
-            work: function to run in the thread. poll: called every `poll_sec` meanwhile. An error
-                of `poll` ends the wait, but not the work.
+            work: function to run in the thread.
+            poll: called every `poll_sec` meanwhile. An error of `poll` ends the wait, but not the
+                work.
         """
         return self.start(work)(poll, poll_sec)
 

@@ -71,7 +71,8 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
     Raises:
         TypeError: not a module; a TorchScript module, whose methods are not Python's; a source that
-            is not a path. ValueError: a source that is empty.
+            is not a path.
+        ValueError: a source that is empty.
     """
     check_model(module, "module")
     check_group(None)
