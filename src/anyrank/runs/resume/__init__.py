@@ -1,1 +1,1 @@
-"""`Checkpoints`: the loop, when to save, the resume."""
+"""`Checkpoints`: the loop over the steps, when to save, and the resume."""

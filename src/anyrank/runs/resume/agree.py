@@ -1,4 +1,4 @@
-"""What ranks agree on before a run is resumed, trained or saved, and who may write its folder."""
+"""The checks before a run is resumed, trained or saved: equal arguments, and who may write."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def agree_on_run(
     """Compare the arguments of a run's objects, and look at its folder. All ranks.
 
     Args:
-        state: of the run.
-        folder: of the run.
-        options: of `Checkpoints`.
-        ranks: that open the run.
+        state: state of the run.
+        folder: folder of the run.
+        options: options of `Checkpoints`.
+        ranks: ranks that open the run.
         has_callback: whether this rank has `on_commit`.
 
     Returns:
-        Whether a rank has `on_commit`.
+        Whether any rank has `on_commit`.
 
     Raises:
-        CheckpointError: ranks give other arguments, or their data differs; the folder is another
-            tool's; an optimizer cannot be saved.
+        CheckpointError: arguments or data differ between ranks; the folder is another tool's; an
+            optimizer cannot be saved.
     """
     compare_arguments(ranks, "Checkpoints", vars(options), CheckpointError)
     if isinstance(state.data, ElasticLoader):
@@ -42,7 +42,7 @@ def agree_on_run(
     def check_own() -> bool:
         if ranks.index == 0:
             folder.check_no_other()
-        state.parts.check_optimizers(ranks.index)  # before hours of training
+        state.parts.check_optimizers(ranks.index)  # now, and not after hours of training
         return has_callback
 
     what = "opening the run"
@@ -50,7 +50,7 @@ def agree_on_run(
 
 
 def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:
-    """Refuse to save within a step, and beside another writer of the folder. Any rank."""
+    """Refuse to save within a step, or beside another writer of the folder. Any rank."""
     check_boundary(state)
     if ranks.index == 0:
         lock.take(lambda: folder.check_run(state.run))

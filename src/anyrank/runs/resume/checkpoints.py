@@ -1,4 +1,4 @@
-"""`anyrank.Checkpoints`: a run's loop, its saves (by `saving`) and resumes (by `resume`)."""
+"""`anyrank.Checkpoints`: a run's loop, its saves (in `saving`) and resumes (in `resume`)."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ class Checkpoints:
     Leaving the `with` block saves the last completed step, unless an exception leaves it.
 
     Args:
-        path: a folder or URL of the run alone; made when it is not there.
-        state: what is saved and resumed.
+        path: a folder or URL for this run alone; made if it does not exist.
+        state: the state to save and resume.
         keep: how many of the newest steps stay, at least 2.
         every: save every so many steps (500 or "500") or after a time ("10min"), decided on the
             first rank; None saves at the end, when asked, and on SIGTERM and SIGUSR1.
-        background: hold the training only for a copy; at most one save is in flight.
-        verify: compare every byte that a resume reads with its checksum; False: all files' sizes,
-            and the small ones' checksums.
-        keep_every: steps that are multiples of it, or for which a function of it is true, stay.
+        background: stop the training only for a copy; at most one save is in flight.
+        verify: compare every byte that a resume reads with its checksum; False: the sizes of all
+            files, and the checksums of the small ones.
+        keep_every: steps that are multiples of it, or for which it returns True, are kept.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
-        peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, from
-            which a restart goes on; or after so many steps, or a time, as for `every`.
-        replicas_every: compare the whole of what ranks hold alike, model and optimizers, every so
-            many steps; saves compare parts of it. What differs is an error that names it.
+        peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, for a
+            restart to continue from; or after some number of steps or a time, as for `every`.
+        replicas_every: compare all that should be equal on the ranks, model and optimizers, each
+            time after so many steps; saves compare parts of it. An error names each difference.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
-        TypeError: `state` is not a TrainState; an argument of another type.
-        ValueError: an argument outside of what is listed.
+        TypeError: `state` is not a TrainState, or an argument has another type.
+        ValueError: an argument is not one of the values above.
 
     Example::
 
@@ -123,15 +123,15 @@ class Checkpoints:
         self._process_group = process_group
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
-        # By the path and not by `self`: a run that is dropped must not stay, and record signals.
+        # It takes the path and not `self`, which would keep a dropped run and its signals.
         path = self.path
         self._signals = PendingSignals(lambda: f"{path}: step {state.step + 1}")
         self._lock = RunLock(self._folder.store, self._folder.absolute_path)
         self._background = BackgroundSave(self._write) if background else None
         self._counter = StepCounter(state)
-        self._is_training = False  # on all ranks alike: whether a loop was begun
+        self._is_training = False  # whether a loop was begun; equal on all ranks
         self._has_stepped = False
-        self._on_disk: tuple[int, str | None] | None = None  # step and run that are saved
+        self._on_disk: tuple[int, str | None] | None = None  # step and run that were saved last
         self._branch: int | None = None  # the step that was resumed, if there were newer ones
         self._last_save = time.monotonic()
         self._records = SaveRecords(on_commit)
@@ -157,23 +157,23 @@ class Checkpoints:
         The newest undamaged step is restored; damaged ones are renamed `.aside-...`, and reported.
         Everything is compared before anything is changed. Random streams are restored last.
 
-        A path into this run means that step, and the run's own path its newest. Any other path
-        begins this run with a checkpoint from elsewhere: a step of another run, or what another
-        tool saved. Of that, what is there comes over, and the report has the rest. Once the
-        run has steps of its own these are resumed, so that a job that restarts goes on.
+        A path into this run means that step, and the run's own path means its newest. Any other
+        path begins this run with a checkpoint from elsewhere: a step of another run, or of another
+        tool. What such a checkpoint has is taken over, and the report lists the rest. Once the run
+        has steps of its own, these are resumed, so that a job that restarts continues.
 
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
                 error; a number: that step (the next save sets newer ones aside); a path or URL.
             skip: parts of the state that stay as they are, or "random", the generators; with a
-                path, where the run begins.
+                path, only when the run begins.
             fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
                 they keep their values, and their state in the optimizer starts anew.
-            drop: names of parameters, or patterns, of which the checkpoint may hold what the
-                state has no more, as moments of layers that are frozen now.
+            drop: names of parameters, or patterns, for which the checkpoint may hold what the state
+                no longer has, such as moments of layers that are frozen now.
             rename: for another tool's checkpoint, as for `load`: from its names to the model's.
             parts: for another tool's checkpoint: part of the state -> its name there.
-            epoch: for another tool's checkpoint: the whole epochs that the run has behind it.
+            epoch: for another tool's checkpoint: number of whole epochs that the run has done.
             scheduler_steps: for another tool's checkpoint: how often its schedules were stepped in
                 each optimizer step, as Accelerate steps them once for each process.
             settings: of schedules and optimizers (T_max, lr, betas) that the script gives
@@ -181,14 +181,14 @@ class Checkpoints:
                 "script" uses the script's, with schedules at their counts, and warns of it too.
 
         Returns:
-            The report, equal on all ranks; None when there is nothing to resume.
+            The report, equal on all ranks; None if there is nothing to resume.
 
         Raises:
-            ValueError: `which` is none of these, or a file of this run that is in no step.
-            CheckpointError: the step does not fit the state, which is unchanged then; ranks give
-                other arguments, or their data differs; or reading failed in the middle, and the
-                state may not be used before it is resumed again.
-            CorruptCheckpoint: steps are there, and all are damaged.
+            ValueError: `which` is none of these, or is a file of this run outside of its steps.
+            CheckpointError: the step does not fit the state, which is then unchanged; arguments or
+                data differ between ranks; or reading failed in the middle, and the state may not be
+                used before it is resumed again.
+            CorruptCheckpoint: there are steps, and all are damaged.
             UnsafeFile: another tool's pickle that would run code; nothing was run.
             RankError: a rank died or failed in an unforeseen way.
 
@@ -224,12 +224,12 @@ class Checkpoints:
     # -- the loop ---------------------------------------------------------------------------------
 
     def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
-        """Go over the steps of the run's `ElasticLoader`, and save when due and at the end.
+        """Iterate over the steps of the run's `ElasticLoader`; save when due and at the end.
 
         A step counts when it is whole: its microbatches ran, and an optimizer of the state stepped.
-        However the body is left then, by `break`, `return` or an exception, the step counts; one
-        that is left before comes again. An exception that leaves the `with` block saves nothing.
-        Goes from epoch to epoch; a run that is at its end already gets no step. All ranks.
+        However the body is left after that, by `break`, `return` or an exception, the step counts;
+        one that is left earlier comes again. An exception that leaves the `with` block saves
+        nothing. Goes from epoch to epoch; a run that is already at its end gets no step. All ranks.
 
         Args:
             until: optimizer steps of the whole run, earlier processes included.
@@ -239,9 +239,9 @@ class Checkpoints:
             The steps, each to be trained with `step.microbatches(model)`.
 
         Raises:
-            ValueError: no limit, both, a negative one; fused=True with exact=True and FSDP2.
-            TypeError: the state's data is not an ElasticLoader; a limit that is not an int.
-            CheckpointError: ranks give other limits; or a save failed: the last one is still there.
+            ValueError: no limit, both, or a negative one; fused=True with exact=True and FSDP2.
+            TypeError: the state's data is not an ElasticLoader, or a limit is not an int.
+            CheckpointError: limits differ between ranks; or a save failed: the last one is intact.
 
         Example::
 
@@ -261,7 +261,7 @@ class Checkpoints:
         self, loader: ElasticLoader, is_finished: Callable[[], bool], limits: Mapping[str, object]
     ) -> Generator[Step, None, None]:
         self._signals.watch()
-        self._counter.leave_body()  # of an earlier loop, whose iterator is still alive
+        self._counter.leave_body()  # that of an earlier loop whose iterator is still alive
         ranks, check = self._open("steps"), self._state.parts.check_usable
         compare_arguments(ranks, "steps", limits, CheckpointError, check)
         self._is_training = True
@@ -270,14 +270,14 @@ class Checkpoints:
             self.save(unless_saved=True)
 
     def step_done(self) -> None:
-        """Complete an optimizer step in a loop of one's own, and save when due. All ranks.
+        """Complete an optimizer step in a loop of your own, and save when due. All ranks.
 
-        Learns here of a background save that failed, and of SIGTERM (a last save, then SystemExit)
-        and SIGUSR1 (a save) that any rank got.
+        Here a background save that failed raises its error, and signals that any rank got are
+        handled: SIGTERM (a last save, then SystemExit) and SIGUSR1 (a save).
 
         Raises:
             CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
-                a save failed, and the last committed step is still there.
+                a save failed, and the last committed step is intact.
 
         Example::
 
@@ -317,7 +317,7 @@ class Checkpoints:
             known = BoundaryReport(*row)
             self._counter.count()
             self._counter.learn_ahead(ranks, known.ahead)
-        if not self._has_stepped:  # now its optimizers have their state
+        if not self._has_stepped:  # its optimizers have their state from now on
             self._has_stepped = True
             warn_of_refusal(self._state, ranks)
         if known.save_failed:
@@ -334,14 +334,14 @@ class Checkpoints:
             self._save_for(signals)
 
     def end_if_asked(self) -> None:
-        """End the run if SIGTERM has come to any rank: for long loops within a step, as an
+        """End the run if SIGTERM has come to any rank: for long loops within a step, such as an
         evaluation. All ranks, equally often; each call is one agreement.
 
         The last whole step is saved, and SystemExit raised. The step that is under way is whole if
-        an optimizer of the state has stepped: call it after all that the step changes.
+        an optimizer of the state has stepped: call it after everything that the step changes.
 
         Raises:
-            CheckpointError: within a step of a state without an optimizer; or as `save`.
+            CheckpointError: within a step of a state without an optimizer; or as for `save`.
         """
         self._signals.watch()
         ranks = self._open("end_if_asked")
@@ -351,7 +351,7 @@ class Checkpoints:
             self._save_for(signals)
 
     def _save_for(self, signals: Set[int]) -> None:
-        """Save because it is due, or for a signal; ends the run after SIGTERM. All ranks."""
+        """Save because it is due, or for a signal; end the run after SIGTERM. All ranks."""
         self.save(unless_saved=True)
         self._signals.mark_done(signals)
         if signal.SIGTERM in signals:
@@ -365,11 +365,11 @@ class Checkpoints:
         """Save now, at a step boundary; with background=True, return after a copy. All ranks.
 
         Args:
-            unless_saved: no warning where the step is saved already. It stays as it is either way.
+            unless_saved: do not warn if the step is saved already. It stays as it is either way.
 
         Raises:
             CheckpointError: something cannot be saved, a rank could not write, or the call comes
-                within a step. Nothing is committed then, but where the last sync failed.
+                within a step. Nothing is committed then, unless only the last sync failed.
             RankError: another rank ended.
 
         Example::
@@ -401,7 +401,7 @@ class Checkpoints:
         self._listeners.on_save()
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        """Write a snapshot into files, in either thread. All ranks."""
+        """Write a snapshot into files, in the main or the background thread. All ranks."""
         record = write(
             snapshot,
             self._folder,
@@ -418,7 +418,7 @@ class Checkpoints:
         self._records.add(record, ranks)
 
     def wait(self) -> None:
-        """Return when no save is in flight. All ranks.
+        """Wait until no save is in flight. All ranks.
 
         Raises:
             CheckpointError: the save that was in flight failed.
@@ -432,13 +432,13 @@ class Checkpoints:
         return self._folder.user_path(steps[0].name) if steps else None
 
     def saved(self) -> list[SavedStep]:
-        """The committed steps, the newest first; damaged ones are left out. Any rank."""
+        """Committed steps, the newest first, without damaged ones. Any rank."""
         return self._folder.saved()
 
     # -- open and close ---------------------------------------------------------------------------
 
     def _open(self, call: str) -> Ranks:
-        """The ranks; the first call opens and checks the run. All ranks."""
+        """Return the ranks; the first call opens and checks the run. All ranks."""
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
@@ -456,10 +456,10 @@ class Checkpoints:
     def close(self) -> None:
         """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
 
-        Saves nothing more: leaving the `with` block does. A later call opens all of it again.
+        Does not save; leaving the `with` block does. A later call opens everything again.
 
         Raises:
-            CheckpointError: the save that was in flight failed; all else is released all the same.
+            CheckpointError: the save that was in flight failed; all else is still released.
         """
         try:
             self.wait()
@@ -480,16 +480,16 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self._counter.leave_body()  # of a loop whose iterator is still alive
+            self._counter.leave_body()  # that of a loop whose iterator is still alive
             if error is not None:
                 if self._background and self._ranks and self._background.is_in_flight:
                     add = partial(self._records.add_alone, ranks=self._ranks)
                     self._background.finish_for_error(add)
-                if self._ranks is not None:  # the others may wait for this rank, and it may live on
+                if self._ranks is not None:  # the others may wait for this rank, which may live on
                     text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
                     why = f"rank {self._ranks.rank} has left the run by {text}"
                     first = self._ranks.end(why, is_death(error))
-                    # To torch a rank that failed and one that died are a closed connection.
+                    # To torch a rank that failed looks like one that died: a closed connection.
                     error = first if first and is_death(error) else error
                 return
             if self._is_training and self._ranks and self._counter.has_whole_steps(self._ranks):

@@ -1,4 +1,4 @@
-"""The listeners of one run: its log, and by doors what its options and its ranks ask for."""
+"""The listeners of one run: its log, and those that its options and its ranks call for."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from anyrank.world.ranks import Ranks
 
 
 class Listeners(list[RunListener]):
-    """Tells each listener, in their order, which is the same on all ranks."""
+    """Tells each listener, in an order that is the same on all ranks."""
 
     def open_search(self, folder: RunFolder, verify: bool, ranks: Ranks) -> StepSearch:
-        """The search for the newest step: a listener's that knows of more than the folder, or that
-        of the folder. All ranks.
+        """Open the search for the newest step. All ranks.
+
+        It is that of a listener which knows of more steps than the folder, or that of the folder.
         """
         searches = (listener.open_search(folder, verify) for listener in self)
         return next(filter(None, searches), None) or StepSearch(folder, None, verify, ranks)
 
     def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
-        """The run was resumed, or began; the report with what they know besides. All ranks."""
+        """Tell that the run was resumed, or began; return the report with additions. All ranks."""
         for listener in self:
             report = listener.on_resume(report, step)
         return report
 
     def tell(self, number: int) -> list[Any]:
-        """What each tells the other ranks of a step before it counts."""
+        """Collect what each listener tells the other ranks of a step before it counts."""
         return [listener.tell(number) for listener in self]
 
     def join(self, news: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -43,17 +44,17 @@ class Listeners(list[RunListener]):
         return [listener.join(of_some, of_others) for listener, of_some, of_others in rows]
 
     def on_step(self, news: Sequence[Any]) -> None:
-        """A step has counted, of which the ranks have told this. All ranks."""
+        """Tell that a step has counted, and what the ranks have told of it. All ranks."""
         for listener, of_listener in zip(self, news, strict=True):
             listener.on_step(of_listener)
 
     def on_save(self) -> None:
-        """A save has ended, or goes on in the background. All ranks."""
+        """Tell that a save has ended, or continues in the background. All ranks."""
         for listener in self:
             listener.on_save()
 
     def close(self, error: BaseException | None) -> None:
-        """The run is closed; its listeners hear nothing more."""
+        """Tell that the run is closed; its listeners hear nothing more."""
         for listener in self:
             listener.on_close(error)
         self.clear()
@@ -62,14 +63,14 @@ class Listeners(list[RunListener]):
 def open_listeners(
     state: TrainState, folder: RunFolder, lock: RunLock, options: SaveOptions, ranks: Ranks
 ) -> Listeners:
-    """The listeners of a run that is opened. All ranks.
+    """Open the listeners of a run that is being opened. All ranks.
 
     Args:
-        state: of the run.
-        folder: of the run.
-        lock: of the folder.
-        options: of the run.
-        ranks: of the run.
+        state: state of the run.
+        folder: folder of the run.
+        lock: lock of the folder.
+        options: options of the run.
+        ranks: ranks of the run.
     """
     opened, waited_sec = Listeners(), float
     if ranks.size > 1:  # one rank waits for nobody

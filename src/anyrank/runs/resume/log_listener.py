@@ -1,4 +1,4 @@
-"""The listener that writes the log of a run: how its time is spent, and its loss."""
+"""The listener that writes a run's log: how its time is spent, and its loss."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from anyrank.world.ranks import Ranks
 log = logging.getLogger("anyrank.resume")
 
 LINE_STEPS = 10  # steps between two lines
-MAX_LINES = 1000  # that are kept before the first save
+MAX_LINES = 1000  # lines that are kept before the first save
 
 
 class LogListener(RunListener):
-    """The log of one process of a run. Every rank has one; the first one's writes.
+    """The log of one process of a run. Every rank has one; only the first rank's writes.
 
-    Lines are kept in memory until this process has the folder's lock, from its first save on.
+    Lines stay in memory until this process has the folder's lock, which its first save takes.
 
     Args:
-        folder: of the run; in an object store, which cannot append, no log is written.
-        lock: of the folder.
-        state: of the run.
-        ranks: of the run.
-        waited_sec: how long this rank has waited for others so far.
+        folder: folder of the run; no log is written in an object store, which cannot append.
+        lock: lock of the folder.
+        state: state of the run.
+        ranks: ranks of the run.
+        waited_sec: returns the seconds that this rank has waited for others so far.
     """
 
     def __init__(
@@ -63,12 +63,13 @@ class LogListener(RunListener):
         return None if report is None else replace(report, redone_steps=redone_steps)
 
     def _note_restart(self) -> int:
-        """Note the end of a resume; the most steps that were done after it. The first rank."""
+        """Note the end of a resume; return how many steps came after it at most. The first rank."""
         self._restart_sec, self._last = self._since_last(), time.monotonic()
         lines = read_log(self._folder.absolute_path) if self._writes else ()
         for last_line in collections.deque(lines, maxlen=1):
-            # A process that was killed has done steps since its last line, short of the next one.
-            # One whose other ranks were killed writes a last line, mostly between two others.
+            # A process that was killed has done steps since its last line, fewer than until the
+            # next one. One whose other ranks were killed writes a last line, usually between two
+            # others.
             since_line = last_line.step % LINE_STEPS
             is_last = last_line.event in (END, ERROR) or (since_line and last_line.event != START)
             unknown = 0 if is_last else LINE_STEPS - 1 - since_line
@@ -78,7 +79,7 @@ class LogListener(RunListener):
         return self._redone_steps
 
     def tell(self, number: int) -> tuple[float, float] | None:
-        """Weighted sum and weight of this rank's losses, in a step with a line of the log."""
+        """Weighted sum and weight of this rank's losses, in a step that gets a line in the log."""
         data = self._state.data
         run = data.position.current if isinstance(data, ElasticLoader) else None
         last = run.passes[-1] if run is not None and run.passes else None
@@ -110,7 +111,7 @@ class LogListener(RunListener):
         if not self._has_begun:
             return
         event = ERROR if isinstance(error, Exception) else END
-        # The death of another rank is no end of this process's own: it is a kill.
+        # If another rank died, this process did not end on its own: it counts as killed.
         self._write(self._state.step, event="" if is_death(error) else event)
         if self._writes and log.isEnabledFor(logging.INFO):
             run_time = sum_up(read_log(self._folder.absolute_path))
@@ -141,7 +142,7 @@ class LogListener(RunListener):
         try:
             with open(os.path.join(self._folder.absolute_path, LOG), "ab+") as file:
                 file.seek(max(0, file.tell() - 1))
-                is_cut = file.read() not in (b"", b"\n")  # a kill in the middle of a line
+                is_cut = file.read() not in (b"", b"\n")  # by a kill in the middle of a line
                 file.write(b"\n" * is_cut + lines.encode())
         except OSError as error:
             self._writes = False

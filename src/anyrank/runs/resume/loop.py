@@ -1,7 +1,7 @@
 """The loop over the steps of a run: where it ends, and which of its steps count.
 
-A step counts if its microbatches ran and an optimizer of the state stepped. How the body was left
-does not matter.
+A step counts if its microbatches ran and an optimizer of the state stepped, however its body was
+left.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ BoundaryRow: TypeAlias = "tuple[Any, ...]"
 
 
 class BoundaryReport(NamedTuple):
-    """What a rank says at the end of a step, or some ranks together; a plain tuple as it is sent.
+    """The report of one or several ranks at the end of a step; sent as a plain tuple.
 
     Attributes:
         save_failed: whether a background save has failed.
         signals: SIGTERM and SIGUSR1, if a rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
-        ahead: of the first batches of the next step, if they were fetched.
+        ahead: report on the first batches of the next step, if they were fetched.
         news: what the run's listeners tell, in their order.
-        has_foreign_gradients: as of `StepHooks`.
+        has_foreign_gradients: see `StepHooks`.
     """
 
     save_failed: bool
@@ -57,7 +57,7 @@ class BoundaryReport(NamedTuple):
 
     @property
     def row(self) -> BoundaryRow:
-        """As it is sent, without a name that would take more bytes than all of it."""
+        """Return the tuple to send, without a class name, which would outweigh the rest."""
         return tuple(self)
 
 
@@ -66,7 +66,7 @@ def join_reports(
     row: BoundaryRow,
     other_row: BoundaryRow,
 ) -> BoundaryRow:
-    """Merge what ranks say at the end of a step; the first rank's comes first."""
+    """Merge what ranks say at the end of a step; the first rank's report comes first."""
     report, other = BoundaryReport(*row), BoundaryReport(*other_row)
     ahead = report.ahead or other.ahead
     if report.ahead is not None and other.ahead is not None:
@@ -87,9 +87,9 @@ def join_signals(signals: tuple[int, ...], others: tuple[int, ...]) -> tuple[int
 
 
 class Loop(Iterator[Step]):
-    """What `Checkpoints.steps` returns: each `for` begins where the run is.
+    """The iterator that `Checkpoints.steps` returns: each `for` begins where the run is.
 
-    Each `for` has an iterator of its own, so that leaving the loop closes it, also if this object
+    Each `for` has an iterator of its own, so that leaving the loop closes it, even if this object
     is kept in a variable. `next()` uses another iterator.
     """
 
@@ -106,15 +106,15 @@ class Loop(Iterator[Step]):
 
 
 class StepHooks:
-    """Hooks on a state's optimizers, which record whether one has stepped.
+    """Hooks on a state's optimizers that record whether one has stepped.
 
     Attributes:
-        optimizers: of the state, that take hooks.
-        handles: of the hooks.
-        stepped: set by any of them; reset where a step counts, and before each body.
+        optimizers: those of the state that take hooks.
+        handles: handles of the hooks.
+        stepped: set by any of the hooks; reset when a step counts, and before each body.
         has_foreign_gradients: whether an optimizer made its first step with gradients of parameters
-            that `microbatches()` did not get: then they are this rank's alone, unless the script
-            has exchanged them itself.
+            that `microbatches()` did not get: these are this rank's alone, unless the script has
+            exchanged them itself.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -132,7 +132,7 @@ class StepHooks:
                 self.optimizers.append(optimizer)
 
     def missed_gradients(self) -> bool:
-        """Whether there are gradients and no optimizer has stepped; never with a GradScaler."""
+        """Return whether gradients are left that no optimizer used; False with a GradScaler."""
         if self.stepped or self._has_scaler:
             return False
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -141,7 +141,7 @@ class StepHooks:
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepped = True
         begun = self._data.position.begun if isinstance(self._data, ElasticLoader) else []
-        if begun and optimizer not in self._looked_at:  # once: later it would cost each step
+        if begun and optimizer not in self._looked_at:  # once, because each look costs time
             self._looked_at.add(optimizer)
             known = {id(param) for sync in begun for param in sync.parameters}
             params = (param for group in optimizer.param_groups for param in group["params"])
@@ -150,16 +150,16 @@ class StepHooks:
 
 
 class StepCounter:
-    """Counts the steps that a process completes, within a loop over them and by itself.
+    """Counts the steps that a process completes, in the loop of `steps()` and outside of it.
 
     Attributes:
-        completed: steps that were counted.
+        completed: number of steps that were counted.
     """
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._hooks = StepHooks(state)
-        # By the handles, which hold no optimizer: one may have hooks that hold this run.
+        # It takes the handles, which hold no optimizer: one may have hooks that hold this run.
         for handle in self._hooks.handles:
             weakref.finalize(self, handle.remove).atexit = False
         self._body: Step | None = None  # the step whose body runs now
@@ -167,7 +167,7 @@ class StepCounter:
         self.completed = 0
 
     def check_countable(self) -> None:
-        """Refuse to count a step that is not complete, or that `steps()` counts.
+        """Refuse to count a step that is not complete, or that `steps()` counts itself.
 
         Raises:
             CheckpointError: microbatches have not run, the body of `steps()` runs, or the state is
@@ -188,7 +188,7 @@ class StepCounter:
         is_finished: Callable[[], bool],
         step_done: Callable[[], object],
     ) -> Generator[Step]:
-        """The steps of the loader, epoch after epoch; calls `step_done` after each body."""
+        """Yield the steps of the loader, epoch after epoch; call `step_done` after each body."""
         while not is_finished():
             for step in loader:
                 self.forget_steps()
@@ -207,7 +207,7 @@ class StepCounter:
         """Handle the end of a body.
 
         Raises:
-            CheckpointError: the loop was left meanwhile, and has accounted for this step.
+            CheckpointError: the loop was left meanwhile, which has accounted for this step.
         """
         if self._body is not step:
             raise CheckpointError(
@@ -225,15 +225,15 @@ class StepCounter:
             )
 
     def leave_body(self) -> None:
-        """Account for a body that did not run to its end, if any. Raises nothing."""
+        """Account for a body that did not run to its end, if any. Never raises."""
         if self._body is not None:
             self._body = None
             self._leave_step(require_loader(self._state).position)
 
     def leave_step(self) -> None:
-        """Account for the step that is under way, in a body or in a loop of one's own.
+        """Account for the step that is under way, in a body or in a loop of the user's.
 
-        Without a known optimizer such a loop alone knows whether its step is whole: then it stays.
+        Without a known optimizer only such a loop knows whether its step is whole: then it stays.
         """
         data = self._state.data
         if self._body is not None:
@@ -254,12 +254,12 @@ class StepCounter:
             position.abandon_step()  # the weights are those of the step before
 
     def forget_steps(self) -> None:
-        """Steps of the optimizers until now are none of the step that comes."""
+        """Forget the optimizers' steps until now: they do not belong to the next step."""
         self._hooks.stepped = self._hooks.has_foreign_gradients = False
 
     @contextlib.contextmanager
     def guard_boundary(self) -> Generator[None]:
-        """Mark the state as unusable if it is interrupted in here (Ctrl-C), before it counts."""
+        """Mark the state as unusable if it is interrupted inside (Ctrl-C) before it counts."""
         try:
             yield
         except Exception:
@@ -271,27 +271,27 @@ class StepCounter:
 
     @property
     def _ahead(self) -> OwnBatches | None:
-        """The first batches of the next step, if they were fetched."""
+        """First batches of the next step, if they were fetched."""
         data = self._state.data
         return data.position.ahead if isinstance(data, ElasticLoader) else None
 
     @property
     def has_foreign_gradients(self) -> bool:
-        """As of `StepHooks`, in the step that ends."""
+        """Whether the step that ends has foreign gradients; see `StepHooks`."""
         return self._hooks.has_foreign_gradients
 
     def ahead(self, rank: int) -> Ahead | None:
-        """What this rank says of them; None where there is nothing to say."""
+        """Return what this rank says of the next step's batches; None if nothing."""
         ahead = None if self._ahead is None else self._ahead.ahead(rank)
         return ahead if ahead is not None and (ahead.failed or ahead.report) else None
 
     def learn_ahead(self, ranks: Ranks, ahead: Ahead | None) -> None:
-        """The ranks know now which of them could not."""
+        """Learn from all ranks which of them could not fetch batches of the next step."""
         if self._ahead is not None:
             self._ahead.learn(ranks, ahead or Ahead({}, 0, []))
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
-        """Whether steps were counted, and none is under way: then leaving saves. All ranks.
+        """Return whether steps were counted and none is under way: then leaving saves. All ranks.
 
         Raises:
             CheckpointError: a step that does not count has changed the state of a rank.
@@ -328,7 +328,7 @@ class StepCounter:
 
 
 def require_loader(state: TrainState) -> ElasticLoader:
-    """The state's ElasticLoader.
+    """Return the state's ElasticLoader.
 
     Raises:
         TypeError: the state has none.
@@ -343,11 +343,11 @@ def require_loader(state: TrainState) -> ElasticLoader:
 
 
 def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
-    """A function that says whether the run has `until` optimizer steps, or `epochs` epochs.
+    """Return a function that says whether the run has `until` steps, or `epochs` epochs.
 
     Raises:
-        ValueError: none or both were given, or a negative number.
-        TypeError: a number that is not an int.
+        ValueError: neither or both were given, or a negative number.
+        TypeError: a number is not an int.
     """
     if (until is None) == (epochs is None):
         raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
@@ -357,5 +357,5 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
 
 
 def _lost_step_text(number: int, reason: str) -> str:
-    """Why a state is unusable that an uncounted step has changed."""
+    """Say why a state is unusable after a step changed it and did not count."""
     return f"step {number} does not count, but changed the weights: {reason}"

@@ -1,4 +1,4 @@
-"""The arguments of `Checkpoints` and of its resume, checked; every rank gives the same."""
+"""The arguments of `Checkpoints` and of its resume, with their checks; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ RENAMING = (
     "for a run whose model has other names now, start a new run from its weights: "
     "anyrank.load(model, path, rename=...)"
 )
-FOREIGN = ("rename", "parts", "epoch", "scheduler_steps")  # for another tool's checkpoint alone
+FOREIGN = ("rename", "parts", "epoch", "scheduler_steps")  # only for another tool's checkpoint
 
 
 @dataclass(frozen=True)
 class ResumeArguments:
-    """The arguments of `resume`; see there."""
+    """The arguments of `Checkpoints.resume`, which describes them."""
 
     which: str | int | os.PathLike[str]
     skip: Sequence[str]
@@ -43,7 +43,7 @@ class ResumeArguments:
 
     @property
     def path(self) -> str | None:
-        """The path, where one is given."""
+        """The path, if one is given."""
         which = self.which
         is_path = isinstance(which, os.PathLike) or (
             isinstance(which, str) and which not in ("auto", "must")
@@ -54,7 +54,7 @@ class ResumeArguments:
         """Check this rank's arguments.
 
         Raises:
-            ValueError, TypeError: names the argument.
+            ValueError, TypeError: an argument is wrong; the error names it.
         """
         which: Any = self.which
         if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
@@ -81,8 +81,8 @@ class ResumeArguments:
         """Check the arguments, and compare them over the ranks. All ranks.
 
         Raises:
-            ValueError, TypeError: as `check`; on all ranks.
-            CheckpointError: they differ.
+            ValueError, TypeError: as for `check`, on all ranks.
+            CheckpointError: the arguments differ.
         """
         arguments: dict[str, Any] = {}
 
@@ -100,24 +100,24 @@ class ResumeArguments:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a save is due: each `steps` steps, or each `seconds`; never when both are None."""
+    """When a save is due: every `steps` steps, or every `seconds`; never if both are None."""
 
     steps: int | None = None
     seconds: float | None = None
 
     def is_due(self, step: int, last_save: float) -> bool:
-        """Whether to save after this step; `last_save` is on the monotonic clock."""
+        """Return whether to save after this step; `last_save` is on the monotonic clock."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and time.monotonic() - last_save >= self.seconds
 
 
 def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
-    """The cadence that `every=`, or an argument of another name, gives.
+    """Return the cadence that `every=`, or an argument of another name, asks for.
 
     Raises:
-        TypeError: neither a number nor text.
-        ValueError: neither a positive number of steps nor a time such as "10min".
+        TypeError: the value is neither a number nor text.
+        ValueError: it is neither a positive number of steps nor a time such as "10min".
     """
     if every is None:
         return Cadence()
@@ -139,8 +139,8 @@ class SaveOptions:
     """The options of a run's saves; `Checkpoints` describes them.
 
     Raises:
-        ValueError: an option outside of what is allowed.
-        TypeError: an option of another type.
+        ValueError: an option is not among the allowed values.
+        TypeError: an option has another type.
     """
 
     path: str
@@ -153,7 +153,7 @@ class SaveOptions:
     replicas_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("keep", self.keep, 2)  # the newest may turn out damaged
+        check_int("keep", self.keep, 2)  # because the newest may turn out damaged
         check_bool(background=self.background, verify=self.verify)
         if self.keep_every is not None and not callable(self.keep_every):
             check_int("keep_every", self.keep_every, 1)
@@ -163,13 +163,13 @@ class SaveOptions:
         parse_cadence(_as_every(self.peers), "peers")
 
     def is_kept_forever(self, step: int) -> bool:
-        """Whether a step of this number is never removed. On the first rank."""
+        """Return whether a step of this number is never removed. On the first rank."""
         if callable(self.keep_every):
             return self.keep_every(step)
         return self.keep_every is not None and step % self.keep_every == 0
 
     def compares_replicas(self, step: int) -> bool:
-        """Whether the replicas are compared at the end of a step."""
+        """Return whether the replicas are compared at the end of a step."""
         return self.replicas_every is not None and step % self.replicas_every == 0
 
     @property
@@ -184,5 +184,5 @@ class SaveOptions:
 
 
 def _as_every(peers: bool | int | str) -> int | str | None:
-    """`peers=` as a cadence: True is each step, False is never."""
+    """Turn `peers=` into a cadence: True means each step, False never."""
     return int(peers) or None if isinstance(peers, bool) else peers

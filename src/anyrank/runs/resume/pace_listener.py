@@ -1,4 +1,4 @@
-"""The pace of a run: opened on several ranks, of which one may be slow."""
+"""The listener that measures a run's pace; only with several ranks, one of which may be slow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PaceListener(RunListener):
     """Measures the parts of each step by hooks of the model, from the second step on.
 
     Args:
-        state: of the run.
-        ranks: of the run.
+        state: state of the run.
+        ranks: ranks of the run.
     """
 
     def __init__(self, state: TrainState, ranks: Ranks) -> None:
@@ -28,11 +28,11 @@ class PaceListener(RunListener):
         self._has_begun = False
 
     def waited_sec(self) -> float:
-        """Seconds in which this rank has waited for others so far."""
+        """Seconds that this rank has waited for others so far."""
         return 0.0 if self._pace is None else self._pace.waited_sec
 
     def tell(self, number: int) -> bool:
-        """Whether this rank has the times of its last steps; mostly not."""
+        """Return whether this rank has the times of its last steps; mostly it has not."""
         return self._pace is not None and self._pace.has_window
 
     def join(self, news: Any, others: Any) -> bool:
@@ -58,8 +58,8 @@ class PaceListener(RunListener):
     def _start(self) -> None:
         model = self._state.parts.parts.get("model")
         if isinstance(model, nn.Module):
-            if Pace.running is not None:  # that of a watch: one at a time
+            if Pace.running is not None:  # that of a watch; only one can run at a time
                 Pace.running.close()
             self._pace = Pace(model, [innermost(o) for o in self._state.parts.optimizers()])
-            # Of a run that is dropped and not closed: a watch has none beside it.
+            # For a run that is dropped and not closed: otherwise a watch could not start beside it.
             weakref.finalize(self, self._pace.close).atexit = False

@@ -1,4 +1,4 @@
-"""What a path is that `Checkpoints.resume` is given: this run, another one, or another tool's."""
+"""Find what the path given to `Checkpoints.resume` leads to: this run, another, another tool's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from anyrank.sources.run_step import ASIDE, is_step, number_of
 from anyrank.wording import join_first
 from anyrank.world.ranks import Ranks
 
-SHOWN = 8  # names in an error
+SHOWN = 8  # names in an error message
 
 
 class PathTarget(NamedTuple):
-    """What a path is: a step of this run, one of another run, or neither.
+    """What a path leads to: a step of this run, one of another run, or neither.
 
     Attributes:
         own_step: "must" for this run's folder, or the number of one of its steps.
         step: another run's folder, and the number of a step.
-        problem: an error's text if there is nothing to resume.
+        problem: text of an error if there is nothing to resume.
     """
 
     own_step: str | int | None = None
@@ -33,10 +33,10 @@ class PathTarget(NamedTuple):
 def agree_on_path(
     path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
 ) -> PathTarget:
-    """What a path is. All ranks.
+    """Find what a path leads to. All ranks.
 
     Raises:
-        ValueError: it leads to no step, or `rename` with a run's path.
+        ValueError: it leads to no step, or `rename` was given with a run's path.
     """
     target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
     if target.problem:
@@ -51,7 +51,7 @@ def agree_on_path(
 
 
 def _find_target(path: str, folder: RunFolder) -> PathTarget:
-    """What a path is. One rank."""
+    """Find what a path leads to. One rank."""
     path = path.rstrip("/")
     run = RunFolder(storage_for(path), path)
     with reading(path):
@@ -79,7 +79,7 @@ def _find_target(path: str, folder: RunFolder) -> PathTarget:
 
 
 def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
-    """An error's text for a path that leads to no step."""
+    """Compose the error's text for a path that leads to no step."""
     directory = "" if "://" in path else f" (working directory {os.getcwd()})"
     steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "none"
     text = (
@@ -87,7 +87,7 @@ def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
         f"step as a number, of those that {folder.path} has: {steps}"
     )
     store, parent = storage_for(path), path.rpartition("/")[0]
-    own_path = _resolve(folder.path)  # whose steps are named already
+    own_path = _resolve(folder.path)  # its steps are listed above
     if parent not in ("", ".") and store.is_dir(parent) and _resolve(parent) != own_path:
         text += (
             f"; or a path, of those in {parent}: {join_first(sorted(store.names(parent)), SHOWN)}"
@@ -96,5 +96,5 @@ def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
 
 
 def _resolve(path: str) -> str:
-    """The one path of a folder, however it is written."""
+    """Return the one path of a folder, however it is written."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)

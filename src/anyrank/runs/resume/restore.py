@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anyrank.resume")
 
-RANDOM = "random"  # the random generators, in reports and skip= beside the parts of the state
+RANDOM = "random"  # names the random generators, in reports and in skip=
 
 
 def restore_state(
@@ -48,7 +48,7 @@ def restore_state(
     """Restore a state from its source. All ranks.
 
     Raises:
-        CheckpointError: it does not fit, and nothing has changed; or reading failed in the middle.
+        CheckpointError: the source does not fit, and nothing has changed; or reading failed midway.
         CorruptCheckpoint: the source is damaged.
     """
     restorer = _Restorer(state, source, arguments, ranks)
@@ -66,17 +66,17 @@ class _Restorer:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, PartMatch] = {}
-        self.comparison: Comparison | None = None  # where the script gives other settings
+        self.comparison: Comparison | None = None  # if the script gives other settings
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
         self.start = time.perf_counter()
 
     def match(self) -> None:
-        """Compare everything with the source; changes nothing.
+        """Compare everything with the source; change nothing.
 
         Raises:
-            CheckpointError: all problems, in one list.
+            CheckpointError: the source does not fit; all problems are in one list.
         """
 
         def match_parts() -> bool:
@@ -94,7 +94,7 @@ class _Restorer:
         )
 
     def _compare_settings(self) -> list[str]:
-        """Compare the script's settings with those of the saved run; returns problems."""
+        """Compare the script's settings with those of the saved run; return problems."""
         script, used = self.inner.settings, self.arguments.settings
         if used == "saved" and script.are_those_of(self.source.settings, self.matched):
             return []
@@ -104,10 +104,10 @@ class _Restorer:
         return self.comparison.problems()
 
     def _unknown_names(self) -> list[str]:
-        """The problem of names in skip= that are no part, if there are any.
+        """Return the problem of names in skip= that are not parts, if there are any.
 
-        Names that an earlier resume of the run has skipped are allowed, as a restarted job calls
-        resume with the same arguments.
+        Names that an earlier resume of the run has skipped are allowed, because a restarted job
+        calls resume with the same arguments.
         """
         skipped = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
         known = {*self.source.names, *self.inner.parts, *skipped, RANDOM}
@@ -122,7 +122,7 @@ class _Restorer:
             CheckpointError: reading failed, and the state is marked as half restored.
             CorruptCheckpoint: the same, because bytes are not those that were saved.
         """
-        self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole
+        self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole again
         try:
             self._read()
             self.ranks.run("restoring the state", self._commit)
@@ -158,7 +158,7 @@ class _Restorer:
                 self._read_from(reader, own_fills, files)
 
     def _read_from(self, reader: Reader, fills: Sequence[TensorFill], files: set[int]) -> None:
-        """Fill this rank's memory from one listing: each rank reads the tensors that it holds."""
+        """Fill this rank's memory from one listing; each rank reads the tensors that it holds."""
 
         def read() -> None:
             faults.point("resume.read")
@@ -192,7 +192,7 @@ class _Restorer:
 
     def _restore_streams(self) -> dict[str, StreamOutcome]:
         """Restore the random streams; last, so that nothing draws from them afterwards."""
-        if RANDOM in self.arguments.skip:  # they go on as the script has seeded them
+        if RANDOM in self.arguments.skip:  # they continue as the script has seeded them
             return {}
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
@@ -207,7 +207,7 @@ class _Restorer:
         def restore_saved() -> dict[str, StreamOutcome]:
             return restore(saved, coords, seed=seed, samples=samples, generators=generators)
 
-        _, outcomes = self.ranks.run_and_reduce(  # the first rank's
+        _, outcomes = self.ranks.run_and_reduce(  # the first rank's outcomes count
             "restoring the random streams",
             lambda: (None, restore_saved()),
             lambda first, _: first,
@@ -216,7 +216,7 @@ class _Restorer:
         return outcomes
 
     def _note_undrawn(self, names: Collection[str]) -> None:
-        """Streams that nobody has drawn from are as new: their seeds here are no draws."""
+        """Count streams that nobody has drawn from as new: seeding them here is not a draw."""
         digests = self.inner.digests_of_streams()
         self.inner.streams_before |= {name: digests[name] for name in names if name in digests}
 
@@ -236,13 +236,13 @@ class _Restorer:
         return notes
 
     def _warnings(self) -> list[str]:
-        """Those of the notes that people have to know."""
+        """Those notes that people have to know."""
         warnings = [text for part in self.matched.values() for text in part.warnings]
         of_settings = [] if self.comparison is None else self.comparison.warnings()
         return [*self.source.warnings(), *warnings, *of_settings]
 
     def _stream_outcome(self) -> Outcome:
-        """What became of the random streams together."""
+        """Say what became of the random streams together."""
         before, ranks = self.source.saved_on.ranks, self.ranks.size
         for kind in ("derived", "skipped"):
             names = [name for name, stream in self.outcomes.items() if stream.how == kind]
@@ -258,10 +258,10 @@ class _Restorer:
         return Outcome("exact")
 
     def report(self) -> ResumeReport:
-        """The report of the resume. All ranks."""
+        """Make the report of the resume. All ranks."""
         source = self.source
         seconds = time.perf_counter() - self.start
-        # A report says these two numbers of each rank, and is equal on all.
+        # The report gives these two numbers for each rank, and must be equal on all.
         measured = self.ranks.gather("measuring the resume", (self.bytes_read, seconds))
         components = {name: part.outcome for name, part in self.matched.items()}
         components[RANDOM] = self._stream_outcome()
@@ -289,12 +289,12 @@ class _Restorer:
 
 
 def _half_restored_text(reason: str) -> str:
-    """Why a state is unusable whose resume failed."""
+    """Say why a state is unusable after its resume failed."""
     return f"the state is half restored, as a resume failed in the middle ({reason})"
 
 
 def _note_differences(names: Sequence[str]) -> list[str]:
-    """A note on tensors that differed between the ranks that saved them, if there are any."""
+    """Note the tensors that differed between the ranks that saved them, if there are any."""
     if not names:
         return []
     return [
@@ -304,7 +304,7 @@ def _note_differences(names: Sequence[str]) -> list[str]:
 
 
 def _log_report(report: ResumeReport, warned: Sequence[str]) -> None:
-    """Log a resume; warn of what was not restored exactly, and of some of its notes."""
+    """Log a resume; warn of parts that were not restored exactly, and of some of its notes."""
     log.info("%s", report)
     if report.set_aside:
         log.warning(

@@ -22,9 +22,9 @@ class Resumed(NamedTuple):
     """The result of a resume.
 
     Attributes:
-        report: for the caller.
-        step: that was restored, if it is one of this run.
-        is_branch: whether the caller gave the step's number, so that there may be newer ones.
+        report: report for the caller.
+        step: step that was restored, if it is one of this run.
+        is_branch: whether the caller gave the step's number, so that newer ones may exist.
     """
 
     report: ResumeReport
@@ -43,23 +43,23 @@ def resume_run(
     """Restore a state; None if there is nothing to resume. All ranks.
 
     Args:
-        state, folder: of the run.
-        arguments, verify: of the caller.
-        ranks: of the run.
+        state, folder: state and folder of the run.
+        arguments, verify: arguments of the caller.
+        ranks: ranks of the run.
         open_search: opens the search for the newest step.
 
     Raises:
-        ValueError: a path that leads to no step, or `rename` with a run's path.
-        CheckpointError: "must" and no checkpoint; or see `Checkpoints.resume`.
+        ValueError: a path leads to no step, or `rename` was given with a run's path.
+        CheckpointError: "must" was given and there is no checkpoint; see also `Checkpoints.resume`.
     """
     path, which = arguments.path, arguments.which
     target = None if path is None else agree_on_path(path, folder, arguments, ranks)
     if target is not None and target.own_step is not None:
         path, which = None, target.own_step
     number = which if path is None and isinstance(which, int) else None
-    # skip= was for the first resume, from the path: the run's own steps have all parts.
+    # skip= was meant for the first resume, from the path: the run's own steps have all parts.
     own_arguments = arguments if path is None else replace(arguments, skip=())
-    # A step that is asked for by its number is one of the folder, whose files stay.
+    # A step that is asked for by its number comes from the folder, and its files stay.
     search = (
         open_search(folder, verify, ranks)
         if number is None
@@ -89,14 +89,14 @@ def _begin_with(
     verify: bool,
     ranks: Ranks,
 ) -> ResumeReport:
-    """Begin a run with a step of another run, or with what another tool saved. All ranks."""
+    """Begin a run with a step of another run, or with another tool's checkpoint. All ranks."""
     if step is None:
         from anyrank.runs.adopt.adopt import adopt
 
         return restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks)
     run_path, number = step
     other_run = RunFolder(storage_for(run_path), run_path)
-    search = StepSearch(other_run, number, verify, ranks)  # of a number: sets nothing aside
+    search = StepSearch(other_run, number, verify, ranks)  # by number, so it sets nothing aside
     resumed = _restore_newest(state, search, arguments, ranks)
     assert resumed is not None
     state.run = None  # a new run begins

@@ -1,9 +1,9 @@
-"""A run's `log.jsonl`: one JSON object a line, flat, which readers of metrics take as it is.
+"""A run's `log.jsonl`: one flat JSON object per line, which readers of metrics take as it is.
 
 Each process appends its own lines: a first with `"event": "start"`, one for every tenth step, and a
-last with `"event": "end"`, or "error" where an exception ended it, also one of another rank. A
-process that is killed, or whose other ranks are, writes neither. All have the seconds that
-this process has spent so far, so that its last line counts. Lines that are none are left out.
+last with `"event": "end"`, or "error" if an exception ended it, even another rank's. A process
+that is killed, or whose other ranks are, writes no last line. All lines have the seconds that
+this process has spent so far, so that its last line counts. Lines that do not parse are left out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class LogLine:
     Attributes:
         time: seconds since 1970.
         step: optimizer steps of the run that were done.
-        ranks: of the process group.
-        loss: mean over the step's global batch, where the loop gives one.
+        ranks: ranks of the process group.
+        loss: mean over the step's global batch, if the loop gives one.
         event: "start", "end", "error", or "" for a step.
-        redone_steps: of a start: at most so many steps were done before, and are done again.
-        steps_sec, saves_sec, restart_sec, waiting_sec: of this process so far, on the first rank.
+        redone_steps: in a start: at most so many steps were done before, and are done again.
+        steps_sec, saves_sec, restart_sec, waiting_sec: seconds of this process so far, on the first
+            rank.
     """
 
     time: float
@@ -46,13 +47,13 @@ class LogLine:
     waiting_sec: float = 0.0
 
     def to_json(self) -> str:
-        """As text, without what is empty."""
+        """Return the line as text, without empty fields."""
         kept = {k: v for k, v in vars(self).items() if v not in (None, "") or k in SECONDS}
         return json.dumps(kept)
 
 
 def read_log(folder: str) -> Iterator[LogLine]:
-    """The lines of a run on a local disk; none where there is no log."""
+    """Read the lines of a run on a local disk; none if there is no log."""
     path = os.path.join(folder, LOG)
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         while text := file.readline(MAX_LINE):

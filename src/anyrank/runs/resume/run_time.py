@@ -1,4 +1,4 @@
-"""Where the time of a run went, summed up over the lines of its log."""
+"""The time of a run by its use, summed up over the lines of its log."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, cast
 from anyrank.runs.resume.run_log import END, ERROR, SECONDS, START, LogLine
 from anyrank.wording import count
 
-MOST_RANKS = 8  # rank counts that are shown
+MOST_RANKS = 8  # rank counts to show
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Where the time of a run went, over all of its processes. Prints as one line.
+    """The time of a run by its use, over all of its processes. Prints as one line.
 
     Attributes:
-        ranks: of each start, in order.
-        kills: starts whose end is missing, but for the last one: a rank of them was killed.
-        errors: starts that an exception has ended, of any rank.
+        ranks: number of ranks of each start, in order.
+        kills: starts without an end, except for the last one: a rank of them was killed.
+        errors: starts that an exception of any rank ended.
         is_open: whether the last start has no end: the process runs, or was killed.
-        steps: that were done, those that were done again counted twice.
-        redone_steps: at most so many were done again after kills: the log has every tenth step.
-        steps_sec, saves_sec, restart_sec, waiting_sec: seconds on the first rank. A restart is from
-            the last line of a process that was killed, else from the new one's first call, to the
-            end of the resume.
-        share: of the time, what went into steps that count; from 0 to 1.
+        steps: steps that were done; those that were done again count twice.
+        redone_steps: most steps that were done again after kills: the log has every tenth step.
+        steps_sec, saves_sec, restart_sec, waiting_sec: seconds on the first rank. A restart lasts
+            from the last line of a process that was killed, otherwise from the new one's first
+            call, to the end of the resume.
+        share: share of the time that went into steps that count; from 0 to 1.
     """
 
     ranks: list[int]
@@ -57,7 +57,7 @@ class RunTime:
 
 
 def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
-    """Where the time of a run went; None of a run without a line."""
+    """Sum up the time of a run; None if it has no line."""
     starts: list[LogLine] = []
     ends: list[LogLine] = []  # the last line of each
     for line in lines:

@@ -1,4 +1,4 @@
-"""The saves of one process, and the function of the user's that is told of them."""
+"""The saves of one process, and the user's function that is told of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class SaveRecords:
         on_commit: as for `Checkpoints`.
 
     Attributes:
-        has_callback: whether this rank has `on_commit`; then, from the first agreement on, whether
-            any rank has.
+        has_callback: whether this rank has `on_commit`; from the first agreement on, whether any
+            rank has.
     """
 
     def __init__(self, on_commit: Callable[[SaveRecord], object] | None) -> None:
         self.has_callback = on_commit is not None
         self._on_commit = on_commit
-        self._schedules: tuple[int, dict[str, Any]] = 0, {}  # of the step that was saved last
+        self._schedules: tuple[int, dict[str, Any]] = 0, {}  # those of the step that was saved last
 
     def add(self, record: SaveRecord, ranks: Ranks) -> None:
         """Record a finished save, and call `on_commit`. All ranks."""
@@ -38,7 +38,7 @@ class SaveRecords:
             ranks.run("calling on_commit", lambda: self._call_back(record, ranks))
 
     def add_alone(self, record: SaveRecord, ranks: Ranks) -> None:
-        """The same without the other ranks, which may have failed."""
+        """Record a finished save without the other ranks, which may have failed."""
         self._note(record, ranks)
         self._call_back(record, ranks)
 
@@ -51,11 +51,11 @@ class SaveRecords:
             self._on_commit(record)
 
     def note_schedules(self, state: TrainState) -> None:
-        """Remember the schedules of the step that is saved now."""
+        """Remember the schedules of the step that is being saved."""
         self._schedules = state.step, _schedules_of(state)
 
     def warn_of_saved(self, path: str, state: TrainState, *, always: bool) -> None:
-        """Warn that a step is left as it is: `always`, or if a schedule has stepped since."""
+        """Warn that a step is left as it is: if `always`, or if a schedule has stepped since."""
         now, (step, before) = _schedules_of(state), self._schedules
         known = before.keys() & now.keys() if step == state.step else set[str]()
         changed = [name for name in known if now[name] != before[name]]

@@ -32,8 +32,8 @@ class StepOfRun(ResumeSource):
 
     Attributes:
         candidate: the step as the search found it.
-        manifest: of the step.
-        skipped_notes: for each newer step that was skipped and is not in the folder, why.
+        manifest: manifest of the step.
+        skipped_notes: the reason for each newer step that was skipped and is not in the folder.
     """
 
     candidate: Candidate
@@ -60,7 +60,7 @@ class StepOfRun(ResumeSource):
         try:
             matched = inner.match(records, part_source, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            # No proof of damage: the state_dict() of a part may have raised it.
+            # It does not prove damage: the state_dict() of a part may have raised it.
             raise CheckpointError(
                 f"{self.path} does not fit the state: {type(error).__name__}: {error}"
             ) from error
@@ -80,8 +80,8 @@ class Candidate:
     """A step that may be resumed.
 
     Attributes:
-        manifest, listing: what it holds; None if they cannot be read.
-        damage: what is damaged, or None.
+        manifest, listing: its contents; None if they cannot be read.
+        damage: description of what is damaged, or None.
     """
 
     step: int
@@ -92,11 +92,11 @@ class Candidate:
 
 
 class StepSearch:
-    """The steps of a run's folder, the newest first, until one is whole; or one of them, by its
-    number. Equal on all ranks.
+    """Searches the steps of a run's folder, the newest first, until one is whole, or for one step
+    by its number. Equal on all ranks.
 
     Damaged steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
-    network is no proof of damage, and is raised.
+    network does not prove damage, and is raised.
     """
 
     def __init__(self, folder: RunFolder, number: int | None, verify: bool, ranks: Ranks) -> None:
@@ -106,11 +106,11 @@ class StepSearch:
         self.set_aside: list[str] = []
 
     def next(self) -> StepOfRun | None:
-        """The next step that looks whole, or the requested one; None for an empty folder.
+        """Find the next step that looks whole, or the requested one; None for an empty folder.
         All ranks.
 
         Raises:
-            CheckpointError: no step, or not the requested one, can be used.
+            CheckpointError: no step can be used, or not the requested one.
         """
         while (candidate := self.find_candidate()) is not None:
             if candidate.damage is None:
@@ -128,11 +128,11 @@ class StepSearch:
         return None
 
     def find_candidate(self) -> Candidate | None:
-        """The newest step that was not rejected. All ranks."""
+        """Find the newest step that was not rejected. All ranks."""
         return self.ranks.run_on_one("looking for a checkpoint", self._find_step)
 
     def _find_step(self) -> Candidate | None:
-        """The step to try, with its damage. One rank."""
+        """Find the step to try, with its damage. One rank."""
         folder, steps = self.folder, self.folder.steps()
         if self.number is not None:
             chosen = [step for step in steps if step.number == self.number]
@@ -148,7 +148,7 @@ class StepSearch:
             listing = list_step(folder.store, folder.join(name), manifest, small_files)
             return Candidate(number, name, manifest, listing)
         except CorruptCheckpoint as error:
-            manifest = None  # if it can be read, it says how many samples are lost
+            manifest = None  # when readable, it says how many samples are lost
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(folder.store, folder.join(name))
             return Candidate(number, name, manifest, damage=str(error))
@@ -158,7 +158,7 @@ class StepSearch:
             raise
 
     def open_step(self, candidate: Candidate) -> StepOfRun:
-        """The step of a candidate that looks whole."""
+        """Open the step of a candidate that looks whole."""
         manifest, listing = candidate.manifest, candidate.listing
         assert manifest is not None
         assert listing is not None
@@ -202,14 +202,14 @@ class StepSearch:
         )
 
     def count_lost(self, candidate: Candidate, damage: str) -> None:
-        """Count what is lost with a damaged step."""
+        """Count the steps and samples that are lost with a damaged step."""
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
         self.reasons.append(damage)
 
     def _set_aside(self, candidate: Candidate, damage: str) -> str:
-        """The new name of a damaged step. One rank."""
+        """Set a damaged step aside; return its new name. One rank."""
         try:
             return self.folder.set_aside(candidate.name, DAMAGED)
         except CheckpointError as error:
@@ -220,7 +220,7 @@ class StepSearch:
             ) from error
 
     def _error(self) -> CheckpointError:
-        """The error if all steps are damaged."""
+        """Make the error for the case that all steps are damaged."""
         path, count = self.folder.path, len(self.reasons)
         set_aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
         return CorruptCheckpoint(
@@ -229,7 +229,7 @@ class StepSearch:
 
 
 def unreadable_error(path: str, error: Exception) -> CheckpointError:
-    """The error if a disk or the network fails: no proof that the step is damaged."""
+    """Make the error for a disk or network that fails, which does not prove the step damaged."""
     return CheckpointError(
         f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
         "run's folder to go on from the step before"

@@ -14,18 +14,19 @@ from weakref import WeakSet
 log = logging.getLogger("anyrank.resume")
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)  # by priority
-GRACE_SEC = 10.0  # launcher and scheduler may both send a SIGTERM for one end, moments apart
+GRACE_SEC = 10.0  # launcher and scheduler may each send a SIGTERM for one end, moments apart
 
 
 class PendingSignals:
     """The signals that a run has received and not handled. A SIGTERM later than GRACE_SEC after the
-    first ends the process at once, as the last save may hang.
+    first ends the process at once, because the last save may hang.
 
-    Each open run of a process records them; the first one at a step boundary handles them. It says
-    at once that a signal came, as a long step or evaluation may outlast the grace of a launcher.
+    Each open run of a process records them; the first one at a step boundary handles them. It logs
+    at once that a signal came, because a long step or evaluation may outlast a launcher's grace.
 
     Args:
-        describe: what the run waits for, as text: its folder and the step that is under way.
+        describe: returns what the run waits for, as text: its folder and the step that is under
+            way.
     """
 
     # Signals belong to the process. A run that is dropped without being closed records none.
@@ -35,14 +36,14 @@ class PendingSignals:
     def __init__(self, describe: Callable[[], str] = str) -> None:
         self.describe = describe
         self.received = set[int]()
-        self.first_term_sec: float | None = None  # when, on the monotonic clock
+        self.first_term_sec: float | None = None  # its time on the monotonic clock
         self.saved_for_term = False  # whether the last save after a SIGTERM is done
 
     def watch(self) -> None:
         """Record the signals until `restore`. Only the main thread can, and gets them.
 
-        Further calls change nothing. A signal whose handler is not Python's is left alone, as that
-        handler could not be restored.
+        Further calls change nothing. A signal whose handler is not Python's is left alone, because
+        that handler could not be restored.
         """
         if self in self.open_runs or threading.current_thread() is not threading.main_thread():
             return
@@ -53,7 +54,7 @@ class PendingSignals:
                 self.previous_handlers[number] = signal.signal(number, _record_in_all)
 
     def record(self, number: int) -> None:
-        """Record a signal that arrived, and say so."""
+        """Record a signal that arrived, and log it."""
         if number == signal.SIGTERM:
             now = time.monotonic()
             if self.first_term_sec is None:
@@ -77,11 +78,11 @@ class PendingSignals:
                 )
 
     def find_pending(self) -> int | None:
-        """A signal that is not handled yet, or None; SIGTERM before SIGUSR1."""
+        """Return a signal that is not handled yet, or None; SIGTERM before SIGUSR1."""
         return next((number for number in WATCHED if number in self.received), None)
 
     def pending(self) -> tuple[int, ...]:
-        """The same, for the other ranks."""
+        """Return the pending signal as a tuple, for the other ranks."""
         number = self.find_pending()
         return () if number is None else (number,)
 
@@ -91,7 +92,7 @@ class PendingSignals:
         self.saved_for_term = self.saved_for_term or signal.SIGTERM in numbers
 
     def restore(self) -> None:
-        """Stop recording; restores the former handlers when no other run of the process records."""
+        """Stop recording; restore the former handlers if no other run of the process records."""
         self.open_runs.discard(self)
         while self.previous_handlers and not self.open_runs:
             signal.signal(*self.previous_handlers.popitem())

@@ -1,4 +1,4 @@
-"""The interface between a resume and what it restores: a step of a run or another tool's files."""
+"""The interface between a resume and its source: a step of a run or another tool's files."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from anyrank.world.ranks import Ranks
 
 @dataclass(kw_only=True)
 class ResumeSource(ABC):
-    """A step of a run, or what another tool saved.
+    """A step of a run, or another tool's checkpoint.
 
     Attributes:
-        path: for errors and the report.
-        listing: its tensors.
-        names: of its parts.
+        path: its path, for errors and the report.
+        listing: listing of its tensors.
+        names: names of its parts.
         step, epoch, samples: how far the run was.
         saved_on: how many ranks wrote it, and in which layout.
-        run: id of the run that goes on from it; None for one that begins with it.
+        run: id of the run that continues from it; None for one that begins with it.
         lineage: the run's resumes before this one.
-        settings: part -> what the script of the saved run gave it; empty where nobody knows.
+        settings: part -> settings that the saved run's script gave it; empty if they are unknown.
         streams: the random streams; None to derive new ones, for the reason in `no_streams`.
         differed: names of tensors that differed between the ranks that saved it.
         verify: whether the bytes that are read are compared with their checksums.
-        verified: a text for the report that says what was compared.
-        lost_steps, lost_samples: of newer steps that are damaged.
+        verified: text for the report that says what was compared.
+        lost_steps, lost_samples: numbers of steps and samples lost with newer steps that are
+            damaged.
         set_aside: the new names of those steps.
         bring: makes files readable on this rank, by their indices, and returns the listing with
-            their paths; None where all can be read. Called by all ranks, after the match.
+            their paths; None if all can be read. Called by all ranks, after the match.
     """
 
     path: str
@@ -63,9 +64,9 @@ class ResumeSource(ABC):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, PartMatch]:
-        """Match each part of a state that is not skipped with its source. Any rank, by itself.
+        """Match each part of a state that is not skipped with its source. Any rank, on its own.
 
-        Changes nothing. What does not fit is among the problems of the parts.
+        Changes nothing. Whatever does not fit is among the problems of the parts.
 
         Raises:
             CheckpointError: the source itself is damaged, or has nothing for this state.
@@ -73,14 +74,14 @@ class ResumeSource(ABC):
 
     @abstractmethod
     def notes(self) -> list[str]:
-        """Further notes for the report."""
+        """Return further notes for the report."""
 
     def warnings(self) -> list[str]:
-        """Notes of the source as a whole that people have to know."""
+        """Return notes on the source as a whole that people have to know."""
         return []
 
 
 def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:
-    """An error's text: all problems, and whether the state has changed."""
+    """Compose an error's text: all problems, and whether the state has changed."""
     now = "as it was" if unusable is None else "half restored from a damaged step"
     return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
