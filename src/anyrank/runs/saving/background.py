@@ -1,4 +1,4 @@
-"""A save beside the training: each rank copies its share, and a thread writes the copy."""
+"""A save during the training: each rank copies its share, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class BackgroundSave:
 
         Args:
             snapshot: what to save.
-            ranks: the ranks, for the calling thread.
-            start: when the training stopped, on the performance counter.
+            ranks: ranks for the calling thread.
+            start: time on the performance counter at which the training stopped.
 
         Raises:
-            AnyrankError: a rank had no memory for the copy; nothing was started.
+            AnyrankError: a rank had no memory for the copy, and nothing was started.
         """
 
         def stage() -> list[Item]:
@@ -82,20 +82,20 @@ class BackgroundSave:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a save was started that `wait` has not returned yet."""
+        """Return whether a save was started that `wait` has not returned yet."""
         return self._thread is not None and self._thread.ident is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save has ended without a checkpoint."""
+        """Return whether a save has ended without a checkpoint."""
         return isinstance(self._result, AnyrankError)
 
     def wait(self, timeout: float | None = None) -> SaveRecord:
         """Wait for the save in flight, and return its record.
 
         Raises:
-            AnyrankError: it failed, on all ranks; or it takes longer than `timeout` seconds, and
-                is still in flight.
+            AnyrankError: the save failed, on all ranks; or it takes longer than `timeout` seconds,
+                and is still in flight.
         """
         assert self._thread is not None
         self._thread.join(timeout)
@@ -110,7 +110,7 @@ class BackgroundSave:
 
     def finish_for_error(self, tell: Callable[[SaveRecord], None]) -> None:
         """Wait briefly for the save in flight while an exception passes, which the user must see;
-        calls `tell` with its record.
+        call `tell` with its record.
         """
         try:
             tell(self.wait(FAILED_EXIT_SEC))

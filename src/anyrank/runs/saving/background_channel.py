@@ -1,4 +1,4 @@
-"""Connections for a thread of its own, whose messages must not mix with the training's."""
+"""Connections for a thread of its own, so that its messages do not mix with the training's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _used: set[tuple[tuple[int, ...], int]] = set()  # ranks, and a channel between 
 
 @contextmanager
 def open_channel(ranks: Ranks, call: str) -> Generator[Ranks, None, None]:
-    """The same ranks, with connections for a thread of their own. All ranks."""
+    """Open connections between the same ranks for a thread of their own. All ranks."""
     own_used = {channel for members, channel in _used if members == ranks.ranks}
     used = ranks.reduce(f"opening a channel for {call}", own_used, operator.or_)
     channel = next(n for n in itertools.count(1) if n not in used)

@@ -47,7 +47,7 @@ class Snapshot:
 
     Attributes:
         items: this rank's boxes.
-        manifest: of the step; files and streams are added when they are written.
+        manifest: manifest of the step; files and streams are added when they are written.
         aliases: names of tied tensors -> the name that is saved.
         streams: random streams of all ranks, with the states that no earlier rank saves.
     """
@@ -60,16 +60,17 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank sends to the others about its state.
+    """The summary of its state that a rank sends to the others.
 
     Attributes:
-        inventory: of the tensors that the ranks hold together.
+        inventory: digest of the tensors that the ranks hold together.
         shared: part -> digest of its record, if that must be equal on all ranks.
-        records: part -> digest of what may differ between ranks, and is then saved for each.
+        records: part -> digest of a record that may differ between ranks, and is then saved for
+            each.
         rank: the rank's position, also among the data-parallel ones.
         streams: random stream -> digest of its state.
         unused: streams that the rank has neither drawn from nor seeded.
-        step, run: of the state.
+        step, run: step and run of the state.
         new_run: an id for a run that has none; the first rank's is used.
         saves: number of saves of the state in this process.
     """
@@ -90,7 +91,7 @@ class RankSummary:
 
 
 def is_within_step(state: TrainState) -> bool:
-    """Whether microbatches were drawn that no completed step accounts for."""
+    """Return whether microbatches were drawn that no completed step accounts for."""
     return isinstance(state.data, ElasticLoader) and state.data.in_step
 
 
@@ -130,11 +131,11 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
 
     Args:
         state: the state to save.
-        ranks: all that hold it.
+        ranks: all ranks that hold it.
         check: raises an error if this rank must not save for another reason; takes the lock.
 
     Raises:
-        CheckpointError: something cannot be saved, or ranks differ that must be equal.
+        CheckpointError: something cannot be saved, or ranks differ in what must be equal.
     """
     if isinstance(state.data, ElasticLoader):
         # A checkpoint with a wrong position would repeat or lose samples in every later resume.
@@ -149,12 +150,12 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         return (parts, streams), _summarize(state, parts, streams, ranks)
 
     (parts, states), summaries = ranks.run_and_gather("collecting the state", collect_own)
-    # Before the replicas: tensors that differ in name or layout have none.
+    # Before the replicas: tensors that differ in name or layout have no replicas.
     coordinates = _compare(parts, summaries, ranks)
     records = _build_records(parts, summaries, ranks)
     _note_alike(state, parts, records, ranks)
     differed = compare_replicas(parts, coordinates, summaries[0].saves, state.step, ranks)
-    # The first rank's count on all, as they compare the same ninth in the next save.
+    # All take the first rank's count, so that they compare the same ninth in the next save.
     state.parts.saves = summaries[0].saves + 1
     manifest = Manifest(
         run=state.run or summaries[0].new_run,
@@ -181,8 +182,8 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
 def _note_alike(
     state: TrainState, parts: Mapping[str, PartState], records: dict[str, Any], ranks: Ranks
 ) -> None:
-    """Record what all ranks hold alike beside shares of parameters; warn once of what they do not,
-    as only as many ranks can go on with it. All ranks.
+    """Record what all ranks hold equal beside shares of parameters; warn once of what differs,
+    because only as many ranks can resume it. All ranks.
     """
     inner = state.parts
     inner.alike = find_alike(parts, inner.alike, ranks)
@@ -209,7 +210,7 @@ def _base_name(tensor: ShardedTensor) -> str:
 
 
 def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
-    """This rank's position, also among the data-parallel ranks if the loader knows them."""
+    """Find this rank's position, also among the data-parallel ranks if the loader knows them."""
     data = (ranks.index, ranks.size)
     if isinstance(state.data, ElasticLoader):
         data = state.data.position.data_rank()
@@ -222,11 +223,11 @@ def _plan_items(
     coordinates: Mapping[int, Coordinates],
     ranks: Ranks,
 ) -> list[Item]:
-    """The boxes that this rank writes: its part of the shared tensors, and tensors of its own."""
+    """Plan the boxes that this rank writes: its part of the shared tensors, and its own tensors."""
     tensors = shared_tensors(parts)
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
     writes = plan_writes(tensors, coordinates, by_first=may_differ)
-    # What all ranks have alike is written once, by the first; what differs, by each rank.
+    # A tensor that all ranks have equal is written once, by the first; one that differs, by each.
     own_tensors = [
         tensor
         for part, saved in parts.items()
@@ -241,7 +242,7 @@ def _plan_items(
 def _select_streams(
     summaries: Sequence[RankSummary], states: Mapping[str, StreamState], ranks: Ranks
 ) -> SavedStreams:
-    """The random streams; each state is saved by the first rank that has it."""
+    """Select the random streams; each state is saved by the first rank that has it."""
     digests = [summary.streams for summary in summaries]
     # Ranks whose streams are at the same state save it once: a restart has N equal ones.
     earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
@@ -255,7 +256,7 @@ def _select_streams(
 
 
 def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
-    """The layout of most bytes on the ranks, in words."""
+    """Describe, in words, the layout that most bytes have on the ranks."""
     bytes_by_layout: dict[str, int] = {}
     for tensor in tensors:
         layout = "replicated" if tensor.layout is None else tensor.layout.in_words()
@@ -273,10 +274,10 @@ def _summarize(
     streams: Mapping[str, StreamState],
     ranks: Ranks,
 ) -> RankSummary:
-    """This rank's summary.
+    """Summarise this rank's state.
 
     Raises:
-        CheckpointError: two tensors of one name.
+        CheckpointError: two tensors have one name.
     """
     _refuse_duplicates(parts)
     shared = {part: digest_of([_shared_record(saved)]) for part, saved in parts.items()}
@@ -303,15 +304,15 @@ def _summarize(
 
 
 def _shared_record(saved: PartState) -> Any:
-    """What must be equal on all ranks of a part's record."""
+    """Return the part of a part's record that must be equal on all ranks."""
     return saved.record if saved.agreement == "equal" else None
 
 
 def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
-    """Refuse two values under one name, as a checkpoint has one tensor for each.
+    """Refuse two values under one name, because a checkpoint has one tensor for each name.
 
     Raises:
-        CheckpointError: names the first.
+        CheckpointError: two values have one name; the error names the first.
     """
     seen: set[str] = set()
     for part, saved in parts.items():
@@ -330,7 +331,7 @@ def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
 def _compare(
     parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
 ) -> Mapping[int, Coordinates]:
-    """Raise an error for what differs between the ranks; see `check_alike`. All ranks."""
+    """Raise an error for any difference between the ranks; see `check_alike`. All ranks."""
     first = answers[0]
     for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
         if other.shared.keys() != first.shared.keys():
@@ -360,7 +361,7 @@ def _compare(
     part = differing[0]
     records = ranks.gather(
         "comparing the state", _shared_record(parts[part])
-    )  # only now, as most are equal
+    )  # only now, because most are equal
     for rank, record in zip(ranks.ranks[1:], records[1:], strict=True):
         if record != records[0]:
             raise CheckpointError(
@@ -373,7 +374,7 @@ def _compare(
 def _build_records(
     parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
 ) -> dict[str, Any]:
-    """The parts' records; a record that differs between ranks has the tree of each. All ranks."""
+    """Build the parts' records; one that differs between ranks has each rank's tree. All ranks."""
     records = {part: saved.record for part, saved in parts.items()}
     for part in answers[0].records:
         # Most records are equal, and are not sent: their digests say so.

@@ -1,9 +1,9 @@
-"""The lock of a run folder, by which one process alone writes there.
+"""The lock of a run folder, which lets only one process write there.
 
 It is the kernel's (fcntl) on a file of the folder, so it ends with its process, however that ends,
-and holds on all machines that share the disk. It belongs to the open file (F_OFD_SETLK), so that a
-copy of the folder, which opens and closes the file too, does not let go of it; workers that the
-process forks close theirs at once, and do not have it. Object stores have no lock.
+and it holds on all machines that share the disk. It belongs to the open file (F_OFD_SETLK), so that
+a copy of the folder, which also opens and closes the file, does not release it. Workers that the
+process forks close theirs at once, and do not hold it. Object stores have no lock.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger("anyrank.saving")
 
 LOCK = ".lock"
 MAX_BYTES = 400  # of the owner's name
-TRIES = 10  # to take a lock that others take and leave meanwhile
+TRIES = 10  # to take a lock that others take and release meanwhile
 
-_open_files: dict[str, int] = {}  # path -> descriptor, of all locks that this process has
+_open_files: dict[str, int] = {}  # path -> descriptor, for all locks that this process has
 
 
 def _close_after_fork() -> None:
@@ -41,12 +41,12 @@ os.register_at_fork(after_in_child=_close_after_fork)
 class RunLock:
     """The lock of a run folder. Used by one rank, the first.
 
-    Each save asks for it again, as a user may have removed the file. The file is kept open by its
-    number: a Python file would be closed whenever a run that nobody closed is collected. Several
+    Each save asks for it again, because a user may have removed the file. The file is kept open by
+    its number: a Python file would be closed when a run that nobody closed is collected. Several
     runs of one process in one folder share it.
 
     Attributes:
-        is_held: whether it was taken, and not released.
+        is_held: whether it was taken and not released.
     """
 
     def __init__(self, store: Storage, folder: str) -> None:
@@ -56,14 +56,14 @@ class RunLock:
 
     @property
     def _descriptor(self) -> int | None:
-        """Of the file; None in an object store, and where the lock is not held."""
+        """Descriptor of the file; None in an object store, or if the lock is not held."""
         return _open_files.get(self.path)
 
     def take(self, check: Callable[[], None] = lambda: None) -> None:
-        """Become the folder's writer, or see that this process still is. Before each save.
+        """Become the folder's writer, or verify that this process still is. Before each save.
 
         Args:
-            check: called with the new lock; raises an error if the folder is not this run's.
+            check: called with a new lock; raises an error if the folder is not this run's.
 
         Raises:
             CheckpointError: another process has the lock, or the folder cannot be written.
@@ -74,7 +74,7 @@ class RunLock:
             if self.store.renames:
                 self._acquire()
         self.is_held = True
-        if not was_held:  # else the folder was looked at when this process began to write there
+        if not was_held:  # otherwise the folder was checked when this process began to write there
             try:
                 check()
             except Exception:
@@ -82,10 +82,10 @@ class RunLock:
                 raise
 
     def release(self) -> None:
-        """Remove the file and let go of the lock, if it is still ours. A failure is a warning."""
+        """Remove the file and release the lock, if it is still ours. A failure is a warning."""
         if self._descriptor is not None:
             try:
-                # Another process may have it by now, and then the file is that one's.
+                # Another process may have the lock by now, and then the file is that process's.
                 self._ask_kernel(self._descriptor)
                 if self._is_in_place(self._descriptor):
                     self.store.remove(self.path)
@@ -94,7 +94,7 @@ class RunLock:
         self._let_go()
 
     def _acquire(self) -> None:
-        """Have the lock of the file that is in the folder now."""
+        """Take the lock on the file that is in the folder now."""
         for _ in range(TRIES):
             descriptor, is_new = self._descriptor, self._descriptor is None
             if descriptor is None:
@@ -109,13 +109,13 @@ class RunLock:
             except Exception:
                 self._let_go()
                 raise
-            self._let_go()  # its owner has removed it meanwhile, or a user
+            self._let_go()  # its owner, or a user, has removed it meanwhile
         raise CheckpointError(
             f"{self.folder}: other runs start and end here at the same time: stop them"
         )
 
     def _ask_kernel(self, descriptor: int) -> None:
-        """Lock the file; where it is locked by this process, nothing changes."""
+        """Lock the file; nothing changes if this process has locked it already."""
         try:
             whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
@@ -134,7 +134,7 @@ class RunLock:
                 )
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Whether the open file is the one that others find in the folder."""
+        """Return whether the open file is the one that others find in the folder."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
         return False
@@ -146,7 +146,7 @@ class RunLock:
 
 
 def _write_own_name(descriptor: int) -> None:
-    """Write who has the lock, for the error of the others, also on other machines."""
+    """Write who has the lock, for the error of the others, even on other machines."""
     since = datetime.now(UTC).isoformat(timespec="seconds")
     name = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     os.ftruncate(descriptor, 0)
@@ -155,6 +155,6 @@ def _write_own_name(descriptor: int) -> None:
 
 
 def _read_name(descriptor: int) -> str:
-    """Who has the lock, as its owner wrote it into the file."""
+    """Read who has the lock, as its owner wrote it into the file."""
     name = os.pread(descriptor, MAX_BYTES, 0).decode(errors="replace").strip()
     return name or "a process that has just begun"

@@ -1,4 +1,4 @@
-"""Writes one rank's share of a save into one data file, straight from the tensors' memory."""
+"""Write one rank's share of a save into one data file, straight from the tensors' memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.writes import PIECE_BYTES, Write
 
-MAX_PARTS = 512  # of one write; the kernel's limit is 1024
+MAX_PARTS = 512  # in one write; the kernel's limit is 1024
 CACHED_BYTES = 1 << 20  # fits into a processor's cache
 
 
@@ -35,9 +35,9 @@ class Item:
     """One box to write.
 
     Attributes:
-        name, shape, dtype: of the whole tensor.
-        box: the part of it to write.
-        source: the box's elements, in memory of any device and stride.
+        name, shape, dtype: those of the whole tensor.
+        box: part of it to write.
+        source: elements of the box, in memory of any device and stride.
     """
 
     name: str
@@ -57,7 +57,7 @@ def make_items(
     writes: Sequence[Write],
     rank: int,
 ) -> list[Item]:
-    """The boxes that this rank writes: its part of the plan, then `own_tensors` whole."""
+    """Make the boxes that this rank writes: its part of the plan, then `own_tensors` whole."""
     items: list[Item] = []
     for write in writes:
         if write.writer == rank:
@@ -80,7 +80,7 @@ def write_share(
     """Write the items into one data file, durably, and its checksums into another.
 
     Returns:
-        The boxes' places in the file, and the manifest's records of both files.
+        Positions of the boxes in the file, and the manifest's records of both files.
 
     Raises:
         CheckpointError: a write failed.
@@ -107,7 +107,7 @@ def write_share(
 
 
 class _Output:
-    """A data file that is written in large calls, also if the items are small."""
+    """A data file that is written in large calls, even if the items are small."""
 
     def __init__(self, sink: NewFile) -> None:
         self.sink = sink
@@ -118,7 +118,7 @@ class _Output:
         self.pending_bytes = 0
 
     def put(self, item: Item) -> tuple[int, int]:
-        """Add a zip with an item; returns its length, and the offset of the payload in it."""
+        """Add a zip with an item; return its length, and the offset of the payload in it."""
         payload = item.source.detach().cpu().contiguous()
         head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
         parts = [head, memory_of(payload), tail]

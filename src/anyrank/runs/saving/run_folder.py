@@ -40,10 +40,10 @@ MIN_KEPT = 2  # the newest may turn out damaged
 
 
 class RunFolder:
-    """The files of one run. One rank changes them, the first; any may look.
+    """The files of one run. Only the first rank changes them; any rank may read.
 
     Attributes:
-        path: as the user gave it, for messages.
+        path: the path as the user gave it, for messages.
         absolute_path: stays right if the process changes its working directory.
     """
 
@@ -53,16 +53,16 @@ class RunFolder:
         self.absolute_path = absolute(path)
 
     def join(self, name: str) -> str:
-        """The absolute path of a name in the folder."""
+        """Return the absolute path of a name in the folder."""
         return join_path(self.absolute_path, name)
 
     def user_path(self, name: str) -> str:
-        """The path of a name as the user wrote the folder's, if that is still the same folder."""
+        """Return a name's path as the user wrote the folder's, if that is still the same folder."""
         path = join_path(self.path, name)
         return path if absolute(path) == self.join(name) else self.join(name)
 
     def names(self) -> list[str]:
-        """The names in the folder; none if it does not exist.
+        """List the names in the folder; none if it does not exist.
 
         Raises:
             CheckpointError: the storage cannot list it.
@@ -74,9 +74,10 @@ class RunFolder:
                 return []
 
     def steps(self) -> list[StepFolder]:
-        """The run's steps, the newest first: whole ones, and damaged ones without a manifest.
+        """List the run's steps, the newest first: whole ones, and damaged ones without a manifest.
 
-        In an object store a step without a manifest is left by a save that died, and not listed.
+        In an object store a step without a manifest was left by a save that died, and is not
+        listed.
 
         Raises:
             CheckpointError: the storage cannot list the folder.
@@ -97,7 +98,7 @@ class RunFolder:
                 checkpoint; has the name of a step in a run's folder; or cannot be made.
         """
         if self.whole_steps():
-            return  # they are of a run, and `check_run` asks of which
+            return  # they belong to a run, and `check_run` asks to which
         with reading(self.path):
             problem = self._find_other_content()
             problem = problem or self._find_parent_run() or self._find_write_problem()
@@ -105,7 +106,7 @@ class RunFolder:
             raise CheckpointError(f"{self.path}: {problem}")
 
     def _find_other_content(self) -> str | None:
-        """What is there and is no run's, or None."""
+        """Describe content of the folder that does not belong to a run; None if there is none."""
         if not self.names() and not self.store.is_file(self.absolute_path):
             return None
         # In an object store a save that died leaves files under the step's name.
@@ -113,7 +114,7 @@ class RunFolder:
         return find_other_content(self.store, self.absolute_path, own_names)
 
     def _find_parent_run(self) -> str | None:
-        """A problem if the folder is, or is within, a step of another run, or None."""
+        """Return the problem of a folder that is, or is within, a step of another run; or None."""
         parent, where = self.absolute_path.rstrip("/"), "is"
         while parent:
             parent, _, name = parent.rpartition("/")
@@ -126,7 +127,7 @@ class RunFolder:
         return None
 
     def _find_write_problem(self) -> str | None:
-        """Why a save could not make its folder here, known before hours of training; or None."""
+        """Say why a save could not make its folder here, before hours of training; or None."""
         if not self.store.renames:
             return None
         path = self.absolute_path
@@ -144,7 +145,7 @@ class RunFolder:
         Args:
             step: the step to write.
             run: the run's id.
-            branch: the step that the run went back to: newer ones are set aside; or None.
+            branch: step that the run went back to, so that newer ones are set aside; or None.
 
         Raises:
             CheckpointError: the step exists already; or the folder cannot be made.
@@ -152,7 +153,7 @@ class RunFolder:
         with storing(self.path):
             self.store.make_folder(self.absolute_path)
             self._clean(run)
-            if branch is not None:  # first, as the step to write may be among them
+            if branch is not None:  # first, because the step to write may be among them
                 self._set_newer_aside(branch)
             step_path = self.join(step_name(step))
             if is_step(self.store, step_path):
@@ -180,7 +181,7 @@ class RunFolder:
             try:
                 step_run = read_manifest(self.store, self.join(name)).run
             except CorruptCheckpoint:
-                continue  # it does not say whose it is; an older one does
+                continue  # it does not say which run it belongs to; an older one does
             if step_run != run:
                 raise CheckpointError(
                     f"{self.path}: holds step {step} of another run ({step_run[:8]}): resume that "
@@ -191,8 +192,8 @@ class RunFolder:
     def _clean(self, run: str) -> None:
         """Remove what dead saves of this run, and a killed retention, left.
 
-        A run without steps has no lasting id: all dead saves are its own. In an object store, all
-        steps without a manifest are dead saves, as the folder has one writer.
+        A run without steps has no lasting id, so all dead saves count as its own. In an object
+        store, all steps without a manifest are dead saves, because the folder has one writer.
         """
         names = self.names()
         leftovers = [name for name in names if name.startswith(REMOVED)]
@@ -202,7 +203,7 @@ class RunFolder:
             if match and (is_first or match[2] == run[:8]):
                 leftovers.append(name)
         for name in leftovers:
-            with contextlib.suppress(OSError):  # what stays costs room, and stops no save
+            with contextlib.suppress(OSError):  # leftovers take room, but stop no save
                 self.store.remove_folder(self.join(name))
         if not self.store.renames:
             for step in list_steps(self.store, self.absolute_path, names):
@@ -210,7 +211,7 @@ class RunFolder:
                     self.store.remove_folder(self.join(step.name))
 
     def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
-        """Make a written step exist, so that it survives a power cut; returns its name."""
+        """Make a written step exist, so that it survives a power cut; return its name."""
         write_file(self.store, join_path(temporary, MANIFEST), manifest.to_bytes())
         name = step_name(step)
         if self.store.renames:
@@ -224,7 +225,8 @@ class RunFolder:
     def tidy(self, name: str, keep_newest: int, keeps_forever: Callable[[int], bool]) -> list[str]:
         """After a commit: write the `latest` hint, and remove old steps. Failures are warnings.
 
-        At least two steps stay whose files exist with their sizes; bytes are compared when read.
+        At least two steps stay whose files exist with their sizes; their bytes are compared on
+        reading.
         """
         removed: list[str] = []
         try:
@@ -242,7 +244,7 @@ class RunFolder:
         return removed
 
     def _has_enough_good(self, names: Sequence[str]) -> bool:
-        """Whether at least MIN_KEPT of these steps are good; reads no more than that many."""
+        """Return whether at least MIN_KEPT of these steps are good; read no more than that many."""
         good = (name for name in names if self._is_good(name))
         return len([*itertools.islice(good, MIN_KEPT)]) == MIN_KEPT
 
@@ -255,7 +257,7 @@ class RunFolder:
         return True
 
     def _remove(self, name: str) -> None:
-        """Remove a step; a kill in between leaves nothing that looks like a whole step."""
+        """Remove a step; a kill in the middle leaves nothing that looks like a whole step."""
         if self.store.renames:
             hidden = self.join(f"{REMOVED}{name}-{uuid.uuid4().hex[:8]}")
             self.store.rename(self.join(name), hidden)
@@ -269,7 +271,7 @@ class RunFolder:
         if not self.store.renames:
             write_file(self.store, self.join(LATEST), f"{name}\n".encode())
             return
-        # Who reads it meanwhile sees the old name or the new one, whole.
+        # Readers see the old name or the new one meanwhile, and always a whole one.
         temporary = self.join(f".{LATEST}-{uuid.uuid4().hex[:8]}")
         write_file(self.store, temporary, f"{name}\n".encode())
         self.store.rename(temporary, self.join(LATEST))
@@ -287,7 +289,7 @@ class RunFolder:
             )
 
     def set_aside(self, name: str, reason: str) -> str:
-        """Rename a step to `.aside-<reason>-<name>`, which is no step; returns the new name."""
+        """Rename a step to `.aside-<reason>-<name>`, which is not a step; return the new name."""
         names = set(self.names())
         new_name = next(
             free
@@ -299,7 +301,7 @@ class RunFolder:
         return new_name
 
     def examine(self, name: str) -> tuple[Manifest, dict[str, bytes]]:
-        """Check the sizes of a step's files; returns its manifest and the small files' contents.
+        """Check the sizes of a step's files; return its manifest and the small files' contents.
 
         Raises:
             CorruptCheckpoint: a file is missing or is not what was written.
@@ -311,7 +313,7 @@ class RunFolder:
             return manifest, check_sizes(self.store, path, manifest)
 
     def saved(self) -> list[SavedStep]:
-        """The committed steps, the newest first; damaged ones are left out."""
+        """List the committed steps, the newest first, without damaged ones."""
         steps: list[SavedStep] = []
         for step in self.whole_steps():
             with contextlib.suppress(AnyrankError):

@@ -1,4 +1,4 @@
-"""The memory into which a save beside the training copies a rank's share."""
+"""The memory into which a save during the training copies a rank's share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Staging:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def copy(self, items: Sequence[Item], ranks: Ranks) -> list[Item]:
-        """Copy every item; returns the copies in the same order. The next call overwrites them.
+        """Copy every item; return the copies in the same order. The next call overwrites them.
 
         Raises:
             CheckpointError: a tensor's memory was released.
@@ -52,7 +52,7 @@ class Staging:
         return copies
 
     def _reserve(self, nbytes: int, devices: set[torch.device], ranks: Ranks) -> None:
-        """Allocate memory if there is too little, after the old one is freed."""
+        """Allocate memory if there is too little, after the old memory is freed."""
         if self._memory.numel() >= nbytes:
             return
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -64,5 +64,5 @@ class Staging:
 
 
 def _padded_bytes(item: Item) -> int:
-    """Bytes that a copy of an item takes, its alignment included."""
+    """Count the bytes that a copy of an item takes, with its alignment."""
     return -(-item.nbytes // ALIGN) * ALIGN

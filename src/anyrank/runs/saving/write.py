@@ -26,11 +26,11 @@ class SaveRecord:
     """One finished save.
 
     Attributes:
-        step: that was saved.
-        path: of the checkpoint.
-        nbytes: written by all ranks.
-        seconds: from the call to the commit.
-        stall_seconds: during which this rank did not train.
+        step: number of the step that was saved.
+        path: path of the checkpoint.
+        nbytes: bytes written by all ranks.
+        seconds: time from the call to the commit.
+        stall_seconds: time during which this rank did not train.
         removed: names of old steps that were removed.
 
     Example::
@@ -63,15 +63,15 @@ def write(
 
     Args:
         snapshot: what this rank writes.
-        folder: of the run.
-        ranks: all that write.
-        keep_newest: how many of the newest steps stay.
-        keeps_forever: whether a step of this number is never removed.
-        branch: the step that the run went back to, or None.
+        folder: folder of the run.
+        ranks: all ranks that write.
+        keep_newest: number of the newest steps to keep.
+        keeps_forever: returns whether a step of this number is never removed.
+        branch: step that the run went back to, or None.
 
     Raises:
-        CheckpointError: a rank could not write. Nothing was committed then, unless it was the
-            last thing that failed, the sync of the folder that has the step.
+        CheckpointError: a rank could not write. Nothing was committed then, unless only the last
+            operation failed, the sync of the folder that has the step.
         RankError: another rank ended.
     """
     start = time.perf_counter()
@@ -98,7 +98,8 @@ def write(
         small_files = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
         for file, data in small_files.items():
             manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
-        # The step exists from here on. Older ones are removed only then, as it may be the only one.
+        # From here on the step exists. Older ones are removed only now: it could have been the only
+        # one.
         name = folder.commit(temporary, step, manifest)
         removed = folder.tidy(name, keep_newest, keeps_forever)
         nbytes = sum(file.size for file in manifest.files.values())
@@ -109,7 +110,7 @@ def write(
 
 
 class RankShare(NamedTuple):
-    """What a rank wrote of a step: boxes, records of files, states of random streams."""
+    """A rank's share of a step: boxes, records of files, states of random streams."""
 
     boxes: list[StoredBox]
     files: dict[str, FileRecord]
@@ -122,7 +123,7 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
     Raises:
         CheckpointError: a write failed.
     """
-    name = f"__{ranks.index}_0.distcp"  # as DCP names a rank's file, which its readers expect
+    name = f"__{ranks.index}_0.distcp"  # DCP names a rank's file so, and its readers expect it
     boxes, files = write_share(store, folder, name, snapshot.items)
     return RankShare(boxes, files, snapshot.streams.states)
 
@@ -130,7 +131,7 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
 def describe_step(
     snapshot: Snapshot, shares: Sequence[RankShare], written: str
 ) -> tuple[bytes, Manifest]:
-    """The index of what all ranks wrote, and the manifest, which lacks the index's record.
+    """Make the index of what all ranks wrote, and the manifest, still without the index's record.
 
     Raises:
         CheckpointError: a tensor was not written whole.
@@ -146,7 +147,7 @@ def describe_step(
 
 
 def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:
-    """The error of a rank that does not see the folder that the first rank made."""
+    """Make the error for a rank that does not see the folder that the first rank made."""
     own_host, first_host = ranks.hosts[ranks.node], ranks.hosts[ranks.nodes[0]]
     return CheckpointError(
         f"{folder}: {own_host} does not see this folder, which rank {ranks.ranks[0]} made on "

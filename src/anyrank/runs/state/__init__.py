@@ -1,1 +1,1 @@
-"""The parts of a run: what each saves, and what fills it again."""
+"""The parts of a run: how each is saved and restored."""

@@ -1,4 +1,4 @@
-"""Accelerate's wrappers of optimizers and schedulers: what is saved is what they wrap."""
+"""Accelerate's wrappers of optimizers and schedulers: a run saves what they wrap."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 
 
 def unwrapped(name: str, part: Any) -> Any:
-    """A part of a training state without the wrapper that `accelerator.prepare` gave it.
+    """Return a part of a training state without the wrapper that `accelerator.prepare` gave it.
 
     Raises:
-        ValueError: a scheduler that steps once for each process: its count, and the learning rate,
-            would depend on the number of ranks.
+        ValueError: a scheduler steps once for each process, so that its count, and the learning
+            rate, would depend on the number of ranks.
     """
     bases = type(part).__mro__
     wrappers = {b.__name__ for b in bases if b.__module__.partition(".")[0] == "accelerate"}
@@ -31,6 +31,6 @@ def unwrapped(name: str, part: Any) -> Any:
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside wrappers that look like one."""
+    """Return the optimizer inside wrappers that look like one."""
     inner: Any = getattr(optimizer, "optimizer", None)
     return innermost(inner) if isinstance(inner, Optimizer) else optimizer

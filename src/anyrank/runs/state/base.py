@@ -1,7 +1,7 @@
 """The frozen base of a model whose adapters are trained: recorded in a run, and not written.
 
-Of the base a run keeps the source and a digest of the values, which does not depend on how they lie
-on the ranks.
+A run records the base's source and a digest of its values, which does not depend on how they are
+laid out on the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Base:
 
     Attributes:
         source: paths or URLs that they come from.
-        digest: of their names, shapes, dtypes and values; None before `measure`.
+        digest: digest of their names, shapes, dtypes and values; None before `measure`.
     """
 
     def __init__(self, source: Any) -> None:
@@ -49,10 +49,10 @@ class Base:
     def without(
         self, targets: Sequence[ModelTensor], trained: Collection[int]
     ) -> list[ModelTensor]:
-        """The tensors that a run writes.
+        """Return the tensors that a run writes.
 
         Args:
-            targets: all of the model's.
+            targets: all tensors of the model.
             trained: ids of the parameters that optimizers hold.
         """
         return [target for target in targets if not _is_of_base(target, trained)]
@@ -88,10 +88,10 @@ class Base:
             self._writes = _writes(base_tensors)
 
     def record(self, targets: Sequence[ModelTensor], trained: Collection[int]) -> dict[str, Any]:
-        """What a save keeps of the base.
+        """Return the record of the base that a save keeps.
 
         Raises:
-            CheckpointError: it was written to since it was measured.
+            CheckpointError: the base was written to since it was measured.
         """
         now = _writes([target for target in targets if _is_of_base(target, trained)])
         names = now.keys() | self._writes.keys()
@@ -106,7 +106,7 @@ class Base:
 
 
 def base_problems(base: Base | None, record: Any) -> list[str]:
-    """How the base of a saved model and the one that is here differ."""
+    """Describe how the base of a saved model differs from the one that is here."""
     known = record.get("base")
     if known is None and base is None:
         return []

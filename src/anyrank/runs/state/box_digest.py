@@ -1,5 +1,5 @@
-"""The digest of a tensor that no layout changes: a sum over its elements of a hash of position and
-bits. So each rank adds up the boxes that it holds, and the sum is the same however these are cut.
+"""The digest of a tensor that no layout changes: the sum over its elements of a hash of position
+and bits. Each rank adds up the boxes that it holds; the sum is the same however they are cut.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import SPREAD, mix64_, signed
 
-PART_ELEMENTS = 1 << 16  # hashed at a time, so few that a processor's cache holds them
+PART_ELEMENTS = 1 << 16  # elements hashed at a time, so few that a processor's cache holds them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULUS = 1 << 64
 
 
 def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: int) -> int:
-    """The sum of the hashes of a box's elements, modulo 2**64.
+    """Sum the hashes of a box's elements, modulo 2**64.
 
     Args:
-        source: the elements, of the box's sizes.
-        box: where they are in the tensor.
-        shape: of the whole tensor.
+        source: the elements, in the sizes of the box.
+        box: position of the elements in the tensor.
+        shape: shape of the whole tensor.
         seed: 64 bits.
     """
     if not box.numel:
@@ -40,7 +40,7 @@ def digest_of_box(source: torch.Tensor, box: Box, shape: Sequence[int], seed: in
 def _positions(
     offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """The index in row-major order of each element of a box, flat."""
+    """Return the index in row-major order of each element of a box, flat."""
     indices = torch.zeros((), dtype=torch.int64, device=device)
     for start, size, whole in zip(offsets, sizes, shape, strict=True):
         along = torch.arange(start, start + size, dtype=torch.int64, device=device)
@@ -49,7 +49,7 @@ def _positions(
 
 
 def _words_of(part: torch.Tensor) -> list[torch.Tensor]:
-    """The bits of each element as int64, flat; two tensors for complex128."""
+    """Return the bits of each element as int64, flat; two tensors for complex128."""
     flat = part.contiguous().reshape(-1)
     if flat.itemsize == 16:
         pairs = flat.view(torch.int64).view(-1, 2)

@@ -1,4 +1,4 @@
-"""What a run saves of modules' extra state, and what fills it: values and tensors, by `to_json`."""
+"""The extra state of modules, as a run saves and restores it: values and tensors, by `to_json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anyrank.runs.state.part_types import PartMatch, PartSource, PartState, hold
 def save_extra_states(
     part: str, owners: Sequence[tuple[str, nn.Module]], saved: PartState
 ) -> dict[str, Any]:
-    """The extra state of modules, by name, for the record of their part. Adds its tensors to
+    """Save the extra state of modules, by name, for the record of their part. Add its tensors to
     `saved`.
     """
     put = partial(_put, saved)
@@ -43,7 +43,7 @@ def match_extra_states(
     source: PartSource,
     matched: PartMatch,
 ) -> list[tuple[nn.Module, Any]]:
-    """Pair each module with its saved extra state. Adds fills and problems to `matched`."""
+    """Pair each module with its saved extra state. Add fills and problems to `matched`."""
 
     def take(entry: Any) -> torch.Tensor:
         stored = source.listing.tensors[entry["~whole"]]

@@ -21,8 +21,8 @@ from anyrank.tensors.names import match_keys
 
 
 def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.Module]]:
-    """What a save records of the frozen parts of a module whose weights are elsewhere, by name; and
-    these parts.
+    """Record the frozen parts of a module whose weights are elsewhere; return the records by name,
+    and these parts.
 
     Raises:
         CheckpointError: a frozen part was written to.
@@ -39,7 +39,7 @@ def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.M
 
 
 def _commit(part: str, module: nn.Module, record: Any) -> None:
-    """Record what frozen parts hold that were filled, and compare it with what was saved of them.
+    """Record what frozen parts that were filled hold, and compare it with what was saved of them.
 
     Raises:
         CheckpointError: a part has other weights.
@@ -52,10 +52,10 @@ def _commit(part: str, module: nn.Module, record: Any) -> None:
 def match_frozen(
     part: str, module: nn.Module, record: Any, device: torch.device
 ) -> tuple[list[str], list[TensorFill], Callable[[], None]]:
-    """Frozen parts whose weights are elsewhere: compared by hash, or filled from their source.
+    """Match frozen parts whose weights are elsewhere: compare by hash, or fill from their source.
 
     Returns:
-        What is wrong, what fills them, and what to call once all frozen parts are filled.
+        The problems, the fills, and a function to call once all frozen parts are filled.
     """
     problems: list[str] = []
     fills: list[TensorFill] = []

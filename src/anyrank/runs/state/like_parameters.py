@@ -1,4 +1,4 @@
-"""How a saved tensor lies that nothing holds yet: like the parameter that it is of."""
+"""The layout of a saved tensor that nothing holds yet: that of the parameter it belongs to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyrank.tensors.torch_classes import is_dtensor
 
 
 class LikeParameters:
-    """The sharded parameters of a state, by which parts of it are laid out that are empty now: an
+    """The sharded parameters of a state, which give a layout to parts of it that are empty now: an
     average that begins later has tensors of its parameters' shapes.
 
     Args:
@@ -26,11 +26,11 @@ class LikeParameters:
         return bool(self._sharded)
 
     def find(self, where: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A parameter that lies as a tensor does; None where nothing says which.
+        """Find a parameter with the layout of a tensor; None if nothing says which.
 
         Args:
-            where: the tensor's key, which may end with the parameter's name.
-            shape: of the tensor.
+            where: key of the tensor, which may end with the parameter's name.
+            shape: shape of the tensor.
         """
         alike = [target for target in self._sharded if tuple(target.shape) == tuple(shape)]
         named = [target for target in alike if f".{where}".endswith(f".{target.name}")]

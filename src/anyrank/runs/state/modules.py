@@ -36,7 +36,7 @@ from anyrank.tensors.walk import walk
 
 
 def targets_of(module: nn.Module) -> list[ModelTensor]:
-    """Every tensor of a module.
+    """List every tensor of a module.
 
     Raises:
         CheckpointError: two tensors have one name in a checkpoint; or the bytes of one cannot be
@@ -44,7 +44,7 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
     """
     try:
         targets = find_tensors(module)
-    except LoadError as error:  # what it says of reading holds for writing
+    except LoadError as error:  # its text on reading also holds for writing
         raise CheckpointError(str(error)) from error
     count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)
@@ -56,17 +56,17 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
 def save_module(
     part: str, module: nn.Module, targets: Sequence[ModelTensor], stepped: Container[int]
 ) -> PartState:
-    """What a module contributes to a save. This rank's view; the ranks compare it.
+    """Return what a module contributes to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
-        module: as the ranks hold it.
+        module: the module as the ranks hold it.
         targets: all of its tensors.
-        stepped: ids of parameters that an optimizer of the state changes, and nobody else.
+        stepped: ids of parameters that only an optimizer of the state changes.
 
     Raises:
-        CheckpointError: a tensor on meta, sparse or quantised; values that
-            only the module's own code knows; a frozen part was written to.
+        CheckpointError: a tensor is on meta, sparse or quantised; only the module's own code knows
+            some of its values; or a frozen part was written to.
     """
     frozen: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
@@ -86,8 +86,8 @@ def save_module(
         check_has_bytes(target.name, target.tensor)
     saved = PartState(None, [*named])
     saved.aliases = {f"{part}.{alias.name}": t.name for t in named for alias in t.registrations[1:]}
-    # Each rank updates a plain buffer by itself, and an average that no optimizer steps: nothing
-    # keeps these equal, so they are no proof that replicas differ.
+    # Each rank updates a plain buffer on its own, and an average that no optimizer steps: nothing
+    # keeps these equal, so a difference does not prove that replicas have diverged.
     is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
     saved.may_differ = {
         t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
@@ -101,7 +101,7 @@ def save_module(
 
 
 def _check_own_code(part: str, module: nn.Module) -> None:
-    """Refuse what only the code of a module has in `state_dict()`; raises CheckpointError."""
+    """Refuse values that only a module's own code puts into `state_dict()`; CheckpointError."""
     added = added_to_state_dict(module)
     if added:
         raise CheckpointError(
@@ -114,14 +114,14 @@ def _check_own_code(part: str, module: nn.Module) -> None:
 
 
 def _in_part(part: str, target: ModelTensor) -> ModelTensor:
-    """A tensor of a part of the state, by its name in a checkpoint."""
+    """Return a tensor of a part of the state, by its name in a checkpoint."""
     return replace(target, name=f"{part}.{target.name}")
 
 
 def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules with a state of their own apart from their tensors, by name without wrappers.
+    """List the modules with a state apart from their tensors, by name without wrappers.
 
-    Frozen parts that are kept `elsewhere` are left out, with what is below them.
+    Frozen parts that are kept `elsewhere` are left out, with everything below them.
     """
     owners: list[tuple[str, nn.Module]] = []
     for raw, submodule in walk(module, "", {*elsewhere}):
@@ -136,7 +136,7 @@ def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tup
 def match_module(
     part: str, module: nn.Module, targets: list[ModelTensor], record: Any, source: PartSource
 ) -> PartMatch:
-    """What fills a module, of which `targets` are all tensors. Nothing is changed."""
+    """Plan how to fill a module with these `targets`, all of its tensors. Changes nothing."""
     device = default_device(targets)
     problems: list[str] = []
     fills: list[TensorFill] = []
@@ -162,15 +162,15 @@ def match_module(
         restored = match_extra_states(part, dict(owners), record["extra"], source, matched)
 
     def commit() -> None:
-        # Real tensors were filled where they are; those on meta get their memory now.
+        # Real tensors were filled in place; those on meta get their memory now.
         for fill in fills:
             if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
                 Replacement(fill.target, fill.local).toggle()
-        # After the tensors, as a module's code may look at its own.
+        # After the tensors, because a module's code may look at its own.
         for submodule, value in restored:
             submodule.set_extra_state(value)
         if commit_frozen is not None:
-            commit_frozen()  # last, as its digest counts tensors of the extra state
+            commit_frozen()  # last, because its digest counts tensors of the extra state
 
     matched.commit = commit
     matched.has_meta_buffers = any(
@@ -186,7 +186,7 @@ def _fit_tensors(
     source: PartSource,
     matched: PartMatch,
 ) -> tuple[list[str], list[str]]:
-    """Pair tensors with the checkpoint's. Adds fills and problems to `matched`; returns the names
+    """Pair tensors with the checkpoint's. Add fills and problems to `matched`; return the names
     that start fresh, and the names of the checkpoint that are dropped.
     """
     stored = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
@@ -228,7 +228,7 @@ def _fit_tensors(
 def _other_tensors(
     part: str, missing: list[str], extra: list[str], source: PartSource
 ) -> list[str]:
-    """The problems of tensors that the model or the checkpoint has alone."""
+    """Describe the tensors that only the model or only the checkpoint has."""
     problems: list[str] = []
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]

@@ -1,13 +1,13 @@
 """An optimizer as a part of the state, read and written directly: by parameter name, with no step.
 
-torch's own helpers run `step()` on an optimizer without state, which moves what is not scaled by
-the learning rate, and drop what they do not know. Here absent state stays absent, state of any
-shape and type is kept, and hyperparameters belong to the parameters rather than to a group's index.
+torch's own helpers run `step()` on an optimizer without state, which moves whatever is not scaled
+by the learning rate, and drop what they do not know. Here absent state stays absent, state of any
+shape and type is kept, and hyperparameters belong to the parameters and not to a group's index.
 
-A tensor of the state lies like its parameter, whole on each rank, or is each rank's own; beside a
-plain parameter, a DTensor lies as it says itself. What an optimizer keeps in its attributes is not
-in torch's `state_dict()`: it is named, and not saved. One with a `state_dict()` of its own goes
-through that (`anyrank.runs.state.optimizer_own`).
+A tensor of the state is laid out like its parameter, is whole on each rank, or is each rank's own;
+beside a plain parameter, a DTensor has its own layout. State that an optimizer keeps in attributes
+is not in torch's `state_dict()`: it is named, and not saved. An optimizer with a `state_dict()` of
+its own is saved through that (`anyrank.runs.state.optimizer_own`).
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from anyrank.tensors.torch_classes import is_dtensor
 from anyrank.world.device import rank_device
 
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
-NOT_OPTIONS = ("params", "param_names")  # named otherwise in the checkpoint
+NOT_OPTIONS = ("params", "param_names")  # the checkpoint has these under other names
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> PartState:
-    """What an optimizer contributes to a save. This rank's view; the ranks compare it.
+    """Return what an optimizer contributes to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
-        optimizer: as this rank holds it.
-        names: of its parameters.
-        rank: this process's own.
+        optimizer: the optimizer as this rank holds it.
+        names: names of its parameters.
+        rank: number of this process.
 
     Raises:
-        CheckpointError: a parameter that no module of the state has; state that cannot be saved.
+        CheckpointError: no module of the state has a parameter, or state cannot be saved.
     """
     parameters = _parameters(part, optimizer, names)
     if has_own_methods(optimizer):
@@ -122,7 +122,7 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
 def _putter(
     saved: PartState, parameter: ShardedTensor | None, rank: int
 ) -> Callable[[str, torch.Tensor], Any]:
-    """Keeps tensors of the state, and says how each lies in terms of its parameter."""
+    """Return a function that keeps tensors of the state, laid out by their parameter."""
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         sharded = hold_to_save(where, tensor)
@@ -131,8 +131,8 @@ def _putter(
             sharded = ShardedTensor(
                 where, sharded.tensor, parameter.shape, layout, parameter.coordinate
             )
-        # Beside a sharded parameter a plain tensor is of this rank's shard, unless the ranks
-        # find that they hold it alike; a number is of all.
+        # Beside a sharded parameter a plain tensor belongs to this rank's shard, unless the ranks
+        # find that theirs are equal; a number belongs to all.
         if parameter is not None and sharded.layout is None and layout and sharded.tensor.ndim:
             sharded.name = own_name(where, rank)
             saved.own_tensors.append(sharded)
@@ -150,15 +150,15 @@ def _putter(
 
 
 def _may_be_whole(tensor: torch.Tensor, parameter: ShardedTensor) -> bool:
-    """Whether ranks that hold a tensor alike hold all of it. Shares of a state that has not begun,
-    as zeros, are alike too.
+    """Return whether ranks that hold equal tensors hold all of it. Shares of a state that has not
+    begun, such as zeros, are equal too.
     """
     has_shape_of_share = tuple(tensor.shape) == parameter.local_shape
     return not has_shape_of_share or not bool((tensor == tensor.reshape(-1)[:1]).all())
 
 
 def _is_part(where: str, sharded: ShardedTensor, parameter: ShardedTensor) -> bool:
-    """Whether plain state belongs, element by element, to a plain parameter that is a part."""
+    """Return whether plain state belongs by element to a plain parameter that is a part."""
     is_plain = parameter.layout is not None and not parameter.is_dtensor
     same = sharded.layout is None and sharded.tensor.shape == parameter.tensor.shape
     return is_plain and same and not _is_count(where)
@@ -171,13 +171,13 @@ def _is_count(where: str) -> bool:
 def match_optimizer(
     part: str, optimizer: Optimizer, record: Any, source: PartSource, names: Names, rank: int
 ) -> PartMatch:
-    """What fills an optimizer. Nothing is changed."""
+    """Plan how to fill an optimizer. Changes nothing."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer) and "opaque" in record:
         return _with_notes(match_own_methods(part, optimizer, record, source, rank), part, record)
     matched = PartMatch(source.outcome_for("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
-        # Only its own methods know what is in such a state.
+        # Only its own methods can read such a state.
         matched.problems.append(other_class(part, name, record["class"]))
         return matched
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
@@ -218,13 +218,13 @@ def match_optimizer(
 
 
 def _has_same_groups(optimizer: Optimizer, record: Any, names: Names) -> bool:
-    """Whether each group has the parameters that it had in the checkpoint."""
+    """Return whether each group has the parameters that it had in the checkpoint."""
     own_groups = [{names[id(p)].name for p in group["params"]} for group in optimizer.param_groups]
     return own_groups == [{*group["params"]} for group in record["groups"]]
 
 
 def _with_notes(matched: PartMatch, part: str, record: Any) -> PartMatch:
-    """Say what the optimizer that was saved kept in attributes."""
+    """Note the tensors that the saved optimizer kept in attributes."""
     if unsaved := record.get("unsaved"):
         matched.notes.append(
             f"{part}: {', '.join(unsaved)} held tensors that state_dict() leaves out: they "
@@ -243,8 +243,8 @@ def _put_state(
     """Give an optimizer its state.
 
     Args:
-        optimizer: that gets it.
-        parameters: all of its own, by name.
+        optimizer: optimizer that gets it.
+        parameters: all of its parameters, by name.
         states: name of a parameter -> its state.
         extra: entries of its state that belong to no parameter.
         options: its groups, each with the options that it gets.
@@ -263,30 +263,30 @@ def _put_state(
         for key, value in saved.items():
             if key in IMPLEMENTATION and key in group:
                 continue  # how it steps is this script's: another device may not have the other's
-            # In place, as a graph that was captured holds the tensor.
+            # In place, because a graph that was captured holds the tensor.
             if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                 group[key].copy_(value)
             else:
                 group[key] = value
     if overrides(optimizer, "load_state_dict"):
-        # It may rebuild what hangs on the state, and cast the state itself.
+        # It may rebuild objects that depend on the state, and cast the state itself.
         optimizer.load_state_dict(optimizer.state_dict())
         fill()
 
 
-# Where memory lies: plain, as the part that a parameter is, or on a DTensor's mesh.
+# The placement of memory: plain, that of a parameter, or that on a DTensor's mesh.
 _Placement = ModelTensor | tuple[Any, Sequence[Any]] | None
 
 
 class _StateAllocator:
-    """Memory for an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
+    """Allocates an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
 
     Args:
         source, matched, optimizer, rank: as for `match_optimizer`.
-        alike: names of tensors that all ranks held alike, whole, beside shares of parameters.
+        alike: names of tensors that all ranks held equal and whole, beside shares of parameters.
 
     Attributes:
-        tensors: of which all ranks have memory.
+        tensors: tensors for which all ranks have memory.
     """
 
     def __init__(
@@ -307,10 +307,10 @@ class _StateAllocator:
             if group.get("capturable") or group.get("fused")
             for parameter in group["params"]
         }
-        self.meshes: dict[torch.device, Any] = {}  # an empty DTensor on each
+        self.meshes: dict[torch.device, Any] = {}  # with an empty DTensor on each
 
     def taker(self, parameter: ModelTensor | None, where: str) -> Callable[[Any], torch.Tensor]:
-        """What gives memory to each tensor of a parameter's state, or to those of no parameter."""
+        """Return what allocates each tensor of one parameter's state, or of none's."""
         now: dict[str, torch.Tensor] = {}
         if parameter is not None and parameter.tensor in self.state:
             to_json(self.state[parameter.tensor], where, now.setdefault)
@@ -322,11 +322,11 @@ class _StateAllocator:
         parameter: ModelTensor | None,
         now: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Memory for one tensor; what cannot be placed becomes a problem of the part."""
+        """Allocate one tensor; if it cannot be placed, that becomes a problem of the part."""
         ((kind, (where, layout)),) = entry.items()
         is_alike, by_rank = where in self.alike, kind == "~rank"
         is_own = by_rank and not is_alike
-        # What all had alike is written by the first rank.
+        # The first rank writes what all had equal.
         key = own_name(where, self.rank if is_own else 0) if by_rank else where
         stored = self.source.listing.tensors.get(key)
         same_layout = parameter is not None and str(parameter.layout) == layout
@@ -341,7 +341,7 @@ class _StateAllocator:
             device, current = self._device(where, parameter), now.get(where)
             placement: _Placement = None
             if is_dtensor(current) and current.shape == stored.shape and not is_own:
-                placement = current, current.placements  # as the optimizer itself has laid it out
+                placement = current, current.placements  # as the optimizer has laid it out
             elif parameter is not None and parameter.layout is None:
                 placement = self._as_saved(where, layout, device) if kind == "~laid" else None
             elif (
@@ -388,7 +388,7 @@ class _StateAllocator:
         return own_dtype if casts and own_dtype.is_floating_point else stored.dtype
 
     def _device(self, where: str, parameter: ModelTensor | None) -> torch.device:
-        """State lives with its parameter; a step count only where a kernel reads it."""
+        """Return the parameter's device; for a step count only if a kernel reads it there."""
         if parameter is None:
             return torch.device("cpu")
         if _is_count(where) and id(parameter.tensor) not in self.counts_on_device:
@@ -403,10 +403,10 @@ class _Unplaced(Exception):
 def _by_parameter(
     parameter: ModelTensor, kind: str, shape: tuple[int, ...], where: str, layout: str
 ) -> _Placement:
-    """How a tensor lies whose parameter is sharded.
+    """Return the placement of a tensor whose parameter is sharded.
 
     Raises:
-        _Unplaced: it does not say which part belongs to which rank.
+        _Unplaced: the tensor does not say which part belongs to which rank.
     """
     tensor = parameter.tensor
     as_parameter: _Placement = (tensor, tensor.placements) if is_dtensor(tensor) else parameter
@@ -441,7 +441,7 @@ def _hold(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ShardedTensor:
-    """Memory for a tensor, laid out as `placement` says."""
+    """Allocate a tensor, laid out as `placement` says."""
     if placement is None:
         return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
     if isinstance(placement, ModelTensor):

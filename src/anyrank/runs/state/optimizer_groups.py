@@ -1,7 +1,7 @@
 """An optimizer whose groups are not those of the checkpoint, and the schedules that go by them.
 
-Parameters are new, or gone, or grouped otherwise. Hyperparameters belong to the parameters, and not
-to the number of a group.
+Parameters are new, gone, or in other groups. Hyperparameters belong to the parameters, and not to
+the number of a group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.models.tensors import ModelTensor
 from anyrank.runs.state.part_types import PartMatch, PartSource, differences, in_line
 
-# What schedulers keep for each group of their optimizer.
+# Entries that schedulers keep for each group of their optimizer.
 BY_GROUP = {
     *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs"),
     *("max_lrs", "base_momentums", "max_momentums"),
@@ -31,11 +31,11 @@ def match_groups(
     matched: PartMatch,
 ) -> list[str]:
     """Find for each group of an optimizer the saved group whose hyperparameters it takes. A group
-    of fresh parameters alone keeps its own. Adds groups and problems to `matched`.
+    of only fresh parameters keeps its own. Add groups and problems to `matched`.
 
     Args:
         part, optimizer, record, source, names: as for `match_optimizer`.
-        matched: the part's.
+        matched: match of the part.
 
     Returns:
         The parameters that start fresh.
@@ -58,7 +58,7 @@ def match_groups(
         fresh += new
         sources = sorted({home[name] for name in members if name in home})
         if not sources:
-            # A group without parameters goes by its number, as it has none to go by.
+            # A group without parameters goes by its number, because it has nothing else.
             alone = bool(members) or number >= len(record["groups"])
             chosen.append(None if alone else number)
             continue
@@ -72,7 +72,7 @@ def match_groups(
                     f"{differences(first, options)}): group them as they were, or resume with "
                     'settings="script", which uses those of this script'
                 )
-        # With its own number a group keeps its place, by which schedules count.
+        # A group with its own number keeps its place, by which schedules count.
         chosen.append(number if number in sources else sources[0])
     absent = [name for name in home if name not in seen and not source.is_dropped(name)]
     if absent:
@@ -88,13 +88,13 @@ def match_groups(
 
 
 def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
-    """Whether the groups are not the checkpoint's in their order, with new ones after them."""
+    """Return whether the groups are other than the checkpoint's in order and then new ones."""
     return [*groups[:count]] != [*range(count)] or any(n is not None for n in groups[count:])
 
 
 def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
-    """A scheduler's state for the groups that its optimizer has now: each goes on with what its
-    saved group had, a new one as it is.
+    """Arrange a scheduler's state for the groups that its optimizer has now: each continues with
+    what its saved group had, and a new one starts as it is.
     """
     if not isinstance(tree, dict) or not isinstance(current, dict):
         return tree
@@ -115,11 +115,11 @@ def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
 
 
 def check_schedulers(parts: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> None:
-    """Refuse other libraries' schedulers where the optimizer's groups are in another order.
+    """Refuse other libraries' schedulers if the optimizer's groups are in another order.
 
     Args:
-        parts: of a state, by name.
-        matched: those that are matched; gets the problems.
+        parts: parts of a state, by name.
+        matched: matches of the parts; gets the problems.
     """
     regrouped = {id(parts[name]): name for name, part in matched.items() if part.is_regrouped}
     for name, part in matched.items():

@@ -1,4 +1,4 @@
-"""Optimizers with methods of their own as a part of the state: saved and filled by these."""
+"""Optimizers with methods of their own, as parts of the state: these methods save and fill them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anyrank.runs.state.stateful import (
 
 
 def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
-    """What such an optimizer contributes to a save: its state_dict(). This rank's view.
+    """Return what such an optimizer contributes to a save: its state_dict(). This rank's view.
 
     Raises:
         CheckpointError: it has no state_dict() for this rank, or one with sharded tensors.
@@ -48,10 +48,10 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
 def match_own_methods(
     part: str, optimizer: Optimizer, record: Any, source: PartSource, rank: int
 ) -> PartMatch:
-    """What fills such an optimizer: its load_state_dict(). Nothing is changed.
+    """Plan how to fill such an optimizer: by its load_state_dict(). Changes nothing.
 
-    It is "derived" where its state_dict() then has other values than it was given, as of an inner
-    optimizer that the call leaves out.
+    The outcome is "derived" if its state_dict() then has other values than it was given, such as
+    those of an inner optimizer that the call leaves out.
     """
     matched = match_stateful(part, optimizer, record, source, rank)
     load = matched.commit

@@ -1,4 +1,4 @@
-"""The parts of a training state: what each contributes to a save, and what fills it at a resume."""
+"""The types of a training state's parts: what a save takes from each, and what a resume fills."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SHOWN = 10
 
 @dataclass
 class PartState:
-    """What one part contributes to a save.
+    """One part's contribution to a save.
 
     Attributes:
-        record: JSON, of which `agreement` says how it is on the ranks.
-        tensors: what the ranks hold together; the same list on all of them.
-        own_tensors: what this rank alone holds; its names end with the rank.
-        beside_shards: those of `own_tensors` that all ranks may hold alike, by name without rank:
-            an optimizer's, of which nothing shows that they are shares of a parameter's.
+        record: JSON; `agreement` says how it may differ between the ranks.
+        tensors: tensors that the ranks hold together; the same list on all of them.
+        own_tensors: tensors that only this rank holds; their names end with the rank.
+        beside_shards: those of `own_tensors` that all ranks may hold equal, by name without rank:
+            an optimizer's, if nothing shows that they are shares of a parameter's.
         aliases: other name -> name, of tied tensors.
         may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
             one rank keeps); the first rank's are saved.
-        agreement: of the record: "equal" on all ranks, the "first" rank's where others may differ,
-            or kept "per rank" where it differs.
-        unsaved: names of attributes of an optimizer that hold tensors, and are in no record.
+        agreement: of the record: "equal" on all ranks, the "first" rank's if others may differ, or
+            kept "per rank" if it differs.
+        unsaved: names of attributes of an optimizer that hold tensors and are in no record.
     """
 
     record: Any
@@ -51,25 +51,26 @@ class PartState:
 
 
 def shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
-    """The tensors that the ranks hold together: the same list on all of them."""
+    """List the tensors that the ranks hold together, in the same order on all of them."""
     return [tensor for saved in parts.values() for tensor in saved.tensors]
 
 
 @dataclass
 class PartMatch:
-    """What a resume would do with one part.
+    """The plan of a resume for one part.
 
     Attributes:
-        outcome: exact or resharded, or what else, and why.
-        fills: memory that is filled, the same list on all ranks.
-        load: fills a module by itself, by all ranks together; the bytes that this rank read.
+        outcome: exact, resharded or another outcome, with the reason.
+        fills: memory to fill, the same list on all ranks.
+        load: fills a module on its own; called by all ranks together, returns the bytes that this
+            rank read.
         commit: puts everything else in place when the memory is filled.
-        problems: whatever does not fit; nothing is changed while any part has one.
-        notes: for the report, in sentences.
-        warnings: the same, of what people have to know.
+        problems: everything that does not fit; nothing is changed while any part has one.
+        notes: sentences for the report.
+        warnings: those notes that people have to know.
         is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
-        groups: of an optimizer, the saved group whose options each of its groups takes, where they
-            are not those of the checkpoint.
+        groups: for each group of an optimizer, the saved group whose options it takes, if they are
+            not the checkpoint's groups.
         has_meta_buffers: whether buffers that no checkpoint holds are on meta.
     """
 
@@ -87,16 +88,16 @@ class PartMatch:
 
 @dataclass(frozen=True)
 class PartSource:
-    """What parts are filled from: a committed step, or what another tool saved.
+    """The source that parts are filled from: a committed step, or another tool's checkpoint.
 
     Attributes:
-        listing: its tensors.
-        ranks: how many saved it.
-        same_ranks: whether as many resume it.
+        listing: listing of its tensors.
+        ranks: number of ranks that saved it.
+        same_ranks: whether as many ranks resume it.
         fresh: patterns of names of parameters that the step need not have.
         drop: patterns of names of parameters that the state need not have.
-        casts: whether floating state becomes of its parameter's dtype, as torch does it.
-        joins: whether an optimizer's group may have parameters of several that differ, as its
+        casts: whether floating state takes its parameter's dtype, as torch does it.
+        joins: whether an optimizer's group may have parameters of several that differ, because its
             hyperparameters are the script's.
     """
 
@@ -109,15 +110,15 @@ class PartSource:
     joins: bool = False
 
     def is_fresh(self, name: str) -> bool:
-        """Whether a parameter that the step does not have starts anew, by its name or its end."""
+        """Return whether a parameter that the step lacks starts anew, by its name or its end."""
         return _matches(name, self.fresh)
 
     def is_dropped(self, name: str) -> bool:
-        """Whether what the step has of a parameter may be left, by its name or its end."""
+        """Return whether the step's state of a parameter may be dropped, by its name or its end."""
         return _matches(name, self.drop)
 
     def outcome_for(self, saved_layout: str, layout: str) -> Outcome:
-        """Exact when ranks and layout are those of the save, else resharded."""
+        """Return exact if ranks and layout are those of the save, otherwise resharded."""
         if self.same_ranks and saved_layout == layout:
             return Outcome("exact")
         if self.same_ranks:
@@ -132,22 +133,22 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) -> Outcome | None:
-    """The outcome of a part that has other names than the checkpoint; None for the same."""
+    """Return the outcome of a part with other names than the checkpoint; None for the same."""
     texts = [in_line(fresh_title, fresh)] if fresh else []
     texts += [in_line("dropped, as drop= asks", dropped)] if dropped else []
     return Outcome("derived", "; ".join(texts)) if texts else None
 
 
 def own_name(where: str, index: int) -> str:
-    """The name of a tensor that only the rank of this index holds."""
+    """Name a tensor that only the rank of this index holds."""
     return f"{where}@{index:05d}"
 
 
 def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
-    """A tensor as this rank holds it, for a save; the values of a conj or neg view are copied.
+    """Hold a tensor for a save, as this rank has it; values of a conj or neg view are copied.
 
     Raises:
-        CheckpointError: a kind of tensor whose bytes a checkpoint cannot hold.
+        CheckpointError: a checkpoint cannot hold the bytes of such a tensor.
     """
     is_dense = not hasattr(tensor, "placements") and tensor.layout == torch.strided
     plain = tensor.resolve_conj().resolve_neg() if is_dense else tensor
@@ -173,7 +174,7 @@ def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
 
 
 def _kind(tensor: Any) -> str:
-    """The class of a tensor, and of a DTensor's part."""
+    """Name the class of a tensor, and that of a DTensor's part."""
     name = type(tensor).__name__
     if not hasattr(tensor, "placements"):
         return name
@@ -188,7 +189,7 @@ def _cannot_be_saved(name: str, kind: str) -> CheckpointError:
 
 
 def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
-    """One hash of how tensors lie on the ranks."""
+    """Hash the layout of tensors on the ranks."""
     rows = [(sharded.name, str(sharded.layout)) for sharded in tensors]
     return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
 
@@ -214,7 +215,7 @@ def _leaving_out(part: str) -> str:
 
 
 def other_class(part: str, name: str, saved: str) -> str:
-    """The problem of an object that is of another class than the checkpoint's."""
+    """Describe the problem of an object of another class than the checkpoint's."""
     return (
         f"{part}: is a {name}, the checkpoint's a {saved}: resume with the {saved} that the run "
         f"was saved with, or leave the {name} as it is with skip=[{part!r}]"
@@ -222,12 +223,12 @@ def other_class(part: str, name: str, saved: str) -> str:
 
 
 def in_line(title: str, names: Sequence[str]) -> str:
-    """What several names share, and the first of them, in one line."""
+    """Join a title and the first of several names in one line."""
     return f"{title}: {join_first(names, SHOWN)}"
 
 
 def differences(record: Any, other: Any, where: str = "") -> str:
-    """The first place where two JSON values differ."""
+    """Find the first place where two JSON values differ."""
     if isinstance(record, Mapping) and isinstance(other, Mapping):
         for key in sorted({*record, *other}):  # pyright: ignore[reportUnknownVariableType]
             if record.get(key) != other.get(key):

@@ -1,4 +1,4 @@
-"""Values as a manifest keeps them: numbers, text, and lists and dicts of these."""
+"""Values that a manifest can keep: numbers, text, and lists and dicts of these."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import torch
 
-ABSENT = object()  # of a value that is not plain
-MOST = 256  # values of one setting; a longer list is data of the run, no setting
+ABSENT = object()  # stands for a value that is not plain
+MOST = 256  # values of one setting; a longer list is data of the run, and not a setting
 
 
 def as_json(initial: Any) -> Any:
-    """Settings as a manifest gives them back: what is not plain is left out."""
+    """Return settings as a manifest gives them back: values that are not plain are left out."""
     value = plain(initial)
     return value if value is not ABSENT else {}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON; ABSENT for one that has none, and for long lists."""
+    """Return a value as JSON; ABSENT for one that has no such form, and for long lists."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not value.is_meta
         return plain(value.item()) if is_number else ABSENT

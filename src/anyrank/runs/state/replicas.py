@@ -1,9 +1,9 @@
-"""What several ranks hold alike, compared by digest before a save writes anything.
+"""Compare by digest, before a save writes anything, what several ranks should hold equal.
 
-A save takes each element from one rank. Where replicas differ there is no such thing as the run's
-value: for what is trained that is an error, for anything else the first rank's is saved. Each save
-compares a ninth of every tensor, in turns, so that nine saves have compared all; a run may ask for
-more between its saves, of the whole.
+A save takes each element from one rank. If replicas differ, the run has no single value: for what
+is trained that is an error, for anything else the first rank's value is saved. Each save compares a
+ninth of every tensor, in turns, so that nine saves have compared all; a run may ask for more
+comparisons between its saves, of everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
 
-TURNS = 9  # saves that compare all of every tensor
+TURNS = 9  # saves that together compare all of every tensor
 
 
 def compare_replicas(
@@ -42,17 +42,18 @@ def compare_replicas(
     step: int,
     ranks: Ranks,
 ) -> list[str]:
-    """Names of tensors that differ and may; the first rank's are saved. All ranks.
+    """Find the names of tensors that differ and may; the first rank's are saved. All ranks.
 
     Args:
-        parts: of the state.
-        coordinates: of every rank, by global rank.
-        turn: how many saves were before, equal on all ranks.
-        step: that is saved, for the error.
-        ranks: that save together.
+        parts: parts of the state.
+        coordinates: coordinates of every rank, by global rank.
+        turn: number of earlier saves, equal on all ranks.
+        step: step that is saved, for the error.
+        ranks: ranks that save together.
 
     Raises:
-        CheckpointError: a tensor of the model or an optimizer differs; names it and the ranks.
+        CheckpointError: a tensor of the model or an optimizer differs; the error names it and the
+            ranks.
     """
     differing = _differing_tensors(shared(shared_tensors(parts), coordinates), turn, ranks)
     if not differing:
@@ -78,17 +79,19 @@ def compare_replicas(
 def find_alike(
     parts: Mapping[str, PartState], known: Mapping[str, Collection[str]], ranks: Ranks
 ) -> dict[str, list[str]]:
-    """Names of optimizer state that all ranks hold alike beside shares of parameters, by part: a
-    preconditioner that each computes from whole gradients. It goes on on any number of ranks.
+    """Find the optimizer state that all ranks hold equal beside shares of parameters, by part.
 
-    Their whole values are compared in each save, as a save by the first rank alone would lose what
-    the others have otherwise. All ranks.
+    It is, say, a preconditioner that each computes from whole gradients. Any number of ranks can
+    resume it.
+
+    Whole values are compared in each save, because a save by the first rank alone would lose any
+    others that differ. All ranks.
 
     Args:
-        parts: of the state, whose records are equal on the ranks.
-        known: those that were alike where this run was sharded, by part; a whole parameter's state
+        parts: parts of the state, with records that are equal on the ranks.
+        known: names that were equal when this run was sharded, by part; a whole parameter's state
             does not show it.
-        ranks: that save together.
+        ranks: ranks that save together.
     """
     alike = {
         part: sorted({tensor.name for tensor in parts[part].tensors}.intersection(names))
@@ -96,7 +99,7 @@ def find_alike(
         if part in parts
     }
     beside = {part: saved for part, saved in parts.items() if saved.agreement == "equal"}
-    if any(saved.own_tensors for saved in beside.values()):  # then on all ranks: records are equal
+    if any(saved.own_tensors for saved in beside.values()):  # on all ranks, as records are equal
         named = [
             (replace(tensor, name=name), ranks.ranks)
             for saved in beside.values()
@@ -117,10 +120,10 @@ def _digests_with_shapes(tensors: Iterable[ShardedTensor]) -> list[str]:
 
 
 def check_replicas(state: TrainState, ranks: Ranks) -> None:
-    """Compare the whole of the model and the optimizers, and save nothing. All ranks.
+    """Compare all of the model and the optimizers, and save nothing. All ranks.
 
     Raises:
-        CheckpointError: a tensor differs that must not; names it, the ranks and the step.
+        CheckpointError: a tensor differs that must not; the error names it, the ranks and the step.
     """
 
     def list_own() -> tuple[dict[str, PartState], Inventory]:
@@ -137,7 +140,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     differing = _differing_tensors(
         [r for r in replicas if r[0].name not in may_differ], None, ranks
     )
-    if differing:  # the same on all ranks, so all of them gather once more
+    if differing:  # the same on all ranks, so that all of them gather once more
         others = _differing_tensors([r for r in replicas if r[0].name in may_differ], None, ranks)
         raise CheckpointError(_describe(f"step {state.step}:", differing, parts, sorted(others)))
 
@@ -145,7 +148,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
 def _differing_tensors(
     tensors: Iterable[tuple[ShardedTensor, Members]], turn: int | None, ranks: Ranks
 ) -> dict[str, RanksByText]:
-    """Those that differ, by name; of `turn` a ninth is compared, without it all. All ranks."""
+    """Find the tensors that differ, by name: in the ninth of `turn`, or in all. All ranks."""
 
     def digest_all(own_tensors: Iterable[ShardedTensor]) -> list[str]:
         return digests_of((t.name, _ninth(t.local(), turn)) for t in own_tensors)
@@ -154,7 +157,7 @@ def _differing_tensors(
 
 
 def _ninth(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
-    """Every element of a small tensor, of others the ninth whose turn it is; without a turn all."""
+    """Return the ninth of a tensor whose turn it is; all of it if it is small or without a turn."""
     if turn is None or tensor.numel() < TURNS:
         return tensor
     number = turn % TURNS
@@ -168,12 +171,12 @@ def _describe(
     parts: Mapping[str, PartState],
     others: Sequence[str],
 ) -> str:
-    """What differs, and what has happened: replicas have diverged, or an optimizer is sharded.
+    """Describe the differences and their cause: replicas diverged, or an optimizer is sharded.
 
     Args:
-        head: what was not done for it, or at which step.
+        head: what was not done because of it, or at which step.
         wrong: name of each tensor that must not differ -> its digests, and their ranks.
-        parts: of the state.
+        parts: parts of the state.
         others: names of tensors that differ too, and may.
     """
     texts = [

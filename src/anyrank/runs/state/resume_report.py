@@ -1,4 +1,4 @@
-"""What a resume restored, part by part; equal on all ranks and printable as one screen."""
+"""The report of what a resume restored, part by part: equal on all ranks, one screen long."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from anyrank.wording import count, printable
 
 
 class Outcome(str):
-    """What became of one part: "exact", "resharded", "derived", "skipped" or "fresh".
+    """The outcome of one part: "exact", "resharded", "derived", "skipped" or "fresh".
 
     Attributes:
-        reason: why not exact; "" for an exact one.
+        reason: why it is not exact; "" for an exact one.
     """
 
     reason: str
@@ -28,11 +28,11 @@ class Outcome(str):
 
 @dataclass(frozen=True)
 class SavedOn:
-    """Where a checkpoint came from.
+    """The origin of a checkpoint.
 
     Attributes:
-        ranks: how many wrote it; 0 where another tool's checkpoint does not say.
-        layout: how the tensors lay on them, in words; or the other tool.
+        ranks: number of ranks that wrote it; 0 if another tool's checkpoint does not say.
+        layout: layout of the tensors on them, in words; or the name of the other tool.
     """
 
     ranks: int
@@ -41,25 +41,25 @@ class SavedOn:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What a resume did. Equal on all ranks.
+    """The report of a resume. Equal on all ranks.
 
     Attributes:
         step: completed optimizer steps of the checkpoint.
         epoch: the current epoch.
         samples: samples of completed steps, over the whole run.
-        path: of the checkpoint.
+        path: path of the checkpoint.
         saved_on: ranks and layout of the save.
-        ranks: how many resumed it.
-        lost_steps: steps that damaged, newer checkpoints had; 0 when the newest was good.
-        lost_samples: the same in samples; 0 where a damaged manifest hides the count.
-        set_aside: what the damaged ones are called now; nothing is deleted.
+        ranks: number of ranks that resumed it.
+        lost_steps: steps that damaged, newer checkpoints had; 0 if the newest was good.
+        lost_samples: the samples of these steps; 0 if a damaged manifest hides the count.
+        set_aside: new names of the damaged ones; nothing is deleted.
         redone_steps: at most so many steps after this one were done before, and are done again, by
-            the run's log, which has every tenth step; 0 where there is no log.
-        components: part of the state -> what became of it, with `.reason`.
-        notes: what else is worth knowing, in sentences.
+            the run's log, which has every tenth step; 0 if there is no log.
+        components: part of the state -> its outcome, with `.reason`.
+        notes: further sentences worth knowing.
         verified: what was compared before anything was changed, in words.
-        bytes_read: by this process's group, one entry a rank.
-        seconds: of the slowest rank.
+        bytes_read: bytes read by this process's group, one entry per rank.
+        seconds: duration on the slowest rank.
 
     Example::
 
@@ -88,7 +88,7 @@ class ResumeReport:
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """All fields, as a JSON object; a part's outcome as "kind" or "kind: reason"."""
+        """Return all fields as a JSON object; a part's outcome as "kind" or "kind: reason"."""
         fields = asdict(self)
         fields["components"] = {
             name: _outcome_text(outcome) for name, outcome in self.components.items()
@@ -96,7 +96,7 @@ class ResumeReport:
         return json.dumps(fields, indent=2)
 
     def in_a_line(self) -> str:
-        """Where the run goes on, the ranks before and now, and what was lost: one line."""
+        """Return one line: where the run continues, the ranks before and now, and what was lost."""
         saved_on = count(self.saved_on.ranks, "rank") if self.saved_on.ranks else "unknown ranks"
         facts = (
             f"step {self.step}, epoch {self.epoch}, {count(self.samples, 'sample')}; "

@@ -1,4 +1,4 @@
-"""The objects of a run by name: what each contributes to a save, what fills each at a resume."""
+"""The objects of a run by name: how a save takes and a resume fills each of them."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ RESERVED = ("random", "run", "step", "epoch", "samples")
 
 
 class RunParts:
-    """The objects of a run by name, and what becomes of them at a save and at a resume.
+    """The objects of a run by name, and their saves and resumes.
 
     Attributes:
         parts: name -> module, optimizer or stateful object, without Accelerate's wrappers.
-        seed: of the run.
-        generators: the run's own, by name.
+        seed: seed of the run.
+        generators: generators of the run, by name.
         first_rank: names of the parts of which the first rank's state is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
-        settings: of the parts, as the script made them.
-        warned: optimizers of which it was said that attributes are not saved, or that tensors are
-            saved by rank.
-        alike: optimizer -> its state that all ranks hold alike beside shares of parameters.
-        unusable: why the values are those of no step, or None.
-        saves: of the state in this process, whose replicas were compared.
+        settings: settings of the parts, as the script made them.
+        warned: optimizers for which the log already says that attributes are not saved, or that
+            tensors are saved by rank.
+        alike: optimizer -> its state that all ranks hold equal beside shares of parameters.
+        unusable: why the values belong to no step, or None.
+        saves: number of saves of the state in this process whose replicas were compared.
         streams_before: random stream -> digest of its state when this was made.
     """
 
@@ -97,15 +97,15 @@ class RunParts:
         self.streams_before = self.digests_of_streams()
 
     def digests_of_streams(self) -> dict[str, str]:
-        """Random stream -> digest of its state on this rank now."""
+        """Map each random stream to a digest of its state on this rank now."""
         return digests_of(capture(self.generators))
 
     def optimizers(self) -> list[Optimizer]:
-        """The parts that are optimizers."""
+        """List the parts that are optimizers."""
         return [part for part in self.parts.values() if isinstance(part, Optimizer)]
 
     def check_usable(self) -> None:
-        """Refuse to go on with a state whose values are those of no step.
+        """Refuse to continue with a state whose values belong to no step.
 
         Raises:
             CheckpointError: a resume failed in the middle, or a step moved it and does not count.
@@ -114,7 +114,7 @@ class RunParts:
             raise CheckpointError(f"{self.unusable}: resume again, or build the objects again")
 
     def targets(self) -> dict[str, list[ModelTensor]]:
-        """The tensors of each module that a run writes, by part."""
+        """List the tensors of each module that a run writes, by part."""
         modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
         targets = {part: targets_of(module) for part, module in modules.items()}
         if self.base is not None:
@@ -147,7 +147,7 @@ class RunParts:
         """Refuse optimizers that cannot be saved as they are now; warn of what would be lost.
 
         Raises:
-            CheckpointError: names the part, and what of it.
+            CheckpointError: an optimizer cannot be saved; the error names the part and the state.
         """
         names = names_of(self.targets())
         for part, value in self.parts.items():
@@ -156,7 +156,7 @@ class RunParts:
                 self._warn_of_unsaved(part, saved.unsaved, rank)
 
     def save(self, rank: int) -> dict[str, PartState]:
-        """What every part contributes to a save, as this rank sees it."""
+        """Return what every part contributes to a save, as this rank sees it."""
         tensors, saved = self.save_tensors(rank), dict[str, PartState]()
         for part, value in self.parts.items():
             if part in tensors:
@@ -171,7 +171,7 @@ class RunParts:
         return saved
 
     def save_tensors(self, rank: int) -> dict[str, PartState]:
-        """The same of the modules and the optimizers alone."""
+        """Return what the modules and the optimizers contribute to a save."""
         targets = self.targets()
         names = names_of(targets)
         stepped = self._trained()
@@ -199,7 +199,7 @@ class RunParts:
     def match(
         self, records: Mapping[str, Any], source: PartSource, rank: int
     ) -> dict[str, PartMatch]:
-        """What fills every part that `records` has; nothing is changed."""
+        """Plan how to fill every part that `records` has; change nothing."""
         targets = self.targets()
         names = names_of(targets)
         matched: dict[str, PartMatch] = {}
@@ -215,7 +215,7 @@ class RunParts:
                 matched[part] = match_module(part, value, targets[part], record, source)
                 base = self.base if part == "model" else None
                 if base is not None or "base" in record:
-                    # A base that is another one explains all else that does not fit.
+                    # A different base explains everything else that does not fit.
                     wrong = base_problems(base, record)
                     matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
@@ -237,7 +237,7 @@ class RunParts:
         return matched
 
     def _remember_alike(self, part: str, matched: PartMatch, record: Any) -> None:
-        """Let a resume tell the next saves what ranks held alike, which whole state does not."""
+        """Tell the next saves what ranks held equal, because whole state does not show it."""
         commit = matched.commit
 
         def commit_all() -> None:
@@ -247,8 +247,8 @@ class RunParts:
         matched.commit = commit_all
 
     def _check_data(self, matched: PartMatch, num_ranks: int) -> None:
-        """Refuse another number of ranks where a loader may count within its rank's share: such
-        counts are equal on all ranks, so nothing in them shows it.
+        """Refuse another number of ranks if a loader may count within its rank's share: such counts
+        are equal on all ranks, so nothing in them shows it.
         """
         data = self.parts["data"]
         if isinstance(data, ElasticLoader) or matched.problems:
@@ -270,7 +270,7 @@ class RunParts:
         )
 
     def _groups_of(self, matched: Mapping[str, PartMatch]) -> dict[int, Sequence[int | None]]:
-        """Id of each optimizer -> for each of its groups, the saved one that it goes on from."""
+        """Map each optimizer's id to the saved groups that its groups continue from."""
         return {
             id(self.parts[name]): part.groups
             for name, part in matched.items()
@@ -279,13 +279,13 @@ class RunParts:
 
 
 def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTensor]:
-    """Id of each parameter -> its tensor, named as in the checkpoint's optimizer."""
+    """Map the id of each parameter to its tensor, named as in the checkpoint's optimizer."""
     named: dict[int, ModelTensor] = {}
     for part, members in targets.items():
         for target in in_state_dict(members):
-            # Not with a ".", which names have already.
+            # Not with a ".", which names contain already.
             name = target.name if part == "model" else f"{part}/{target.name}"
-            # A parameter that two modules share has the name in the first of them.
+            # A parameter that two modules share has its name in the first of them.
             named.setdefault(id(target.tensor), replace(target, name=name))
     return named
 

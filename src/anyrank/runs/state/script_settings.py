@@ -1,8 +1,8 @@
-"""What the script gives optimizers and schedules, recorded for the resumes of later scripts.
+"""The settings that the script gives optimizers and schedules, recorded for later resumes.
 
-A state_dict() brings the saved run's settings back (T_max, betas), also where the script has been
-changed since. So a save keeps what the script gave before anything was filled; a resume compares it
-(`anyrank.runs.resume.settings`).
+A state_dict() brings the saved run's settings back (T_max, betas), even if the script has been
+changed since. So a save keeps what the script gave before anything was filled, and a resume
+compares it (`anyrank.runs.resume.settings`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ScriptSettings:
         self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
 
     def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> bool:
-        """Whether the saved run's script gave the same, as far as it is known; groups in their
-        order. `saved` is its `record`, `matched` the parts that it fills: all of those here, as an
-        optimizer and its schedules go by each other.
+        """Return whether the saved run's script gave the same, as far as it is known, with groups
+        in their order. `saved` is its `record`, `matched` the parts that it fills: all of those
+        here, because an optimizer and its schedules depend on each other.
         """
         if self.initial.keys() - matched.keys():
             return False
@@ -63,20 +63,20 @@ class ScriptSettings:
         return True
 
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that a save keeps: those that the parts bring back, by their `records`."""
+        """Return the settings that a save keeps: those that the parts' `records` bring back."""
         kept: dict[str, Any] = {}
         for name, initial in self.kept.items():
             tree = records.get(name, {}).get("tree")
             is_whole = is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer)
             restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
-            # An empty dict says that the part brings no setting back: then none is to be taken.
+            # An empty dict says that the part brings no setting back, so that none is to be taken.
             kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
         return kept
 
 
 def _initial(part: Any) -> Any:
-    """The settings of one part: of an optimizer a list by group, of others a dict; None if it has
-    none. Calls nothing of a class that is not known to be cheap.
+    """Return the settings of one part: a list by group for an optimizer, a dict for others; None
+    if it has none. Calls nothing of a class that is not known to be cheap.
     """
     if isinstance(part, Optimizer):
         return [
@@ -97,14 +97,14 @@ def _initial(part: Any) -> Any:
 
 
 def is_schedule(part: Any) -> bool:
-    """Whether a part's whole state, when it is made, is what the script gives."""
+    """Return whether a new part's whole state is what the script gives it."""
     if isinstance(part, LRScheduler | torch.amp.GradScaler):
         return True
     return not isinstance(part, Optimizer) and optimizer_of(part) is not None
 
 
 def optimizer_of(part: Any) -> Any:
-    """The optimizer inside a schedule's, without wrappers."""
+    """Return the optimizer inside a schedule's wrappers."""
     optimizer: Any = getattr(part, "optimizer", None)
     return innermost(optimizer) if isinstance(optimizer, Optimizer) else None
 

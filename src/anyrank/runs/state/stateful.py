@@ -1,7 +1,7 @@
 """Anything with `state_dict()` and `load_state_dict()` as a part of the state.
 
 Optimizers with methods of their own are such parts too: wrappers and sharded optimizers have slow
-weights, inner optimizers or partitions besides torch's state, which only their methods know.
+weights, inner optimizers or partitions beside torch's state, which only their methods know.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-PLAIN = ("state", "param_groups", "defaults")  # what every optimizer has, and is saved by name
-NESTED = 6  # containers within each other that are looked into
+PLAIN = ("state", "param_groups", "defaults")  # every optimizer has these; they are saved by name
+NESTED = 6  # levels of containers that are searched
 
 
 @runtime_checkable
@@ -58,13 +58,13 @@ class Stateful(Protocol):
 
 
 def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
-    """What a stateful object contributes to a save. This rank's view.
+    """Return what a stateful object contributes to a save. This rank's view.
 
-    Its plain tensors go with its record: kept once when all ranks have the same record, else for
+    Its plain tensors go with its record: kept once if all ranks have the same record, otherwise for
     each rank.
 
     Raises:
-        CheckpointError: a value that is neither tensor nor plain; names its key.
+        CheckpointError: a value is neither a tensor nor plain; the error names its key.
     """
     saved = PartState({}, agreement="per rank")
 
@@ -101,21 +101,21 @@ def match_stateful(
     groups: Sequence[int | None] | None = None,
     parameters: LikeParameters | None = None,
 ) -> PartMatch:
-    """What fills a stateful object. Nothing is changed.
+    """Plan how to fill a stateful object. Changes nothing.
 
     Args:
         part: its name in the state.
         thing: the object.
-        record: of the checkpoint.
+        record: its record in the checkpoint.
         source: the checkpoint.
-        rank: this process's own.
-        groups: of a scheduler whose optimizer has other groups than the checkpoint's: the saved
+        rank: number of this process.
+        groups: for a scheduler whose optimizer has other groups than the checkpoint's: the saved
             group of each, or None for a new one.
-        parameters: of the state; tensors lie like these that were DTensors, and that the object
-            does not have yet.
+        parameters: parameters of the state; tensors that were DTensors, and that the object does
+            not have yet, are laid out like these.
 
     Raises:
-        CorruptCheckpoint: the record is not what a save writes of such an object.
+        CorruptCheckpoint: the record is not one that a save writes for such an object.
     """
     matched = PartMatch(Outcome("exact"))
     name, is_position = class_name(thing), isinstance(thing, ElasticLoader)
@@ -139,7 +139,7 @@ def match_stateful(
             return matched
         record = record | {"tree": record["by_rank"][rank]}
     current: Any = thing.state_dict()
-    # An empty state is no state to load: some objects refuse it. A position always has one.
+    # An empty state is not one to load: some objects refuse it. A position always has one.
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
         return PartMatch(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
@@ -147,8 +147,8 @@ def match_stateful(
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
-    sharded: set[str] = set()  # what was DTensors
-    gathered: list[str] = []  # of these: what is whole on each rank now, as nothing says its layout
+    sharded: set[str] = set()  # tensors that were DTensors
+    gathered: list[str] = []  # those of them that are whole on each rank, for lack of a layout
 
     def take(entry: Mapping[str, str]) -> torch.Tensor:
         ((kind, written),) = entry.items()
@@ -164,7 +164,7 @@ def match_stateful(
             if parameter is None:
                 gathered.append(where)
         is_sharded = hasattr(like, "placements") and "by_rank" not in record
-        # What the object has now says where its tensor lies: its code may never move it.
+        # The tensor that the object has now gives the place: the object's code may never move it.
         if like is not None and (kind == "~whole" or is_sharded):
             tensor = torch.empty_like(like)
         elif parameter is not None:
@@ -181,7 +181,7 @@ def match_stateful(
     if isinstance(thing, ElasticLoader):
         try:
             thing.position.check_state_dict(tree)
-        except CorruptCheckpoint:  # damage is no misfit: an older step may be whole
+        except CorruptCheckpoint:  # damage is not a misfit: an older step may be whole
             raise
         except CheckpointError as error:
             matched.problems.append(f"{part}: {error}")
@@ -193,7 +193,7 @@ def match_stateful(
 
     def commit() -> None:
         _give(part, thing, tree)
-        # Only now does a schedule stand at the step for which its function is asked.
+        # Only now is a schedule at the step for which its function is asked.
         if text := _changed_schedule(thing, tree):
             reasons = [reason for reason in (matched.outcome.reason, text) if reason]
             matched.outcome = Outcome("derived", "; ".join(reasons))
@@ -203,10 +203,10 @@ def match_stateful(
 
 
 def _changed_schedule(thing: Any, tree: Any) -> str:
-    """Say if the function of a LambdaLR, which is not saved, gives another learning rate.
+    """Report if the function of a LambdaLR, which is not saved, gives another learning rate.
 
     Args:
-        thing: with its state.
+        thing: object with its state.
         tree: that state.
     """
     if type(thing) is not LambdaLR or not isinstance(tree.get("_last_lr"), list):
@@ -227,7 +227,7 @@ def _changed_schedule(thing: Any, tree: Any) -> str:
 
 
 def _give(part: str, thing: Stateful, tree: Any) -> None:
-    """Let an object load its state.
+    """Make an object load its state.
 
     Raises:
         CheckpointError: its own code failed.
@@ -244,8 +244,8 @@ def _give(part: str, thing: Stateful, tree: Any) -> None:
 
 
 def class_name(thing: Any) -> str:
-    """The name of an object's class; of a schedule of schedules with the classes of its parts, as
-    each part would take another's settings without a word.
+    """Name an object's class; for a schedule of schedules with the classes of its parts, because
+    each part would silently take another's settings.
     """
     name = type(thing).__name__
     inner: Any = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
@@ -253,7 +253,7 @@ def class_name(thing: Any) -> str:
 
 
 def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
-    """The tensors that an object has now, by key: a resume lays out those that it reads alike."""
+    """Return an object's tensors now, by key: a resume lays out the ones it reads like these."""
     tensors: dict[str, torch.Tensor] = {}
 
     def put(where: str, tensor: torch.Tensor) -> None:
@@ -267,19 +267,19 @@ def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
 
 
 def has_own_methods(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's `state_dict()` is not torch's own alone."""
+    """Return whether an optimizer's `state_dict()` is more than torch's own."""
     return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
 
 
 def overrides(optimizer: Optimizer, method: str) -> bool:
-    """Whether a method of an optimizer is not torch's own."""
+    """Return whether a method of an optimizer is not torch's own."""
     is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
     return not is_inherited or method in vars(optimizer)
 
 
 def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
-    """Names of an optimizer's attributes that hold tensors, or optimizers with state, that are
-    not among the saved ones, nor copies of them: a resume does not bring them back.
+    """Name an optimizer's attributes that hold tensors, or optimizers with state, that are neither
+    among the saved ones nor copies of them: a resume does not bring them back.
     """
     known = {_memory_of(tensor) for tensor in saved}
     known |= {_memory_of(param) for group in optimizer.param_groups for param in group["params"]}
@@ -297,7 +297,7 @@ def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> li
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors of a value that holds some: a tensor, a container, an optimizer's state."""
+    """Yield the tensors in a value: a tensor, a container, an optimizer's state."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Optimizer):

@@ -26,16 +26,16 @@ class TrainState:
             processes, is refused.
         scaler: a GradScaler.
         data: an `ElasticLoader`, or any loader with `state_dict()`.
-        seed: of the run; other streams are derived from it when a run goes on on other ranks.
+        seed: seed of the run; other streams are derived from it if a run continues on other ranks.
         generators: the run's own torch.Generators, by name; they are restored like the ambient
             random streams.
-        first_rank: names of stateful parts whose state may differ between ranks, and of which the
-            first rank's is saved for all. Without it, a part that differs is saved for each rank,
-            and resumed on the same number of ranks only, as is `data` of another class than
+        first_rank: names of stateful parts whose state may differ between ranks; the first rank's
+            is saved for all. Without it, a part that differs is saved for each rank, and can only
+            be resumed on the same number of ranks, as can `data` of another class than
             `ElasticLoader`.
         base: where the model's frozen parameters come from: a path, a URL or a list. Parameters
-            that need no gradient, and belong to no optimizer and no adapter, are not written then;
-            the source is, and a digest of their values, which a resume compares. Load the base
+            that need no gradient, and belong to no optimizer and no adapter, are then not written;
+            the source is, with a digest of their values that a resume compares. Load the base
             before the first call of `Checkpoints`, and freeze it before this one.
         others: further modules, optimizers, or anything with `state_dict()` and
             `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
@@ -45,14 +45,14 @@ class TrainState:
         samples: samples of completed steps, over the whole run.
         run: id of the run; None before its first save or resume.
         lineage: one entry for each resume: from which step, on how many ranks, without which parts.
-        data: as it was given.
-        parts: what it holds, and what becomes of it. For anyrank's own use: may change.
+        data: the `data` that was given.
+        parts: the objects that it holds. For anyrank's own use: may change.
 
     Raises:
-        TypeError: a part that is neither module nor optimizer nor stateful; an argument of another
-            type.
-        ValueError: a part with a reserved name; a scheduler that steps once for each process; base
-            without a model.
+        TypeError: a part is neither a module nor an optimizer nor stateful, or an argument has
+            another type.
+        ValueError: a part has a reserved name, a scheduler steps once for each process, or base was
+            given without a model.
 
     Example::
 
@@ -102,5 +102,5 @@ class TrainState:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the data; 0 without a loader that knows."""
+        """The epoch of the data; 0 without a loader that knows it."""
         return int(getattr(self.data, "epoch", 0))
