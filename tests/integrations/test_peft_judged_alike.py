@@ -110,6 +110,25 @@ def test_other_methods_and_what_may_differ(tmp_path: Path) -> None:
         load(adapted(llama(), lora_dropout=0.1, task_type="CAUSAL_LM"), folder)
 
 
+@pytest.mark.parametrize(
+    "other", [{"lora_alpha": 32}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}]
+)
+def test_a_run_is_not_resumed_at_another_scale(tmp_path: Path, other: dict[str, Any]) -> None:
+    both = {"target_modules": ["q_proj", "v_proj"]}
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(adapted(llama(), **both))) as ckpts:
+        ckpts.save()
+    model = adapted(llama(), seed=2, **both, **other)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    ckpts = anyrank.Checkpoints(tmp_path, anyrank.TrainState(model))
+    with pytest.raises(anyrank.CheckpointError, match=r"is scaled by .* in the run"):
+        ckpts.resume()
+    assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
+    same = adapted(llama(), seed=2, **both)
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(same)) as ckpts:
+        ckpts.resume()
+    assert error_of(same, adapted(llama(), **both)) == 0
+
+
 # -- ties -----------------------------------------------------------------------------------------
 
 LORA, BOTH = {"target_modules": ["q_proj", "lm_head"]}, {"ensure_weight_tying": True}
@@ -365,3 +384,53 @@ def test_one_memory_in_two_objects(kind: str, tmp_path: Path) -> None:
     loaded = Twins(kind)
     anyrank.load(loaded, tmp_path / "run")
     assert torch.equal(loaded.head, source.head)
+
+
+# -- ties of a live model -------------------------------------------------------------------------
+
+
+def untied() -> Any:
+    model = llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    return model
+
+
+UNTIED: dict[str, Any] = {
+    "by hand": untied,
+    "by a merge of the head": lambda: adapted(
+        llama(), **COPIES["a trained head"]
+    ).merge_and_unload(),
+    "by a merge of both": lambda: adapted(llama(), **COPIES["both, apart"]).merge_and_unload(),
+    "merged, and not unloaded": lambda: peft.merge(adapted(llama(), **COPIES["a trained head"])),
+}
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("kind", UNTIED)
+def test_ties_are_read_from_the_tensors(kind: str, declared: bool, tmp_path: Path) -> None:
+    model = UNTIED[kind]()
+    model.config.tie_word_embeddings = declared
+    for to in ("safetensors", "torch", "dcp"):
+        anyrank.convert(model, tmp_path / to, to=to)
+        other = llama(tied=False)
+        anyrank.load(other, tmp_path / to)
+        assert error_of(other, model) < 1e-5
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "safetensors").eval()
+    assert error_of(again, model) < 1e-5
+    tied = anyrank.convert(llama(), tmp_path / "tied")
+    assert tied.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def job_untied(folder: str) -> None:
+    model = untied()
+    with torch.no_grad():
+        want = model(IDS).logits
+    anyrank.convert(fully_shard(model), folder)
+    other = llama(tied=False)
+    anyrank.load(other, folder)
+    with torch.no_grad():
+        assert torch.allclose(other(IDS).logits, want, atol=1e-5)
+
+
+def test_ties_under_fsdp2_too(tmp_path: Path) -> None:
+    run_ranks(2, job_untied, str(tmp_path / "out"))

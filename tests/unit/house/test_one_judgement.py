@@ -106,6 +106,13 @@ QUESTIONS = {
         frozenset({"models/dialects/peft/dialect.py", "integrations/peft.py"}),
         r"use_rslora|alpha_pattern",
     ),
+    "By what does a model scale an adapter?": Question(
+        "models/dialects/peft/merging.py",
+        ("scaling_of",),
+        frozenset({"live/ends.py", "runs/state/modules.py"}),  # sync; save and resume
+        r"\.scaling\b",
+        frozenset({"live/ends.py", "live/match.py", "live/merge.py"}),  # their own rows
+    ),
     "Does an adapter change one name of a tied tensor, and is it plain LoRA?": Question(
         "models/dialects/peft/merging.py",
         ("changes_one_name", "other_than_lora", "find_lora", "merged_names", "as_merged"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
+from anyrank.models.dialects.peft.merging import scaling_of
 from anyrank.models.frozen_parts import frozen_parts
 from anyrank.models.own_code import added_to_state_dict, save_by_own_code
 from anyrank.models.replace import Replacement
@@ -33,6 +34,8 @@ from anyrank.runs.state.part_types import (
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.near_names import near
 from anyrank.tensors.walk import walk
+
+ALL_ADAPTERS = "*"  # in place of names, where all adapters have one scale
 
 
 def targets_of(module: nn.Module) -> list[ModelTensor]:
@@ -97,7 +100,30 @@ def save_module(
     if owners:
         extra = save_extra_states(part, owners, saved)
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
+    if scales := _scales_of(targets):
+        # Most adapters have one scale for all of their layers.
+        same = len({*scales.values()}) == 1
+        saved.record["scales"] = {ALL_ADAPTERS: next(iter(scales.values()))} if same else scales
     return saved
+
+
+def _scales_of(targets: Iterable[ModelTensor]) -> dict[str, float]:
+    """Factors of adapters -> what PEFT multiplies their product by, which no tensor holds."""
+    scales = {target.name: scaling_of(target) for target in targets if target.adapter}
+    return {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def _other_scales(part: str, targets: Iterable[ModelTensor], saved: dict[str, float]) -> list[str]:
+    """Name the first adapter that computes otherwise than the run's, though its tensors fit."""
+    for name, scale in _scales_of(targets).items():
+        was = saved.get(name, saved.get(ALL_ADAPTERS, scale))
+        if was != scale:
+            return [
+                f"{part}.{name}: its adapter is scaled by {scale:g}, and was by {was:g} in the "
+                "run: make it with the LoraConfig of the run, or begin a "
+                "new run from its weights"
+            ]
+    return []
 
 
 def _check_own_code(part: str, module: nn.Module) -> None:
@@ -154,6 +180,7 @@ def match_module(
     ]
     outcome = source.outcome_for(record["layout"], layout_digest(wanted))
     matched = PartMatch(outcome, fills, problems=problems)
+    matched.problems += _other_scales(part, targets, record.get("scales", {}))
     fresh, dropped = _fit_tensors(part, wanted, device, source, matched)
     title = "kept, as the checkpoint has none"
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
