@@ -28,6 +28,7 @@ def elastic_loader(
     on_batch_change: OnBatchChange = "error",
     transform: Any = None,
     window: int | None = None,
+    keys: Any = None,
     process_group: Any = None,
 ) -> anyrank.ElasticLoader:
     """Make the loader of steps over a DataLoader's data.
@@ -42,8 +43,8 @@ def elastic_loader(
         seed: seed of the order and of all random numbers.
         exact: whether to sum gradients with the same bits on any number of ranks.
         on_batch_change: what a state with another global_batch means, as for `ElasticLoader`.
-        transform: for a stream, as for `ElasticLoader.from_iterable`.
-        window: for a stream, too.
+        transform, keys: as for `ElasticLoader`.
+        window: for a stream, as for `ElasticLoader.from_iterable`.
         process_group: the data-parallel ranks; default: all.
 
     Raises:
@@ -65,7 +66,9 @@ def elastic_loader(
     if dataloader.batch_size is None:
         raise ValueError(
             "the training DataLoader has a batch_sampler, or no batching: the steps are planned "
-            "from global_batch, so give DataLoader(dataset, batch_size=..., shuffle=...)"
+            "from global_batch, so give DataLoader(dataset, batch_size=..., shuffle=...); for "
+            "batches of one aspect ratio or length transform=anyrank.Buckets(key), and keys=, the "
+            "bucket of each sample, where they are known"
         )
     if dataloader.worker_init_fn is not None:
         raise ValueError(
@@ -87,15 +90,17 @@ def elastic_loader(
         "persistent_workers": dataloader.persistent_workers,
     }
     if has_shards(dataset):
+        if keys is not None:
+            raise ValueError("keys= is for a dataset with a length: remove it")
         return anyrank.ElasticLoader.from_iterable(
             dataset, transform=transform, window=window, **options
         )
-    if transform is not None or window is not None:
+    if window is not None:
         raise ValueError(
-            f"transform= and window= are for streams, and the training data is a "
-            f"{type(dataset).__name__}: remove them"
+            f"window= is for streams, and the training data is a {type(dataset).__name__}: "
+            "remove it"
         )
-    options |= _order(dataloader)
+    options |= _order(dataloader) | {"transform": transform, "keys": keys}
     return anyrank.ElasticLoader(dataset, on_batch_change=on_batch_change, **options)
 
 

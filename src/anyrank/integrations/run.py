@@ -31,7 +31,8 @@ class RunOptions(TypedDict, total=False):
         on_commit: called on the first rank with each `anyrank.SaveRecord`.
         settings: whose settings of schedules and optimizers count if the script's differ from the
             saved run's: "saved" or "script", as for `Checkpoints.resume`; default: "saved".
-        transform, window: for a training stream, as for `ElasticLoader.from_iterable`.
+        transform, keys: as for `anyrank.ElasticLoader`.
+        window: for a training stream, as for `ElasticLoader.from_iterable`.
     """
 
     microbatch: int | None
@@ -47,9 +48,10 @@ class RunOptions(TypedDict, total=False):
     settings: Literal["saved", "script"]
     transform: Any
     window: int | None
+    keys: Any
 
 
-OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change", "transform", "window")
+OF_LOADER = ("microbatch", "seed", "exact", "on_batch_change", "transform", "window", "keys")
 
 
 class FrameworkRun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -280,7 +280,7 @@ class ElasticTrainer(Trainer):
         if self._elastic.numbers is None:
             loader = self.elastic.make_loader(without_sharding(plain))
             numbers: Any = Endless()
-            if hasattr(self.train_dataset, "__len__"):
+            with suppress(TypeError):  # of a stream
                 numbers = range(len(loader))
             # With its own generator it draws nothing from the ambient stream.
             self._elastic.numbers = DataLoader(numbers, generator=torch.Generator())

@@ -10,7 +10,6 @@ from anyrank.runs.saving.collect import check_boundary
 from anyrank.runs.saving.lock import RunLock
 from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.runs.state.train_state import TrainState
-from anyrank.training.steps.loader import ElasticLoader
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks
 
@@ -35,8 +34,8 @@ def agree_on_run(
             optimizer cannot be saved.
     """
     compare_arguments(ranks, "Checkpoints", vars(options), CheckpointError)
-    if isinstance(state.data, ElasticLoader):
-        state.data.position.check_same(ranks)
+    for loader in state.parts.loaders():
+        loader.position.check_same(ranks)
     state.parts.agree(ranks)
 
     def check_own() -> bool:

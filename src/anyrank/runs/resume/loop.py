@@ -23,7 +23,6 @@ from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.train_state import TrainState
 from anyrank.training.steps.agreed_batches import Ahead, OwnBatches
 from anyrank.training.steps.loader import ElasticLoader
-from anyrank.training.steps.position import Position
 from anyrank.training.steps.step import Step
 from anyrank.training.steps.step_listeners import tell_of_step
 from anyrank.world.ranks import Ranks
@@ -119,7 +118,7 @@ class StepHooks:
 
     def __init__(self, state: TrainState) -> None:
         self.stepped = self.has_foreign_gradients = False
-        self._data = state.data
+        self._loaders = state.parts.loaders()
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         parts = state.parts.parts.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
@@ -140,7 +139,7 @@ class StepHooks:
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepped = True
-        begun = self._data.position.begun if isinstance(self._data, ElasticLoader) else []
+        begun = [sync for loader in self._loaders for sync in loader.position.begun]
         if begun and optimizer not in self._looked_at:  # once, because each look costs time
             self._looked_at.add(optimizer)
             known = {id(param) for sync in begun for param in sync.parameters}
@@ -179,8 +178,16 @@ class StepCounter:
                 "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
             )
         self._state.parts.check_usable()
-        if isinstance(self._state.data, ElasticLoader):
-            self._state.data.position.check_complete()
+        for loader in self._begun_loaders:
+            loader.position.check_complete()
+
+    @property
+    def _begun_loaders(self) -> list[ElasticLoader]:
+        """`data`, and others of which a microbatch has run that does not count yet."""
+        data = self._state.data
+        return [
+            loader for loader in self._state.parts.loaders() if loader is data or loader.in_step
+        ]
 
     def go_over(
         self,
@@ -228,30 +235,35 @@ class StepCounter:
         """Account for a body that did not run to its end, if any. Never raises."""
         if self._body is not None:
             self._body = None
-            self._leave_step(require_loader(self._state).position)
+            self._leave_step()
 
     def leave_step(self) -> None:
         """Account for the step that is under way, in a body or in a loop of the user's.
 
         Without a known optimizer only such a loop knows whether its step is whole: then it stays.
         """
-        data = self._state.data
+        loaders = self._state.parts.loaders()
         if self._body is not None:
             self.leave_body()
-        elif not isinstance(data, ElasticLoader):
+        elif not loaders:
             if self._hooks.stepped:
                 self.count()
-        elif data.in_step and self._hooks.optimizers:
-            self._leave_step(data.position)
+        elif any(loader.in_step for loader in loaders) and self._hooks.optimizers:
+            self._leave_step()
 
-    def _leave_step(self, position: Position) -> None:
+    def _leave_step(self) -> None:
         hooks = self._hooks
-        if position.is_step_complete and (hooks.stepped or not hooks.optimizers):
+        begun = [
+            loader.position for loader in self._state.parts.loaders() if loader.position.current
+        ]
+        is_complete = bool(begun) and all(position.is_step_complete for position in begun)
+        if is_complete and (hooks.stepped or not hooks.optimizers):
             self.count()
         elif hooks.stepped:
-            self._state.parts.unusable = _lost_step_text(position.step, EARLY_STEP)
+            self._state.parts.unusable = _lost_step_text(self._state.step, EARLY_STEP)
         else:
-            position.abandon_step()  # the weights are those of the step before
+            for position in begun:
+                position.abandon_step()  # the weights are those of the step before
 
     def forget_steps(self) -> None:
         """Forget the optimizers' steps until now: they do not belong to the next step."""
@@ -318,9 +330,10 @@ class StepCounter:
     def count(self) -> None:
         """Count a step whose optimizer has stepped."""
         state = self._state
-        if isinstance(state.data, ElasticLoader):
-            state.data.commit()
-            state.samples = state.data.samples
+        for loader in self._begun_loaders:
+            loader.commit()
+        if state.parts.loaders():
+            state.samples = sum(loader.samples for loader in state.parts.loaders())
         state.step += 1
         self.completed += 1
         self.forget_steps()

@@ -229,10 +229,9 @@ class _Restorer:
         notes += [note for part in self.matched.values() for note in part.notes]
         notes += self._warnings()
         notes += _note_differences(self.source.differed)
-        data = self.state.data
-        if isinstance(data, ElasticLoader):
-            notes += epochs_in_words(data.receipts)
-            notes += data.notes
+        for loader in self.state.parts.loaders():
+            notes += epochs_in_words(loader.receipts)
+            notes += loader.notes
         return notes
 
     def _warnings(self) -> list[str]:

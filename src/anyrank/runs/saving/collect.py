@@ -92,7 +92,7 @@ class RankSummary:
 
 def is_within_step(state: TrainState) -> bool:
     """Return whether microbatches were drawn that no completed step accounts for."""
-    return isinstance(state.data, ElasticLoader) and state.data.in_step
+    return any(loader.in_step for loader in state.parts.loaders())
 
 
 def check_boundary(state: TrainState) -> None:
@@ -137,9 +137,9 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     Raises:
         CheckpointError: something cannot be saved, or ranks differ in what must be equal.
     """
-    if isinstance(state.data, ElasticLoader):
+    for loader in state.parts.loaders():
         # A checkpoint with a wrong position would repeat or lose samples in every later resume.
-        state.data.position.check_receipt(ranks)
+        loader.position.check_receipt(ranks)
 
     def collect_own() -> tuple[tuple[dict[str, PartState], dict[str, StreamState]], RankSummary]:
         check()
@@ -161,7 +161,9 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         run=state.run or summaries[0].new_run,
         step=state.step,
         epoch=state.epoch,
-        samples=state.data.samples if isinstance(state.data, ElasticLoader) else state.samples,
+        samples=sum(loader.samples for loader in state.parts.loaders())
+        if state.parts.loaders()
+        else state.samples,
         saved_on={"ranks": ranks.size, "layout": _describe_layout(shared_tensors(parts))},
         lineage=state.lineage,
         written="",

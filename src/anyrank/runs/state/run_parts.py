@@ -100,6 +100,10 @@ class RunParts:
         """Map each random stream to a digest of its state on this rank now."""
         return digests_of(capture(self.generators))
 
+    def loaders(self) -> list[ElasticLoader]:
+        """The ElasticLoaders: `data`, and others."""
+        return [part for part in self.parts.values() if isinstance(part, ElasticLoader)]
+
     def optimizers(self) -> list[Optimizer]:
         """List the parts that are optimizers."""
         return [part for part in self.parts.values() if isinstance(part, Optimizer)]

@@ -51,6 +51,7 @@ class Order:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "weights": None,
+            "keys": None,
             "shards": None,
         }
 
@@ -58,6 +59,15 @@ class Order:
     def repeats(self) -> bool:
         """Whether an epoch may have a sample several times, and others not at all."""
         return False
+
+    @property
+    def num_blocks(self) -> int | None:
+        """The microbatches of an epoch; None where each but the last is full."""
+        return None
+
+    def cuts(self, start: int, most: int) -> tuple[int, ...]:
+        """The ends of microbatches from a position on, up to a number, where `num_blocks` is."""
+        raise NotImplementedError
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
         """Sample ids at positions [start, stop) of an epoch, int64."""

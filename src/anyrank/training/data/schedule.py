@@ -38,6 +38,7 @@ class StepPlan:
         start: first position in the epoch's order.
         stop: position after its last sample.
         microbatch: samples in each microbatch but the last.
+        cuts: positions at which its microbatches begin and end, where that is not so.
     """
 
     epoch: int
@@ -45,6 +46,7 @@ class StepPlan:
     start: int
     stop: int
     microbatch: int
+    cuts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -58,10 +60,12 @@ class StepPlan:
 
     @property
     def num_microbatches(self) -> int:
-        return -(-self.samples // self.microbatch)
+        return len(self.cuts) - 1 if self.cuts else -(-self.samples // self.microbatch)
 
     def bounds(self, k: int) -> tuple[int, int]:
         """Positions [start, stop) of microbatch k."""
+        if self.cuts:
+            return self.cuts[k], self.cuts[k + 1]
         start = self.start + k * self.microbatch
         return start, min(start + self.microbatch, self.stop)
 
@@ -145,7 +149,10 @@ class Schedule:
     @property
     def steps_in_epoch(self) -> int:
         """Number of steps of a whole epoch."""
+        blocks, size = self.order.num_blocks, self.num_microbatches
         full, left = divmod(self.order.n, self.global_batch)
+        if blocks is not None:
+            full, left = divmod(blocks, size)
         return full + (left > 0 and self.tail != "drop")
 
     def check_size(self, size: int) -> None:
@@ -162,6 +169,11 @@ class Schedule:
 
     def next_step(self, epoch: int, number: int, consumed: int) -> StepPlan | None:
         """The step at position `consumed` of an epoch; None at the end of the epoch."""
+        if self.order.num_blocks is not None:
+            cuts = self.order.cuts(consumed, self.num_microbatches)
+            if len(cuts) < 2 or (len(cuts) <= self.num_microbatches and self.tail == "drop"):
+                return None
+            return StepPlan(epoch, number, consumed, cuts[-1], self.microbatch, cuts)
         n = self.order.n
         stop = consumed + self.global_batch
         if consumed >= n or (stop > n and self.tail == "drop"):

@@ -13,6 +13,7 @@ import torch
 from anyrank.checks import check_bool, check_int
 from anyrank.errors import CheckpointError
 from anyrank.training.data.batches import FetchedBatch
+from anyrank.training.data.bucket_order import bucket_order
 from anyrank.training.data.fetch import (
     MicrobatchDataset,
     OwnOrder,
@@ -68,6 +69,10 @@ class ElasticLoader:
         persistent_workers: as in a DataLoader.
         weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
             any number of ranks. A sample that is drawn again gets different random numbers.
+        transform: makes the samples of microbatches, as of `from_shards`: the dataset is read as a
+            stream, whose length is not known, but with `keys`.
+        keys: of the samples, n buckets, for a `Buckets`: an epoch is planned from them, and no
+            sample is loaded to know its bucket.
         on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
             "rescale" to continue with an entry in `notes`.
         exact: sum gradients in an order that does not depend on the number of ranks, so that
@@ -110,9 +115,16 @@ class ElasticLoader:
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         weights: Sequence[float] | torch.Tensor | None = None,
+        transform: Any = None,
+        keys: Sequence[Any] | torch.Tensor | None = None,
         on_batch_change: OnBatchChange = "error",
         exact: bool = False,
     ) -> None:
+        if keys is None and transform is not None and not isinstance(dataset, OwnOrder):
+            from anyrank.training.streams.entry import open_map_style
+
+            dataset = open_map_style(dataset, transform, weights, tail, on_batch_change)
+            on_batch_change = "error"
         n = len(dataset) if isinstance(dataset, OwnOrder) else length_of(dataset)
         check_bool(
             shuffle=shuffle,
@@ -133,6 +145,8 @@ class ElasticLoader:
             order = dataset.order(seed, shuffle, global_batch, microbatch)
             may_change = None  # the lanes of an epoch are those of its global batch
             position_class = dataset.position_class or Position
+        elif keys is not None:
+            order = _bucket_order(n, seed, shuffle, microbatch, keys, transform, weights)
         elif weights is not None:
             order = weighted_order(n, seed, weights)
         else:
@@ -394,6 +408,20 @@ class ElasticLoader:
         """The batches of the requests, from the first one asked for: the model decides on those."""
         start = partial(start_fetching, self._fetcher)
         yield start() if self._workers is None else self._workers.watch(start)
+
+
+def _bucket_order(
+    n: int, seed: int, shuffle: bool, microbatch: int, keys: Any, transform: Any, weights: Any
+) -> Order:
+    """The order of samples by their buckets; raises as `ElasticLoader`."""
+    if not hasattr(transform, "drop_last"):
+        raise ValueError(
+            "keys= has the bucket of each sample: give transform=anyrank.Buckets(...), too"
+        )
+    if weights is not None:
+        raise ValueError("weights draw samples with replacement, which buckets do not: remove one")
+    check_int("microbatch", microbatch, 1)
+    return bucket_order(n, seed, shuffle, microbatch, keys, transform.drop_last)
 
 
 def _exact_run() -> ExactRun:

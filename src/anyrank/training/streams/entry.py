@@ -9,6 +9,7 @@ from anyrank.checks import check_bool, check_choice
 from anyrank.training.data.fetch import OwnOrder
 from anyrank.training.streams.deal import Until
 from anyrank.training.streams.iterables import open_parts
+from anyrank.training.streams.map_style import MapStyleStream
 from anyrank.training.streams.position import StreamPosition
 from anyrank.training.streams.shards import Shards
 from anyrank.training.streams.sources import Stream, Streams
@@ -71,6 +72,18 @@ def open_iterable(
     sources = {name: open_parts(part, transform, window) for name, part in datasets.items()}
     weights = {name: float(mix[name]) for name in datasets}
     return OpenStreams(sources, endless=endless, mix=weights, until=until)
+
+
+def open_map_style(
+    dataset: Any, transform: Any, weights: Any, tail: str, on_batch_change: str
+) -> OwnOrder:
+    """The dataset of an `ElasticLoader` with a transform, whose samples are to be seen."""
+    options = {"tail": tail, "on_batch_change": on_batch_change}
+    _check_options(options)
+    _check_tail(options)
+    if weights is not None:
+        raise ValueError("weights= with transform=: samples are read once each: remove one of them")
+    return OpenStreams({"": MapStyleStream(dataset, transform)})
 
 
 def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ TITLES = {"version": "format version", "order": "the order", "key": "the dataset
 Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockPlan(StepPlan):
     """A step: the lanes whose blocks are its microbatches. What it has is known when it was read.
 
@@ -168,7 +168,16 @@ class StreamPosition(Position):
             numbers.append(counts[lane])
             counts[lane] += 1
         size = self.schedule.microbatch
-        return BlockPlan(deal.epoch, number, 0, 0, size, deal, tuple(lanes), tuple(numbers))
+        return BlockPlan(
+            deal.epoch,
+            number,
+            0,
+            0,
+            size,
+            deal=deal,
+            lanes=tuple(lanes),
+            blocks=tuple(numbers),
+        )
 
     def requests(self) -> Iterator[BlockRequest]:
         return self._requests.requests()

@@ -1,0 +1,62 @@
+"""A dataset with a length as a stream: for a transform that has to see samples to make batches.
+
+Its samples come in the epoch's order, which is cut into as many shards as a step has microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from anyrank.tensors.hashing import derive
+from anyrank.training.data.fetch import check_length, length_of
+from anyrank.training.data.order import Order
+from anyrank.training.random_state.streams import reseed
+from anyrank.training.streams.sources import Stream
+
+
+class MapStyleStream(Stream):
+    """The samples of a dataset.
+
+    Args:
+        dataset: with a length and `dataset[i]`.
+        transform: of the loader.
+    """
+
+    def __init__(self, dataset: Any, transform: Any) -> None:
+        self.dataset, self._length = dataset, length_of(dataset)
+        if not self._length:
+            raise ValueError("the dataset is empty: there is nothing to train on")
+        super().__init__([0], iter, transform, None, self._length)
+        self.has_start = True
+
+    def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
+        """Take what the loader was given."""
+        super().begin(seed, shuffle, global_batch, microbatch)
+        count = max(1, min(global_batch // microbatch, self._length))
+        parts = range(count)
+        self.shards: Sequence[Any] = [f"part {n} of {self._length} samples" for n in parts]
+
+    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+        """The ids of a shard's samples from one on."""
+        check_length(self.dataset, self._length)
+        bounds = [n * self._length // len(self.shards) for n in (shard, shard + 1)]
+        order = Order(self._length, self.seed, self.shuffle)
+        return iter(order.ids(reading, bounds[0] + row, bounds[1]).tolist())
+
+    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+        """The next samples, under their random streams."""
+        reseed(derive(self.seed, reading, shard, row, "rows"))
+        ids = list(islice(rows, self.piece))
+        get_items = getattr(self.dataset, "__getitems__", None)
+        if get_items is not None:
+            return list(get_items(ids))
+        samples: list[Any] = []
+        for sample_id in ids:
+            try:
+                samples.append(self.dataset[sample_id])
+            except Exception as error:
+                error.add_note(f"raised by dataset[{sample_id}]")
+                raise
+        return samples
