@@ -2,8 +2,9 @@
 
 Each pair of ranks has one stream of bytes, cut into slots of one size at both ends; round k moves
 slot k of every pair. So a rank knows each round's splits from its own part of the plan, no buffer
-is longer than the bound, and the ranks agree on the number of rounds alone. While a round is under
-way the one before is unpacked and the one after it packed: two buffers to send, two to receive.
+is longer than the bound, and the ranks only need to agree on the number of rounds. While a round is
+under way, the one before it is unpacked and the one after it is packed: two buffers to send, two to
+receive.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from anyrank.loading.sharing.places import LocalMemory
 from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Interrupted, Ranks
 
-CHANNEL_BYTES = 256 << 20  # of one rank: a smaller call is over before a group is connected
-BUFFER_BYTES = 32 << 20  # of each of the four buffers
-CHANNEL_ROUND = -1  # of a route's messages
+CHANNEL_BYTES = 256 << 20  # for one rank: a smaller call ends before a group is connected
+BUFFER_BYTES = 32 << 20  # for each of the four buffers
+CHANNEL_ROUND = -1  # key of the channel's messages in a route
 
 T = TypeVar("T")
 Try = Callable[[Callable[[], object]], object]
@@ -42,13 +43,13 @@ Try = Callable[[Callable[[], object]], object]
 
 @dataclass(frozen=True)
 class ChannelKind:
-    """How ranks could pass bytes from device to device.
+    """A way in which ranks could pass bytes from device to device.
 
     Attributes:
-        name: of the library.
+        name: name of the library.
         open_raw: opens torch's group between all ranks of the call.
-        from_bytes: that a rank sends or receives at least, for the group to be worth it.
-        buffer_bytes: of each of the four buffers.
+        from_bytes: least that a rank must send or receive for the group to be worth it.
+        buffer_bytes: size of each of the four buffers.
     """
 
     name: str
@@ -58,14 +59,14 @@ class ChannelKind:
 
 
 def choose_channel(devices: Sequence[str]) -> ChannelKind | None:
-    """The channel that ranks may take; None where all goes over gloo.
+    """Choose the channel that ranks may take; None if everything goes over gloo.
 
-    Two ranks on one device are known by its uuid, as each may call it cuda:0; NCCL refuses them, or
-    serves one after the other.
+    Two ranks on one device are known by its uuid, because each may call it cuda:0; NCCL refuses
+    them, or serves one after the other.
 
     Args:
-        devices: of each rank: type and uuid of the accelerator that holds all its tensors; "" or
-            another text where they are elsewhere. The same on all ranks.
+        devices: for each rank, type and uuid of the accelerator that holds all its tensors; "" or
+            another text if they are elsewhere. The same on all ranks.
     """
     are_own = len(set(devices)) == len(devices) > 1
     if are_own and all(device.startswith("cuda:") for device in devices):
@@ -75,13 +76,13 @@ def choose_channel(devices: Sequence[str]) -> ChannelKind | None:
 
 @dataclass(frozen=True)
 class DeviceChannel:
-    """What the ranks agreed on for a plan, and keep with it.
+    """The ranks' agreement on a channel, kept with its plan.
 
     Attributes:
-        kind: of the channel.
-        name: of the group: the kind and the ranks' devices.
-        slot_bytes: that a pair of ranks passes on in a round, at most.
-        rounds: how many, the same on all ranks.
+        kind: kind of the channel.
+        name: name of the group: the kind and the ranks' devices.
+        slot_bytes: most bytes that a pair of ranks passes in a round.
+        rounds: number of rounds, the same on all ranks.
     """
 
     kind: ChannelKind
@@ -90,7 +91,7 @@ class DeviceChannel:
     rounds: int
 
     def messages(self, flows: Sequence[Flow], places: LocalMemory, route: Route) -> list[Message]:
-        """This rank's slots, and what it copies for itself; kept with the route."""
+        """Return this rank's slots and its own copies; kept with the route."""
         return route.messages(
             CHANNEL_ROUND, lambda: messages_of(flows, self.slot_bytes, places.piece_bytes)
         )
@@ -103,17 +104,17 @@ def _find_channel(
     ranks: Ranks,
     route: Route,
 ) -> DeviceChannel | None:
-    """The channel of a plan, agreed on at its first call and kept. All ranks.
+    """Return the channel of a plan, agreed on at its first call and kept. All ranks.
 
     Args:
         devices: see `choose_channel`.
-        flows: all that are moved, with this rank's transfers.
-        places: this rank's memory.
-        ranks: of the call.
-        route: of the plan.
+        flows: all flows to move, with this rank's transfers.
+        places: memory of this rank.
+        ranks: ranks of the call.
+        route: route of the plan.
 
     Raises:
-        RankError: two ranks would cut what they pass on in different ways, which no library sees.
+        RankError: two ranks would cut their messages in different ways, which no library notices.
     """
     if route.channel is None:
         kind = choose_channel(devices) if ranks.size > 1 else None
@@ -159,7 +160,8 @@ def _agree(
     number = max(map(len, (*out.values(), *into.values())), default=0)
     balance = sum(_number(rank, peer, text) for peer, text in _digests(out).items())
     balance -= sum(_number(peer, rank, text) for peer, text in _digests(into).items())
-    # Each pair is in the sum twice: by the sender, and with the other sign by the receiver.
+    # Each pair is in the sum twice: once from the sender, and with the other sign from the
+    # receiver.
     number, balance = ranks.reduce(
         WHAT, (number, balance), lambda some, others: (max(some[0], others[0]), some[1] + others[1])
     )
@@ -173,7 +175,7 @@ def _number(sender: int, receiver: int, text: str) -> int:
 
 
 def _raise_unlike(out: Mapping[int, str], into: Mapping[int, str], ranks: Ranks) -> None:
-    """Raise an error that names two ranks which would cut what they pass on in different ways. All
+    """Raise an error that names two ranks which would cut their messages in different ways. All
     ranks.
     """
     answers = ranks.gather(WHAT, (out, into))  # once, for an error
@@ -191,7 +193,7 @@ Slots = dict[int, list[Message]]
 
 
 def _sorted(messages: Sequence[Message], rank: int) -> tuple[Slots, Slots, list[Message]]:
-    """Receiver -> slots, sender -> slots, and what the rank copies for itself."""
+    """Group slots by receiver and by sender, and list what the rank copies for itself."""
     out, into, copies = Slots(), Slots(), list[Message]()
     for message in messages:
         if message.sender == message.receiver:
@@ -204,24 +206,24 @@ def _sorted(messages: Sequence[Message], rank: int) -> tuple[Slots, Slots, list[
 
 
 def _digests(slots: Slots) -> dict[int, str]:
-    """Of the lengths of each pair's slots."""
+    """Digest the lengths of each pair's slots."""
     return {peer: digest_of(m.nbytes for m in messages) for peer, messages in slots.items()}
 
 
 class ChannelRun:
-    """One call's rounds on a rank.
+    """The rounds of one call on a rank.
 
     Args:
-        channel: that the ranks agreed on.
-        messages: this rank's.
-        places: its memory.
-        ranks: of the call.
-        attempt: does work that may fail, and keeps the error; nothing once one is kept.
-        has_failed: whether it has kept one.
+        channel: channel that the ranks agreed on.
+        messages: this rank's messages.
+        places: memory of this rank.
+        ranks: ranks of the call.
+        attempt: does work that may fail, and keeps its error; does nothing once there is one.
+        has_failed: returns whether there is an error.
 
     Attributes:
         sent, received, copied: bytes so far.
-        buffer_bytes, group_bytes: of the device's memory: the four buffers, and the group.
+        buffer_bytes, group_bytes: device memory of the four buffers, and of the group.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class ChannelRun:
             sample: called after each round, to measure memory.
 
         Raises:
-            Interrupted: a rank has failed, this one or another.
+            Interrupted: this or another rank has failed.
             RankError: a rank died.
         """
         with on_device(self.device):
@@ -270,7 +272,7 @@ class ChannelRun:
         group.settle(WHAT)()
 
     def _rounds(self, group: DeviceGroup, sample: Callable[[], None]) -> list[Round]:
-        """The rounds, of which the last two may be under way still."""
+        """Run the rounds; return them, of which the last two may still be under way."""
         count = self.channel.rounds
         rounds: list[Round] = []
         flags: dict[int, Callable[[], bool]] = {}
@@ -294,7 +296,7 @@ class ChannelRun:
         return rounds[-2:]
 
     def _allocate(self) -> None:
-        """Two buffers to send and two to receive, of the longest round of this rank."""
+        """Allocate two buffers to send and two to receive, for this rank's longest round."""
         rounds = range(self.channel.rounds)
         for side in (self.out, self.into):
             most = max((sum(self._splits(side, k)) for k in rounds), default=0)
@@ -305,7 +307,7 @@ class ChannelRun:
         self.buffer_bytes = sum(buffer.numel() for buffer in self.buffers)
 
     def _start(self, group: DeviceGroup, k: int) -> Round:
-        """Pack a round, and start it; a rank that has failed sends memory of no meaning."""
+        """Pack a round and start it; a rank that has failed sends meaningless memory."""
         half = len(self.buffers) // 2
         source, target = self.buffers[k % half], self.buffers[half + k % half]
         for message, start in self._slots(self.out, k):
@@ -336,7 +338,7 @@ class ChannelRun:
         self.copied += message.target_bytes
 
     def _slots(self, side: Slots, k: int) -> Iterator[tuple[Message, int]]:
-        """What a rank sends or receives in a round, and where it starts in the buffer."""
+        """Yield each message of a round that a rank sends or receives, and its start."""
         start = 0
         for rank in self.ranks.ranks:
             slots = side.get(rank, ())
@@ -345,7 +347,7 @@ class ChannelRun:
                 start += aligned(slots[k].nbytes)
 
     def _splits(self, side: Slots, k: int) -> list[int]:
-        """Bytes to or from each rank, zero where there are none."""
+        """Count the bytes to or from each rank, zero if there are none."""
         lengths = dict.fromkeys(self.ranks.ranks, 0)
         for rank, slots in side.items():
             lengths[rank] = aligned(slots[k].nbytes) if k < len(slots) else 0
@@ -353,16 +355,16 @@ class ChannelRun:
 
 
 class ChannelMover(Mover):
-    """Fills the targets of a plan that is kept: by a channel where there is one, else over gloo.
+    """Fills the targets of a plan that is kept: by a channel if there is one, otherwise over gloo.
 
     Args:
         rounds, places, ranks, window_bytes, sample: as for `Mover`.
         route: keeps the messages for a later call with the same rounds.
-        accelerators: of all ranks, as `choose_channel` takes them.
+        accelerators: those of all ranks, as `choose_channel` takes them.
 
     Attributes:
-        channel: the name of the library by which bytes went from device to device; else "".
-        buffer_bytes, group_bytes: of the device's memory that this took.
+        channel: name of the library that moved bytes from device to device, or "".
+        buffer_bytes, group_bytes: device memory that this took.
     """
 
     def __init__(
@@ -390,7 +392,7 @@ class ChannelMover(Mover):
             self._take(channel, flows)
 
     def _take(self, channel: DeviceChannel, flows: Sequence[Flow]) -> None:
-        """From device to device. Raises as `run`."""
+        """Move everything from device to device. Raises the errors of `run`."""
         messages = channel.messages(flows, self.places, self.route)
         run = ChannelRun(
             channel, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)

@@ -1,8 +1,8 @@
-"""A group of our own for what ranks send from device to device, beside gloo's connections.
+"""A group of our own for bytes that ranks send from device to device, beside gloo's connections.
 
-It is opened when it is first needed and kept as they are. The host never waits within the
-collective library: it asks whether a round is over, and whether the ranks can still go on, of which
-gloo's connections know. Where they cannot, this group is aborted, and no other.
+It is opened when it is first needed, and kept as gloo's connections are. The host never waits
+inside the collective library: it asks whether a round is over, and whether the ranks can still
+continue, which gloo's connections know. If they cannot, this group is aborted, and no other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from anyrank.world.connections import Connections
 from anyrank.world.helper_thread import HelperThread
 from anyrank.world.pairs import gloo_timeout
 
-ASK_SEC = 50e-6  # between two questions whether a device has come to the end of a round
-MAX_CTAS = 8  # blocks of a device's that the library may take from who computes meanwhile
+ASK_SEC = 50e-6  # between two questions whether a device has finished a round
+MAX_CTAS = 8  # blocks of a device that the library may take from computations meanwhile
 
 Open = Callable[[Any, int, int], Any]  # store, this rank's position, how many -> torch's group
 
 
 def open_nccl(store: Any, index: int, size: int) -> Any:
-    """NCCL's group, not by `new_group`, which would split it from one that is bound to a device.
+    """Open NCCL's group, not by `new_group`, which would split it from one bound to a device.
 
     Its own timeout, which ends the process, is longer than ours.
     """
@@ -42,10 +42,10 @@ class DeviceGroup:
     """All-to-alls between the devices of some ranks.
 
     Args:
-        connections: of the same ranks, where failures are noticed.
-        group: torch's, which the ranks have opened.
-        device: this rank's.
-        nbytes: of the device's memory that the group took.
+        connections: connections of the same ranks, which notice failures.
+        group: torch's group, which the ranks have opened.
+        device: device of this rank.
+        nbytes: device memory that the group took.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DeviceGroup:
         self.connections, self.group, self.device = connections, group, device
         self.nbytes = nbytes
         self.side = None if device.type == "cpu" else torch.Stream(device)
-        # Also at exit: to destroy a group waits for the other ranks.
+        # Also at exit, because destroying a group waits for the other ranks.
         self.abort = weakref.finalize(self, _abort, group)
 
     def start(
@@ -65,12 +65,12 @@ class DeviceGroup:
         ins: Sequence[int],
         what: str,
     ) -> Round:
-        """Start an all-to-all behind what the current stream does. All ranks.
+        """Start an all-to-all behind the current stream's work. All ranks.
 
         Args:
             target, source: uint8 on the device; they live until the round is over.
-            outs, ins: bytes from and to each rank; both ends of a pair have to say the same.
-            what: for messages.
+            outs, ins: bytes from and to each rank; both ends of a pair have to give the same.
+            what: what is moved, for messages.
         """
         sizes = [*outs], [*ins]
         target, source = target[: sum(outs)], source[: sum(ins)]
@@ -86,7 +86,7 @@ class DeviceGroup:
         return Round(wait, lambda: main.wait_event(over))
 
     def settle(self, what: str) -> Callable[[], None]:
-        """The wait for all that the current stream has been asked until now. All ranks."""
+        """Return the wait for all that the current stream was asked to do so far. All ranks."""
         if self.side is None:
             return lambda: None
         event = _record(torch.accelerator.current_stream(self.device))
@@ -98,7 +98,7 @@ class Round:
 
     Args:
         wait: lets the host wait for its end.
-        follow: puts what the current stream is asked from now on behind it; None: the host waits.
+        follow: puts later work of the current stream behind it; None to make the host wait.
     """
 
     def __init__(self, wait: Callable[[], None], follow: Callable[[], None] | None = None) -> None:
@@ -109,17 +109,17 @@ class Round:
         """Wait for its end, once.
 
         Raises:
-            RankError: it cannot end.
+            RankError: the all-to-all cannot end.
         """
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
 
     def follow(self) -> None:
-        """Go on behind it.
+        """Continue behind it.
 
         Raises:
-            RankError: as `finish`.
+            RankError: as for `finish`.
         """
         (self._follow or self.finish)()
 
@@ -127,16 +127,16 @@ class Round:
 def open_group(
     connections: Connections, name: str, open_raw: Open, device: torch.device, what: str
 ) -> DeviceGroup:
-    """The ranks' group for devices, opened at the first call. All ranks.
+    """Open the ranks' group for devices, at the first call. All ranks.
 
-    A thread connects it by a first round, as that waits for the other ranks within the library.
+    A thread connects it by a first round, which waits for the other ranks inside the library.
 
     Args:
-        connections: of the ranks.
-        name: of the library and the ranks' devices, the same on all ranks.
+        connections: connections of the ranks.
+        name: name of the library and the ranks' devices, the same on all ranks.
         open_raw: opens torch's group.
-        device: this rank's.
-        what: for messages.
+        device: device of this rank.
+        what: what is moved, for messages.
 
     Raises:
         RankError: a rank failed to connect, or died.
@@ -166,10 +166,10 @@ def open_group(
 
 
 def _connect(connections: Connections, connect: Callable[[], Any], what: str) -> Any:
-    """Run in a thread what connects all ranks, and may wait for them for ever. All ranks.
+    """Connect all ranks in a thread, because that may wait for them for ever. All ranks.
 
     Raises:
-        RankError: it failed on a rank, or a rank has died.
+        RankError: a rank failed to connect, or has died.
     """
     number = connections.count_wait()
     with connections.waiting(what, number) as waiting, HelperThread() as helper:
@@ -182,13 +182,13 @@ def _connect(connections: Connections, connect: Callable[[], Any], what: str) ->
 
 
 def polled(connections: Connections, is_over: Callable[[], bool], what: str) -> Callable[[], None]:
-    """The wait for what all ranks have started, and which only says whether it is over."""
+    """Return the wait for work that all ranks have started, and that only says if it is over."""
     number, state = connections.count_wait(), connections.state
 
     def ask() -> bool:
         try:
             return is_over()
-        except RuntimeError as error:  # of a device, which a rank dies of as a rule
+        except RuntimeError as error:  # of a device; as a rule the rank dies of it
             text = f"{what}: rank {state.rank}'s device: {error}"
             raise state.end(text, [state.rank]) from error
 
@@ -205,7 +205,7 @@ def polled(connections: Connections, is_over: Callable[[], bool], what: str) -> 
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a device, where it says; other processes there change it too."""
+    """Free memory of a device, if it says so; other processes on it change it too."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
 
@@ -227,7 +227,7 @@ def _current(stream: torch.Stream, before: torch.Stream) -> Generator[None]:
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Generator[None]:
-    """Enter a device: a thread has another current one, as has a script that did not set it."""
+    """Enter a device: a thread has another current one, as does a script that did not set it."""
     if device.type == "cpu":
         yield
         return

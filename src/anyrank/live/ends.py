@@ -1,7 +1,7 @@
-"""The two ends of a sync as their ranks hold them, and what the other ranks need to know of them.
+"""The two ends of a sync as their ranks hold them, and as they are described to other ranks.
 
-An end that is sharded over many ranks is described once: ranks with the same rows differ in their
-coordinates only, which are a few numbers each.
+An end that is sharded over many ranks is described once: ranks with the same rows differ only in
+their coordinates, which are a few numbers each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Module = nn.Module | Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What one adapter adds to a weight of `src`; see `Factors`, whose positions are names here."""
+    """The product that one adapter adds to a weight of `src`; see `Factors`; by names here."""
 
     adapter: str
     a: str
@@ -45,18 +45,18 @@ class TensorInfo(NamedTuple):
     """One tensor of an end, the same on all ranks that hold a part of it.
 
     Attributes:
-        keys: its names, several when it is tied.
-        shape: global.
-        dtype: of its elements.
-        layout: how it lies on its mesh; None: whole on each rank.
+        keys: its names, several if it is tied.
+        shape: global shape.
+        dtype: dtype of its elements.
+        layout: its layout on its mesh; None if it is whole on each rank.
         kind: "parameter", "buffer" or "derived"; "factor" for what is added to others, and
-            "dropped" for what a merged model has not.
+            "dropped" for a tensor that a merged model does not have.
         is_meta: whether it has no values yet.
         is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
         is_merged: whether the values of an adapter that is still there are part of it.
         is_pinned: whether it belongs to a frozen part, and is never written to.
-        added: what adapters add to it on the way.
-        scaling: by which the model multiplies what this factor of an adapter is part of.
+        added: products that adapters add to it on the way.
+        scaling: factor by which the model multiplies the product of this adapter's factor.
     """
 
     keys: tuple[str, ...]
@@ -74,12 +74,12 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class EndDescription:
-    """One side of a sync on this rank, in words; equal where it is the same to other ranks.
+    """One side of a sync on this rank, in words; equal if it is the same for other ranks.
 
     Attributes:
-        rows: its tensors.
-        coordinates: this rank's, in the mesh of each.
-        title: of the model's class, what else a match asks of it.
+        rows: rows of its tensors.
+        coordinates: coordinates of this rank in the mesh of each tensor.
+        title: name of the model's class.
     """
 
     rows: tuple[TensorInfo, ...]
@@ -88,10 +88,10 @@ class EndDescription:
 
     @cached_property
     def digest(self) -> str:
-        """By which ranks with the same rows find each other; empty without tensors."""
+        """Digest by which ranks with the same rows find each other; empty without tensors."""
         if not self.rows:
             return ""
-        layouts: dict[int, str] = {}  # by identity, as many rows have one
+        layouts: dict[int, str] = {}  # by identity, because many rows share one
         text = [self.title]
         for row in self.rows:
             known = layouts.get(id(row.layout))
@@ -106,9 +106,9 @@ class End:
     """One side of a sync on this rank.
 
     Attributes:
-        module: what was given, or a module that holds the dict's tensors; empty for None.
-        tensors: of the module.
-        described: the same tensors, as other ranks know them.
+        module: the given module, or one that holds the dict's tensors; empty for None.
+        tensors: tensors of the module.
+        described: description of the same tensors for other ranks.
     """
 
     module: nn.Module
@@ -122,7 +122,7 @@ class End:
 
     @property
     def digest(self) -> str:
-        """Of the rows; empty without tensors."""
+        """Digest of the rows; empty without tensors."""
         return self.described.digest
 
 
@@ -134,19 +134,19 @@ def find_end(
     merge: bool = False,
     known: EndDescription | None = None,
 ) -> End:
-    """One end as this rank has it.
+    """Find one end as this rank has it.
 
     Args:
         model: the module, the dict, or None.
-        ranks: of the call.
-        layout: what its plain tensors are parts of.
-        merge: see the end as the model that it is with its adapters merged.
-        known: what it was before, which it still is if nothing has changed; its digest is known.
+        ranks: ranks of the call.
+        layout: layout of the whole tensors that its plain tensors are parts of.
+        merge: describe the end as the model would be with its adapters merged.
+        known: an earlier description of it, whose digest is used if nothing has changed.
 
     Raises:
-        LoadError: tensors that cannot be read or written, named with their type; parts that are
-            not those of the layout; adapters that cannot be merged.
-        TypeError, ValueError: as `apply_layout`.
+        LoadError: tensors cannot be read or written (the error gives their type), parts do not
+            match the layout, or adapters cannot be merged.
+        TypeError, ValueError: as for `apply_layout`.
     """
     module = _as_module(model)
     tensors = find_tensors(module)
@@ -159,7 +159,7 @@ def find_end(
 
 
 def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> EndDescription:
-    """An end for other ranks; see `find_end`, also for what is raised."""
+    """Describe an end for other ranks; see `find_end`, also for the errors."""
     rows = _rows(tensors)
     rows = _as_merged(tensors, rows) if merge else rows
     kind = plain_class(module)
@@ -168,7 +168,7 @@ def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> E
 
 
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
-    """The rows of an end."""
+    """Make the rows of an end."""
     rows: list[TensorInfo] = []
     for tensor in tensors:
         first, *others = tensor.registrations
@@ -194,10 +194,10 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
 
 
 def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[TensorInfo]:
-    """The rows of a model as it is with its adapters merged.
+    """Make the rows of a model as it would be with its adapters merged.
 
     Raises:
-        LoadError: as `find_lora`.
+        LoadError: as for `find_lora`.
     """
     lora = find_lora(tensors)
     factors = {n for pairs in lora.added.values() for pair in pairs for n in (pair.a, pair.b)}
@@ -228,7 +228,7 @@ def check_values(end: End) -> None:
     """Refuse a source that has no values to send.
 
     Raises:
-        LoadError: tensors on meta, or whose memory was released.
+        LoadError: tensors are on meta, or their memory was released.
     """
     wanted = [row for row in end.rows if row.kind != "derived"]
     on_meta = [n for n, row in enumerate(end.rows) if row.is_meta and row.kind != "derived"]
@@ -246,8 +246,8 @@ def check_values(end: End) -> None:
 
 
 def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
-    """On which device of its own a rank has all tensors that may move; "" for the CPU's, "meta"
-    where the others are on meta, and "several" where they are not in one place.
+    """Name the accelerator that holds all of a rank's tensors that may move; "" for the CPU, "meta"
+    if the others are on meta, and "several" if they are not in one place.
     """
     devices = {tensor.tensor.device for tensor in tensors if tensor.kind != "derived"}
     if len(devices) > 1:
@@ -256,10 +256,10 @@ def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
 
 
 def _as_module(model: Module) -> nn.Module:
-    """A module whose tensors are those given; names of a dict are kept as they are."""
+    """Make a module of the given tensors; names of a dict are kept as they are."""
     if isinstance(model, nn.Module):
         return model
     module = nn.Module()
-    # Not by register_parameter, which refuses dots, and tensors that are no Parameter.
+    # Not by register_parameter, which refuses dots, and tensors that are not Parameters.
     module.__dict__["_parameters"].update(model or {})
     return module

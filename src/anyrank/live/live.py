@@ -36,7 +36,7 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
     """Give `dst` the values of `src`. All ranks, with the plan that they agreed on.
 
     Raises:
-        AnyrankError: of any rank, on all ranks.
+        AnyrankError: an error of any rank, on all ranks.
     """
     plan, dst = agreed.plan, agreed.dst
     share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
@@ -62,11 +62,11 @@ class LiveSide(Side):
     """A live model, held in shares by the ranks that have it.
 
     Attributes:
-        verified: what `verify=True` compared, in words.
+        verified: description of the comparisons of `verify=True`.
     """
 
     moving = WHAT
-    is_one_model = False  # ranks may have other parts of dst, or none
+    is_one_model = False  # ranks may have different parts of dst, or none
 
     def __init__(
         self, agreed: Agreement, ranks: Ranks, meter: Meter, verify: bool, atomic: bool
@@ -106,10 +106,10 @@ class LiveSide(Side):
         self.ranks.run("gathering the adapters", self.for_factors.run)
 
     def prepare(self, share: ModelShare) -> None:
-        """Allocate, and refuse memory of `dst` that cannot be filled as it is.
+        """Allocate memory, and refuse memory of `dst` that cannot be filled as it is.
 
         Raises:
-            LoadError: names the tensor.
+            LoadError: memory of a tensor cannot be filled; the error names the tensor.
         """
         match, plan = share.match, self.plan
         real = share.real()
@@ -118,7 +118,7 @@ class LiveSide(Side):
         for index in real:  # a kept plan knows no memory
             if problem := unwritable(match.tensors[index]):
                 raise LoadError(problem)
-        if where != plan.route.checked:  # what lies as it did then has been compared
+        if where != plan.route.checked:  # memory that lies as it did then has been compared
             # Merged values may not go into the memory of src: its adapters would count twice.
             by_element = not self.atomic or plan.added
             check_overlaps(match.tensors, match.stored, real, self._sources() if by_element else {})
@@ -138,7 +138,7 @@ class LiveSide(Side):
         )
 
     def compare(self) -> None:
-        """Compare frozen parts, what `dst` ties, and with `verify` the replicas in `src`."""
+        """Compare frozen parts, tensors that `dst` ties, and with `verify` replicas in `src`."""
         check_before(self.plan.flows, self.places, self.ranks)
         if self.verify:
             tensors, plan = self.agreed.src.tensors, self.plan
@@ -168,7 +168,7 @@ class LiveSide(Side):
             check_equal(moved, self.places, self.ranks)
 
     def moved(self) -> Moved:
-        """Bytes so far."""
+        """Bytes moved so far."""
         movers = [mover for mover in (self.mover, self.for_factors) if mover is not None]
         sent, received = (
             sum(mover.sent for mover in movers),
@@ -184,11 +184,11 @@ class LiveSide(Side):
         )
 
     def damage_note(self) -> str:
-        """What an error says of `dst`."""
+        """Say in an error what state `dst` is in."""
         return "dst keeps its values" if self.atomic else OVERWRITTEN
 
     def _rounds(self, flows: Sequence[Flow]) -> tuple[list[list[Flow]], int]:
-        """The rounds of a mover, and its window's bytes; what is only compared is left out."""
+        """Return a mover's rounds and its window's bytes, without flows that are only compared."""
         moved = [flow for flow in flows if not flow.is_compared]
         transfers = (transfer for flow in moved for transfer in flow.transfers)
         is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
@@ -198,14 +198,14 @@ class LiveSide(Side):
 
     @cached_property
     def _memory(self) -> dict[int, torch.Tensor]:
-        """This rank's memory of `src`, by number of the source tensor."""
+        """Map source tensors, by number, to this rank's memory of `src`."""
         tensors = self.agreed.src.tensors
         return {number: tensors[index].local() for number, index in self.plan.locals.items()}
 
     def _sources(self) -> dict[int, SourceMemory]:
-        """This rank's tensors of `src` by number; a plan counts the elements of each row-major.
+        """Map numbers to this rank's tensors of `src`, in which a plan counts row-major.
 
-        One that is merged on the way is in no tensor as it is, and so has no strides.
+        A tensor that is merged on the way exists nowhere as such, and so has no strides.
         """
         tensors, plan = self.agreed.src.tensors, self.plan
         sources: dict[int, SourceMemory] = {}

@@ -1,4 +1,4 @@
-"""Which tensor of `src` flows into which of `dst`: the plan of a sync, worked out by each rank."""
+"""Which tensor of `src` flows into which of `dst`: the plan of a sync, made by each rank."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ from anyrank.world.alike import Compared, join_digests
 from anyrank.world.failures import ranks_by_value
 from anyrank.world.ranks import Ranks
 
-ROUND_BYTES = 64 << 20  # of one rank, on average, between two agreements
+ROUND_BYTES = 64 << 20  # per rank, on average, between two agreements
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """A sync of two ends that can only fail by the loss of a rank or of memory from here on.
+    """The plan of a sync of two ends; only the loss of a rank or of memory can make it fail.
 
     Attributes:
         match: what fills this rank's `dst`, without its tensors.
         flows: all tensors of all ranks' `dst`, in the order in which they are sent.
-        factors: of adapters to be merged, whole for each rank that has a part of a weight that they
-            are added to; `index` is the number of the source tensor.
-        added: number of a source tensor -> what adapters add to it, and the numbers of the factors.
+        factors: factors of adapters to merge, whole for each rank that has a part of a weight that
+            they are added to; `index` is the number of the source tensor.
+        added: number of a source tensor -> the adapters' products, with the numbers of the factors.
         locals: source tensor -> its position among this rank's tensors of `src`.
-        shared: the source tensors that several ranks hold alike, and the ranks; but for buffers.
-        facts: of all `dst` together: the report, as far as the plan knows it.
+        shared: source tensors that several ranks hold equal, with the ranks; without buffers.
+        facts: facts about all `dst` together: the report, as far as the plan knows it.
         rebuild: whether any rank has non-persistent buffers on meta.
-        receivers: how many ranks have a `dst`.
-        renamed: name in `src` -> what a callable `rename` gave for it; empty for other ones.
-        accelerators: of all ranks, in the group's order; see `choose_channel`.
+        receivers: number of ranks that have a `dst`.
+        renamed: name in `src` -> name that a callable `rename` gave it; empty for other kinds.
+        accelerators: those of all ranks, in the group's order; see `choose_channel`.
         route: the messages of `flows`, once they are made.
     """
 
@@ -77,11 +77,11 @@ class SyncPlan:
 
 
 class HeldEnd(NamedTuple):
-    """What a rank lets the others know of one end.
+    """One rank's summary of one end, for the others.
 
     Attributes:
-        digest: equal where ranks hold it alike; "" where this one holds nothing of it.
-        coordinates: where this rank is in the mesh of each of its tensors.
+        digest: equal if ranks hold the end equal; "" if this rank holds nothing of it.
+        coordinates: position of this rank in the mesh of each of its tensors.
     """
 
     digest: str
@@ -90,11 +90,11 @@ class HeldEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class EndsSummary:
-    """What a rank lets the others know of its ends.
+    """One rank's summary of its two ends, for the others.
 
     Attributes:
-        src, dst: both.
-        accelerator: on which all its tensors are; see `accelerator_of`.
+        src, dst: summaries of both.
+        accelerator: accelerator that holds all of its tensors; see `accelerator_of`.
     """
 
     src: HeldEnd
@@ -103,7 +103,7 @@ class EndsSummary:
 
 
 def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
-    """Flows in runs of about ROUND_BYTES a receiver; the same on all ranks."""
+    """Group flows in runs of about ROUND_BYTES per receiver; the same on all ranks."""
     most = ROUND_BYTES * max(1, receivers)
     run: list[Flow] = []
     total = 0
@@ -118,13 +118,13 @@ def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
 
 
 def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
-    """What `rename=` makes of each name."""
+    """Map each name to what `rename=` makes of it."""
     rename = renamer(options.rename)
     return {name: rename(name) for name in names}
 
 
 class Planner:
-    """Makes one plan. Every rank comes to the same flows, each with its own transfers."""
+    """Makes one plan. Every rank arrives at the same flows, each with its own transfers."""
 
     def __init__(
         self, summaries: Sequence[EndsSummary], ranks: Ranks, options: LoadOptions
@@ -138,10 +138,10 @@ class Planner:
         self.transfers: dict[Any, tuple[Transfer, ...]] = {}
 
     def plan(self, dst: End, src: End) -> SyncPlan:
-        """The plan. All ranks.
+        """Make the plan. All ranks.
 
         Raises:
-            LoadError: on any rank, on all.
+            LoadError: the ends do not fit on any rank; raised on all.
             ValueError: all ranks lack one end.
         """
         from_ranks = _alike({rank: summary.src for rank, summary in self.summaries.items()})
@@ -205,13 +205,13 @@ class Planner:
     def _matched(
         self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
     ) -> tuple[ModelMatch, EndMatch, dict[str, str]]:
-        """What this rank's `dst` takes of the sources, and what is renamed. All ranks.
+        """Match this rank's `dst` with the sources; also return the renamed ones. All ranks.
 
         Raises:
-            LoadError: as `plan`; or ranks give one `dst` different names.
+            LoadError: as for `plan`; or ranks give one `dst` different names.
         """
         listing, options = listing_of(sources), self.options
-        if len(to_ranks) > 1:  # what one dst does not take, another may
+        if len(to_ranks) > 1:  # a source that one dst does not take, another may
             options = replace(options, unexpected="ignore")
 
         def match_here() -> tuple[tuple[ModelMatch, EndMatch, dict[str, str]], dict[str, Compared]]:
@@ -241,15 +241,15 @@ class Planner:
         to_ranks: Sequence[Sequence[int]],
         sources: Sequence[SourceTensor],
     ) -> tuple[Flow, ...]:
-        """All tensors of all `dst`, each with this rank's transfers; this rank by itself.
+        """Make the flows of all tensors of all `dst`, with this rank's transfers; each rank alone.
 
         Args:
             ends: each different `dst`.
-            to_ranks: the ranks that have it.
-            sources: the tensors of `src`.
+            to_ranks: ranks that have it.
+            sources: tensors of `src`.
 
         Raises:
-            LoadError: an element that this rank wants and nobody holds.
+            LoadError: nobody holds an element that this rank wants.
         """
         entries = [
             (inflow.index, number, inflow)
@@ -310,10 +310,10 @@ class Planner:
         turned: Collection[str],
         sources: Sequence[SourceTensor],
     ) -> Iterator[Flow]:
-        """Source tensors that dst ties, to be compared with one another; `turned` ones transposed.
+        """Yield source tensors that dst ties, to compare them; `turned` ones transposed.
 
         Raises:
-            LoadError: two that cannot be equal.
+            LoadError: two tensors cannot be equal.
         """
         numbers = {key: number for number, source in enumerate(sources) for key in source.row.keys}
         for key, loaded in duplicates.items():
@@ -335,7 +335,7 @@ class Planner:
         added: Mapping[int, Sequence[tuple[Added, int, int]]],
         sources: Sequence[SourceTensor],
     ) -> Iterator[Flow]:
-        """The factors of adapters, to all ranks that have a part of what they are added to."""
+        """Yield the factors of adapters, for all ranks that have a part of their weights."""
         to_ranks: dict[int, set[int]] = {}
         for number, adapters in added.items():
             groups = sources[number].holders().values()
@@ -349,7 +349,7 @@ class Planner:
     def _whole(
         self, source: SourceTensor, number: int, strip: Strip, wanted: Mapping[int, Sequence[Piece]]
     ) -> Flow:
-        """All of a source tensor, to ranks that want pieces of it."""
+        """Make the flow of all of a source tensor, to ranks that want pieces of it."""
         transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
         return Flow(
             name=source.row.keys[0],
@@ -372,13 +372,13 @@ class Planner:
 
 
 def _alike(ends: Mapping[int, HeldEnd]) -> list[list[int]]:
-    """The ranks by what they hold; those that hold nothing are left out."""
+    """Group the ranks by what they hold; those that hold nothing are left out."""
     digests = {rank: end.digest for rank, end in ends.items() if end.digest}
     return [*ranks_by_value(digests).values()]
 
 
 def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int, int], ...]]:
-    """What adapters add to each source tensor, with the numbers of both factors."""
+    """Map each source tensor to its adapters' products, with the numbers of both factors."""
     numbers = {source.row.keys[0]: number for number, source in enumerate(sources)}
     return {
         number: tuple((low, numbers[low.a], numbers[low.b]) for low in source.row.added)
@@ -388,5 +388,5 @@ def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int,
 
 
 def _numel(wanted: Mapping[int, Sequence[Piece]]) -> int:
-    """Elements that all ranks want."""
+    """Count the elements that all ranks want."""
     return sum(piece.box.numel for pieces in wanted.values() for piece in pieces)

@@ -27,7 +27,7 @@ def load_live(
     """Load from tensors that lie on several ranks. All ranks.
 
     Raises:
-        LoadError: as `anyrank.load`.
+        LoadError: as for `anyrank.load`.
     """
     entries: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
     tensors = {
@@ -35,7 +35,7 @@ def load_live(
         for key, value in entries.items()
         if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
     }
-    layout = (options.layout, None)  # it is of the model; sharded tensors know theirs
+    layout = (options.layout, None)  # for the model's tensors; sharded tensors know their own
     call = SyncCall(model, tensors, options, layout, atomic=False)
     done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
     own_code = OwnCode(find_modules(model))

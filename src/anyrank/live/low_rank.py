@@ -1,4 +1,4 @@
-"""What LoRA adds to a weight: scaling * B @ A, for any box of the weight. Pure.
+"""The product that LoRA adds to a weight: scaling * B @ A, for any box of the weight. Pure.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
@@ -12,20 +12,20 @@ import torch
 
 from anyrank.tensors.box import Box
 
-# A matrix product of a few rows or columns takes another path in the library, and other bits.
+# A matrix product of a few rows or columns takes another path in the library, with other bits.
 TILE_ROWS, TILE_COLUMNS = 32, 2048
 
 
 def product(
     a: torch.Tensor, b: torch.Tensor, box: Box, scaling: float, *, transposed: bool
 ) -> torch.Tensor:
-    """A box of scaling * B @ A, or of its transpose.
+    """Compute a box of scaling * B @ A, or of its transpose.
 
     Args:
-        a: [rank, columns].
-        b: [rows, rank].
-        box: in the weight.
-        scaling: as PEFT computes it.
+        a: tensor [rank, columns].
+        b: tensor [rows, rank].
+        box: box in the weight.
+        scaling: factor as PEFT computes it.
         transposed: whether the weight is stored [in, out].
     """
     rows, columns = box.slices()
@@ -34,7 +34,7 @@ def product(
 
 
 def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
-    """The tiles of a matrix that a box touches: cut by its shape alone, and none of them narrow.
+    """Yield the tiles of a matrix that a box touches: cut by its shape alone, and never narrow.
 
     A product that is computed by tile has the same bits in every box, on every rank.
     """
@@ -49,7 +49,7 @@ def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
 
 
 def _cuts(size: int, least: int, low: int, high: int) -> list[tuple[int, int]]:
-    """Start and length of the parts of a dim that touch [low, high); the last one is longer."""
+    """List start and length of a dim's parts that touch [low, high); the last one is longer."""
     count = max(1, size // least)
     first, last = min(low // least, count - 1), min((high - 1) // least, count - 1)
     return [

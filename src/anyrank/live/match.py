@@ -1,4 +1,4 @@
-"""What of `src` fills which tensor of `dst`: the names of both ends, matched as a file's are."""
+"""Match the names of `src` and `dst`, as a file's are matched, and find what fills each tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SourceTensor:
     """One tensor of `src`, over all ranks.
 
     Attributes:
-        row: as its ranks describe it.
+        row: row by which its ranks describe it.
         coordinates: global rank -> coordinate in its mesh, for the ranks that have a part of it.
     """
 
@@ -47,22 +47,22 @@ class SourceTensor:
 
     @property
     def layout(self) -> Layout | None:
-        """How it lies on its ranks."""
+        """Its layout on its ranks."""
         return self.row.layout
 
     def holders(self) -> Mapping[tuple[Piece, ...], Members]:
-        """The ranks that hold the same pieces, by pieces."""
+        """Group the ranks that hold the same pieces, by pieces."""
         return holders(self.shape, self.layout, tuple(self.coordinates.items()))
 
 
 @dataclass(frozen=True)
 class Inflow:
-    """How one tensor of `dst` is filled.
+    """The sources of one tensor of `dst`.
 
     Attributes:
         index: position among the tensors of this `dst`.
-        strips: where its elements are in the tensors of `src`.
-        stored_dtype: in `src`.
+        strips: positions of its elements in the tensors of `src`.
+        stored_dtype: dtype in `src`.
         is_compared: whether it belongs to a frozen part, which has to be equal already.
     """
 
@@ -77,11 +77,11 @@ class EndMatch:
     """One `dst` as all ranks know it: the rows of its tensors, and how each is filled.
 
     Attributes:
-        rows: of its tensors.
-        inflows: of those that `src` holds.
+        rows: rows of its tensors.
+        inflows: inflows of those that `src` holds.
         facts: the report, as far as the match knows it.
         adapters: names in `src` of tensors of adapters that this `dst` has no place for.
-        turned: names in `src` of what this `dst` has as a transposed view of another tensor.
+        turned: names in `src` of tensors that `dst` has as a transposed view of another tensor.
     """
 
     rows: tuple[TensorInfo, ...]
@@ -92,20 +92,20 @@ class EndMatch:
 
     @property
     def digest(self) -> str:
-        """Equal where ranks have matched alike."""
+        """Digest that is equal if ranks have found the same match."""
         return digest_of([self.inflows, self.facts])
 
 
 def sources_of(
     groups: Sequence[tuple[tuple[TensorInfo, ...], Mapping[int, Coordinates]]],
 ) -> list[SourceTensor]:
-    """The tensors of `src` over all ranks that have a part of it.
+    """Find the tensors of `src` over all ranks that have a part of it.
 
     Args:
-        groups: rows that ranks hold alike, with each such rank's coordinates.
+        groups: rows that ranks hold equal, with each such rank's coordinates.
 
     Raises:
-        LoadError: ranks that hold a tensor of the same name in different ways.
+        LoadError: ranks hold a tensor of the same name in different ways.
     """
     known: dict[tuple[str, ...], SourceTensor] = {}
     for rows, ranks in groups:
@@ -140,10 +140,10 @@ def _describe(row: TensorInfo) -> str:
 
 
 def listing_of(sources: Sequence[SourceTensor]) -> Listing:
-    """The tensors of `src` by all their names, as a file's would be listed.
+    """List the tensors of `src` by all their names, as a file's would be listed.
 
     Raises:
-        LoadError: two of them have the same name.
+        LoadError: two tensors have the same name.
     """
     tensors: dict[str, StoredTensor] = {}
     for number, source in enumerate(sources):
@@ -158,10 +158,10 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
 def match_ends(
     dst: End, sources: Sequence[SourceTensor], listing: Listing, options: LoadOptions
 ) -> tuple[ModelMatch, EndMatch]:
-    """Match this rank's `dst` with `src`, by this rank alone.
+    """Match this rank's `dst` with `src`, on this rank alone.
 
     Returns:
-        The match, without the tensors themselves, and what the other ranks need to know of it.
+        The match, without the tensors themselves, and its description for the other ranks.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
@@ -206,10 +206,10 @@ def match_ends(
 
 
 def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
-    """Refuse merge=True where there is nothing to merge, or an adapter would count twice.
+    """Refuse merge=True if there is nothing to merge, or if an adapter would count twice.
 
     Raises:
-        LoadError: names the adapter of dst.
+        LoadError: either is the case; the error names the adapter of dst.
     """
     if not any(source.row.added or source.row.is_merged for source in sources):
         raise LoadError("merge=True, and src has no active adapter (PEFT): leave it out")
@@ -258,18 +258,18 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
 def check_all_shards(
     ends: Sequence[EndMatch], coordinates: Sequence[Mapping[int, Coordinates]], called: int
 ) -> None:
-    """Refuse a dst of which some ranks of its mesh pass None.
+    """Refuse a dst for which some ranks of its mesh pass None.
 
-    Where not all ranks are called, the others may have a call of their own; where each passes
-    something, each gets what it asked for.
+    If not all ranks are called, the others may have a call of their own; if each passes something,
+    each gets what it asked for.
 
     Args:
         ends: each different `dst`.
-        coordinates: of each rank that has it.
+        coordinates: coordinates of each rank that has it.
         called: number of ranks in the call.
 
     Raises:
-        LoadError: names a tensor of such a mesh.
+        LoadError: there is such a mesh; the error names a tensor of it.
     """
     if sum(map(len, coordinates)) == called or called < dist.get_world_size():
         return
@@ -291,16 +291,16 @@ def check_all_shards(
 
 
 def _merged(rows: Iterable[TensorInfo]) -> str:
-    """The adapters that are merged into a tensor, in words."""
+    """Name the adapters that are merged into a tensor, in words."""
     words = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
     return ", ".join(dict.fromkeys(words))
 
 
 def joined(ends: Sequence[EndMatch], unexpected: str) -> SyncReport:
-    """The facts of all `dst` together: a tensor of `src` is used if one of them uses it.
+    """Join the facts of all `dst`: a tensor of `src` is used if one of them uses it.
 
     Raises:
-        LoadError: adapters of `src` that no `dst` has; or other tensors, unless they may be left.
+        LoadError: no `dst` has an adapter of `src`; or other tensors, unless they may be ignored.
     """
     first, *others = (end.facts for end in ends)
     for facts in others:

@@ -1,7 +1,7 @@
-"""What adapters add to the weights of `src` while these are read (`merge=True`).
+"""The products that adapters add to weights of `src` while these are read (`merge=True`).
 
-The factors are whole on each rank that sends; their product is computed by tile, so that an element
-has the same bits whichever rank sends it, in whatever box.
+The factors are whole on each rank that sends; their product is computed tile by tile, so that an
+element has the same bits whichever rank sends it, and in whatever box.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Adapters:
     """The adapters of this rank's source tensors.
 
     Args:
-        factors: by number of the source tensor, whole.
-        added: number of a source tensor -> what is added, with the numbers of A and B.
+        factors: factors by number of the source tensor, whole.
+        added: number of a source tensor -> products added to it, with the numbers of A and B.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Adapters:
         self.kept: OrderedDict[tuple[int, int, Box], torch.Tensor] = OrderedDict()
 
     def add_to(self, view: torch.Tensor, number: int, box: Box) -> torch.Tensor:
-        """The elements of a box of a source tensor, merged, as PEFT rounds them.
+        """Return the elements of a box of a source tensor, merged and rounded as PEFT does.
 
         PEFT adds one adapter after the other to the weight in its own dtype. A product of float32
         factors is added in float32, that of an embedding only after it was rounded.
@@ -68,19 +68,19 @@ class Adapters:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, box: Box, low: Added) -> torch.Tensor:
-    """scaling * B @ A; on a CPU PEFT computes it in float32, and rounds it to the dtype of B."""
+    """Compute scaling * B @ A; a CPU does it in float32 and rounds to B's dtype, as in PEFT."""
     is_wide = not b.is_cpu or b.dtype not in (torch.float16, torch.bfloat16)
     wide = (a, b) if is_wide else (a.float(), b.float())
     return product(*wide, box, low.scaling, transposed=low.transposed).to(b.dtype)
 
 
 class LiveMemory(LocalMemory):
-    """This rank's memory of `src` and `dst`, of which adapters may add to `src`.
+    """This rank's memory of `src` and `dst`, where adapters may add to `src`.
 
     Args:
-        sources: number of a source tensor -> what this rank holds of it.
-        targets: position in `dst` -> what this rank has to fill of it.
-        adapters: what is added to sources while they are read.
+        sources: number of a source tensor -> this rank's part of it.
+        targets: position in `dst` -> the part that this rank has to fill.
+        adapters: adapters that are added to sources while they are read.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LiveMemory(LocalMemory):
         self.adapters = adapters
 
     def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """The elements of a box, merged, in the order of `dst`."""
+        """Return the elements of a box, merged, in the order of `dst`."""
         if not self.is_computed(flow, transfer):
             return super().source_view(flow, transfer, box)
         strip = flow.strips[transfer.strip]
@@ -102,5 +102,5 @@ class LiveMemory(LocalMemory):
         return turned(merged, strip, box.sizes)
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Whether adapters are added to the values, so that nothing holds them."""
+        """Return whether adapters are added to the values, so that nothing holds them."""
         return flow.strips[transfer.strip].source in self.adapters.added

@@ -1,8 +1,8 @@
 """The plan of a sync: agreed by all ranks, and kept for the next call of the same object.
 
-Whether the plan of the call before still serves is told in the message that compares the arguments:
+The message that compares the arguments also says whether the plan of the call before still serves:
 each rank looks at its own ends, and gives the plan's key if nothing has changed. The key is a
-digest of what all ranks said when the plan was made. Where one rank gives another key, or none, all
+digest of what all ranks said when the plan was made. If one rank gives another key, or none, all
 plan anew: one rank of each layout describes it to the others.
 """
 
@@ -43,7 +43,7 @@ COMPARED = ("missing", "unexpected", "cast", "rename", "verify", "merge")
 
 @dataclass(frozen=True)
 class SyncCall:
-    """What a caller asked for; see `anyrank.sync`."""
+    """A caller's request; see `anyrank.sync`."""
 
     dst: nn.Module | Mapping[str, torch.Tensor] | None
     src: nn.Module | Mapping[str, torch.Tensor] | None
@@ -55,7 +55,7 @@ class SyncCall:
         """Refuse arguments that are wrong in themselves.
 
         Raises:
-            ValueError, TypeError: names the argument.
+            ValueError, TypeError: an argument is wrong; the error names it.
         """
         for name, end in (("dst", self.dst), ("src", self.src)):
             _check_end(name, end)
@@ -71,20 +71,20 @@ class SyncCall:
 
     @property
     def layouts(self) -> Sequence[GivenLayout]:
-        """Of dst and of src."""
+        """The layouts for dst and for src."""
         return self.layout if isinstance(self.layout, tuple) else (self.layout, self.layout)
 
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A plan, and all that it was made for; it holds no tensors.
+    """A plan with the conditions that it was made for; it holds no tensors.
 
     Attributes:
-        key: of the plan; the same on all ranks.
+        key: key of the plan; the same on all ranks.
         where: the ranks, and the machine of each.
-        plan: this rank's part.
-        described: dst and src, for other ranks.
-        accelerator: of this rank.
+        plan: plan of this rank.
+        described: descriptions of dst and src for other ranks.
+        accelerator: accelerator of this rank.
     """
 
     key: str
@@ -96,11 +96,11 @@ class KeptPlan:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks agreed on before the first byte.
+    """The agreement of all ranks before the first byte.
 
     Attributes:
         kept: the plan, for the next call.
-        dst, src: as they are on this rank.
+        dst, src: the ends as they are on this rank.
         is_planned: whether the plan was made now.
         seed: the first rank's torch seed.
     """
@@ -113,18 +113,18 @@ class Agreement:
 
     @property
     def plan(self) -> SyncPlan:
-        """This rank's part of it."""
+        """This rank's part of the plan."""
         return self.kept.plan
 
 
 @dataclass(frozen=True)
 class _CallMessage:
-    """What a rank tells the others with its arguments.
+    """The message with a rank's arguments to the others.
 
     Attributes:
-        key: of the plan that serves this rank, and all whose messages were joined; empty if there
-            is none.
-        seed: its torch seed; the first rank's.
+        key: key of the plan that serves this rank, and all whose messages were joined; empty if
+            there is none.
+        seed: torch seed; the first rank's.
         has_layout: whether one has given a `layout=`.
     """
 
@@ -133,22 +133,22 @@ class _CallMessage:
     has_layout: bool
 
     def join(self, others: _CallMessage) -> _CallMessage:
-        """Merge what ranks tell."""
+        """Merge the messages of ranks."""
         key = self.key if self.key == others.key else ""
         return _CallMessage(key, self.seed, self.has_layout or others.has_layout)
 
 
 def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
-    """The plan that all ranks follow. All ranks; nothing is changed.
+    """Agree on the plan that all ranks follow. All ranks; nothing is changed.
 
     Args:
-        call: what this rank was asked for.
-        ranks: of the call.
-        kept: the plan of the call before, if there is one.
+        call: request of this rank.
+        ranks: ranks of the call.
+        kept: plan of the call before, if there is one.
 
     Raises:
         LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
-        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+        ValueError, TypeError: an argument is wrong in itself; on all ranks.
     """
     where = ranks.ranks, ranks.nodes
     own_ends: list[End] = []  # dst and src
@@ -174,7 +174,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         return Agreement(kept, dst, src, False, message.seed)
     if message.has_layout:
         dst, src = _join(dst, src, ranks, merge=call.options.merge)
-    # Once for a plan: each rank works out what it sends to whom, and ranks may have other ends.
+    # Once per plan: each rank works out what it sends to whom, and ranks may have other ends.
     ends = ranks.gather("describing both ends", _summary(dst, src, accelerators[0]))
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
@@ -185,7 +185,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
 
 
 def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
-    """What the other ranks are to know of both ends."""
+    """Summarise both ends for the other ranks."""
     return EndsSummary(
         src=HeldEnd(src.digest, src.described.coordinates),
         dst=HeldEnd(dst.digest, dst.described.coordinates),
@@ -194,10 +194,10 @@ def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
 
 
 def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
-    """Both ends with the whole shapes that all ranks' parts make together. All ranks.
+    """Give both ends the whole shapes that all ranks' parts make together. All ranks.
 
     Raises:
-        LoadError: as `join_parts`.
+        LoadError: as for `join_parts`.
     """
     join_parts((dst.tensors, src.tensors), ranks)
     return (
@@ -207,10 +207,10 @@ def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
 
 
 def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End, End]:
-    """Both ends as they are on this rank; digests that the kept plan knows are not made again.
+    """Find both ends on this rank; digests that the kept plan knows are not computed again.
 
     Raises:
-        LoadError, ValueError, TypeError: as `find_end`.
+        LoadError, ValueError, TypeError: as for `find_end`.
     """
     known = kept.described if kept is not None else (None, None)
     dst_layout, src_layout = call.layouts
@@ -220,7 +220,7 @@ def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End
 
 
 def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
-    """Warn of what `layout=` names, and no tensor of its end, or of both ends, has."""
+    """Warn of names in `layout=` that no tensor of its end, or of both ends, has."""
     if isinstance(call.layout, tuple):
         for layout, end in zip(call.layout, (dst, src), strict=True):
             warn_of_unused(layout, end.tensors)
@@ -229,20 +229,20 @@ def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
 
 
 def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadOptions) -> bool:
-    """Whether a kept plan is for the ends as they are on this rank now."""
+    """Return whether a kept plan is for the ends as they are on this rank now."""
     return (
         kept.where == where
-        and kept.plan.route.channel is not None  # its first call came to move something
+        and kept.plan.route.channel is not None  # its first call came so far as to move something
         and kept.described == tuple(end.described for end in ends)
         and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
     )
 
 
 def _check_end(name: str, end: Any) -> None:
-    """Refuse what is neither a model nor a dict of tensors nor None.
+    """Refuse anything but a model, a dict of tensors or None.
 
     Raises:
-        TypeError: names the argument.
+        TypeError: the argument is something else; the error names it.
     """
     if end is None or isinstance(end, nn.Module):
         return

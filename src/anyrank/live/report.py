@@ -1,4 +1,4 @@
-"""What a sync did: equal on all ranks and printable as one screen."""
+"""The report of a sync: equal on all ranks and printable as one screen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anyrank.wording import count
 
 @dataclass(frozen=True)
 class SyncReport(FillReport):
-    """What a sync did. Equal on all ranks. Lists have one entry a rank, in the group's order.
+    """The report of a sync. Equal on all ranks. Lists have an entry per rank, in the group's order.
 
     Example::
 
@@ -20,31 +20,32 @@ class SyncReport(FillReport):
         print(report)  # one screen
 
     Attributes:
-        tensors: of `dst` that have the values of `src` now.
+        tensors: number of tensors of `dst` that have the values of `src` now.
         missing: tensors of `dst` that `src` does not hold.
         unexpected: names in `src` that fill no tensor of `dst`.
         kept: missing tensors that kept the values they had.
         initialised: missing tensors that were on meta, with the rule that filled them.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
-        renamed: tensor of `dst` -> its name in `src`, where the two differ.
+        renamed: tensor of `dst` -> its name in `src`, if the two differ.
         tied: tensor of `dst` -> its other names.
-        duplicates: names in `src` of what `dst` ties -> the name that was sent; they were equal.
+        duplicates: names in `src` of tensors that `dst` ties -> the name that was sent; all were
+            equal.
         cast: tensor -> "dtype in src -> dtype in dst".
         merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
             values of `src`, each with its scaling.
         frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
         renewed: tensors that were on meta whose objects torch could not keep.
-        bytes_sent, bytes_received: between ranks, in the smaller of the two dtypes.
-        bytes_copied: what each rank had itself, in the dtype of `dst`.
+        bytes_sent, bytes_received: bytes between ranks, in the smaller of the two dtypes.
+        bytes_copied: bytes that each rank had itself, in the dtype of `dst`.
         peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
             allocated for tensors on meta is part of it.
         channel: the library that moved bytes from device to device: "nccl"; "" for gloo.
         channel_bytes: device memory of each rank that the channel's buffers took during the call.
-        group_bytes: device memory of each rank that the channel's group keeps, where the device
-            says how much is free.
+        group_bytes: device memory of each rank that the channel's group keeps, if the device says
+            how much is free.
         is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
-        verified: what `verify=True` compared, in words; "" without it.
-        seconds: of the slowest rank.
+        verified: comparisons of `verify=True`, in words; "" without it.
+        seconds: duration on the slowest rank.
     """
 
     renamed: dict[str, str] = field(default_factory=dict[str, str])

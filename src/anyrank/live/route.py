@@ -1,4 +1,4 @@
-"""The messages of a plan that is kept, as long as the memory lies as it did."""
+"""The messages of a plan, kept as long as memory has the same layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Geometry = Sequence[tuple[Any, ...]]
 
 
 class Route:
-    """The messages of a plan, kept with it for as long as the memory lies as it did.
+    """The messages of a plan, kept with it for as long as memory has the same layout.
 
     Attributes:
-        checked: where the memory of the two ends lay in the last call: address, strides, device.
+        checked: layout of the two ends' memory in the last call: address, strides, device.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Route:
         """Forget the messages if strides or devices of either end have changed.
 
         Args:
-            checked: of the two ends; addresses may change.
-            targets: strides and device of what is filled, which may be memory for this call alone.
+            checked: layout of the two ends; addresses may change.
+            targets: strides and device of the targets, which may be memory for this call alone.
         """
         lies = [entry[1:] for entry in self.checked]
         if [entry[1:] for entry in checked] != lies or targets != self._targets:
@@ -38,7 +38,7 @@ class Route:
         self.checked, self._targets = checked, targets
 
     def messages(self, number: int, make: Callable[[], list[Message]]) -> list[Message]:
-        """The messages of a round, made at the first call."""
+        """Return the messages of a round, made at the first call."""
         if number not in self._kept:
             self._kept[number] = make()
         return self._kept[number]

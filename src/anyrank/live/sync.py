@@ -1,4 +1,4 @@
-"""`anyrank.sync`: live weights of one model into another, in whatever layout each of them is."""
+"""`anyrank.sync`: live weights of one model into another, whatever layout each of them has."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def sync(
     some of the same, each plain, DDP, FSDP2, tensor parallel or a mixture: each byte goes straight
     from a rank that has it to the ranks that lack it, in the smaller of the two dtypes, through a
     window of 8 MiB (ANYRANK_BUFFER_BYTES). Names, shapes and dtypes are compared on all ranks
-    before the first byte moves. What is to be synced again and again
-    is a `Sync`, which keeps its plan.
+    before the first byte moves. Use a `Sync` for repeated syncs, because it keeps its plan.
 
     Example::
 
@@ -63,16 +62,16 @@ def sync(
             them; "init" gives them the model's own initial values.
         unexpected: what to do with tensors of `src` that fill nothing: "error" or "ignore".
         layout: for plain tensors that are this rank's part of a whole: a dict of name or pattern to
-            (mesh, placements), or a function of the name; a pair of these for `dst` and `src`
-            where the two differ. Ranks may give different ones.
-        merge: send the model that `src` is with its adapters merged, as PEFT's `merge_and_unload()`
-            makes it: the product of the LoRA factors is added to what is sent, and `src` stays as
-            it is. Each rank that sends holds the factors whole meanwhile.
-        verify: digest what both ends hold afterwards, and compare, and replicas in `src` as well.
+            (mesh, placements), or a function of the name; a pair of these for `dst` and `src` if
+            the two differ. Ranks may give different ones.
+        merge: send `src` with its adapters merged, as PEFT's `merge_and_unload()` does it: the
+            product of the LoRA factors is added to what is sent, and `src` stays as it is. Each
+            rank that sends holds whole factors meanwhile.
+        verify: digest what both ends hold afterwards, and compare; compare replicas in `src` too.
         atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
             a second share.
-        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
-            Default: all, or this process alone where no group is initialised.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process alone. Default:
+            all, or this process alone if no group is initialised.
 
     Returns:
         The report, equal on all ranks.
@@ -83,7 +82,7 @@ def sync(
             `dst` is partly overwritten. With `verify`: both ends are not equal.
         RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
             on all ranks.
-        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+        ValueError, TypeError: an argument is wrong in itself; on all ranks.
     """
     return Sync(
         dst,
@@ -101,7 +100,7 @@ def sync(
 
 
 class Sync:
-    """A sync that is called again and again, as at each iteration of a trainer and a generator.
+    """A sync that is called repeatedly, such as in each iteration of a trainer and a generator.
 
     It takes what `anyrank.sync` takes, and keeps the plan: a later call compares a few bytes
     between the ranks and moves the weights. Every rank makes one, which costs nothing, and every
@@ -123,7 +122,7 @@ class Sync:
             as for `anyrank.sync`; they are checked, and compared between the ranks, at each call.
 
     Attributes:
-        version: how many calls have finished. One that raises does not count.
+        version: number of calls that have finished. One that raises does not count.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Sync:
             The report, equal on all ranks.
 
         Raises:
-            AnyrankError, ValueError, TypeError: as `anyrank.sync`; on all ranks.
+            AnyrankError, ValueError, TypeError: as for `anyrank.sync`; on all ranks.
         """
         meter = Meter()
         # Under inference mode new parameters would never get gradients.

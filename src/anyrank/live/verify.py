@@ -1,4 +1,4 @@
-"""Both ends of a sync, compared by digests of the same elements, whatever the two layouts are."""
+"""Compare both ends of a sync by digests of the same elements, whatever the two layouts are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from anyrank.loading.sharing.places import LocalMemory
 from anyrank.loading.sharing.transfers import Transfer
 from anyrank.world.ranks import Ranks
 
-DIGEST_BYTES = 16  # of one transfer
+DIGEST_BYTES = 16  # for one transfer
 
 
 def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[str]:
-    """Names of the tensors whose two ends do not hold the same values, on any rank. All ranks.
+    """Name the tensors whose two ends do not hold the same values, on any rank. All ranks.
 
-    Each transfer is digested where it comes from, cast as it was for the other end, and where it
-    went to: every element of `dst` once, on each rank that holds it.
+    Each transfer is digested at its source, cast as it was for the other end, and at its target:
+    every element of `dst` once, on each rank that holds it.
     """
     rank = ranks.rank
     pairs = [(flow, transfer) for flow in flows for transfer in flow.transfers]
@@ -67,7 +67,7 @@ def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> Non
     """Refuse a `dst` that does not hold what `src` holds. All ranks.
 
     Raises:
-        LoadError: names the tensors; on all ranks.
+        LoadError: values differ; the error names the tensors; on all ranks.
     """
     wrong = differing(flows, places, ranks)
     if wrong:
@@ -78,10 +78,10 @@ def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> Non
 
 
 def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
-    """Compare what is not sent, and has to be equal: frozen parts, and what `dst` ties. All ranks.
+    """Compare parts that must be equal and are not sent: frozen ones and ties of `dst`. All ranks.
 
     Raises:
-        LoadError: names the tensors; on all ranks.
+        LoadError: values differ; the error names the tensors; on all ranks.
     """
     compared = [flow for flow in flows if flow.is_compared]
     wrong = differing(compared, places, ranks) if compared else []
@@ -99,19 +99,19 @@ def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> No
 
 
 def _source(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
-    """What a rank sends, in parts, as it is to arrive."""
+    """Yield what a rank sends, in parts, in the form in which it arrives."""
     for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
         yield places.source_view(flow, transfer, box).to(flow.wire_dtype).to(flow.target_dtype)
 
 
 def _target(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
-    """What has arrived, in the same parts."""
+    """Yield what has arrived, in the same parts."""
     for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
         yield places.target_view(flow, transfer, box)
 
 
 def _digests_in(data: torch.Tensor) -> Iterator[bytes]:
-    """Those that another rank has sent, in the order of both."""
+    """Yield the digests that another rank has sent, in an order that both know."""
     return (bytes(row) for row in data.view(-1, DIGEST_BYTES).tolist())
 
 
