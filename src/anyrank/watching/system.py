@@ -1,4 +1,9 @@
-"""The system's information about processes of this machine, from /proc."""
+"""What the system says about processes of this machine, from /proc.
+
+By hand, because psutil does not tell how a process ended, which signals it handles, or how long a
+thread waited for a core; and it finds children by reading all processes of the machine: 2.5 ms of a
+core where there are 130, for 0.02 ms here.
+"""
 
 from __future__ import annotations
 
