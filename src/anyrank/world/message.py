@@ -10,7 +10,9 @@ from functools import cached_property
 
 HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
 HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
-LONG_BYTES = 512  # from here on values are compressed, as what ranks say is mostly alike
+# Values of such a length are compressed, because what ranks say is mostly alike; longer ones are
+# tensors of a module's own state, for which that would take seconds.
+LONG_BYTES, HUGE_BYTES = 512, 1 << 20
 # All did this and succeeded; they did not; the error of all; the ranks have ended, and why
 FINE, TROUBLE, END, ENDED = range(4)
 
@@ -26,7 +28,7 @@ class Message:
     @cached_property
     def parts(self) -> list[bytes]:
         """What is sent: its head, and what follows, nothing where the value is short."""
-        value, is_long = self.value, len(self.value) > LONG_BYTES
+        value, is_long = self.value, LONG_BYTES < len(self.value) <= HUGE_BYTES
         if is_long:
             value = zlib.compress(value, 1)
         head = HEAD.pack(self.digest, self.status, len(value), is_long)
