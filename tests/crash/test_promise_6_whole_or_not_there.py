@@ -28,9 +28,11 @@ from anyrank import faults
 from anyrank.files.manifest import parse
 from anyrank.testing import Died, Fault, run_ranks
 
-EVENTS = ["file.folder", "file.open", "file.write", "file.fsync", "file.rename", "file.remove"]
-EVENTS += ["save.stage", "save.write", "save.commit"]
-SOME_EVENTS = ["file.open", "save.stage", "save.write", "save.commit"]
+EVENTS = [
+    *("file.folder", "file.open", "file.write", "file.fsync", "file.rename", "file.remove"),
+    *("file.copy", "save.stage", "save.write", "save.commit", "save.metadata"),
+]
+SOME_EVENTS = ["file.open", "save.stage", "save.write", "save.commit", "save.metadata"]
 LAST = 3
 
 
@@ -284,7 +286,10 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
             changed = bytearray(data)
             changed[bit // 8] ^= 1 << bit % 8
             (newest / name).write_bytes(changed)
-            small = not name.endswith(".distcp")
+            assert not anyrank.verify(newest), (name, bit)
+            if name == ".metadata":  # which torch.distributed.checkpoint alone reads
+                continue
+            small = not name.endswith((".distcp", ".xxh3"))
             for verify in (True, False) if small else (True,):
                 net, optimizer = build()
                 state = anyrank.TrainState(net, optimizer)
@@ -307,6 +312,15 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "no data": lambda step: (step / "__0_0.distcp").unlink(),
     "no checksums": lambda step: (step / "__0_0.xxh3").unlink(),
     "no index": lambda step: (step / "tensors.json").unlink(),
+    "no index of a rank": lambda step: (step / "__0_0.json").unlink(),
+    "a rank's index is cut": lambda step: os.truncate(step / "__0_0.json", 40),
+    "a rank's index is longer": lambda step: os.truncate(step / "__0_0.json", 1 << 16),
+    "a rank's index is of another save": lambda step: (step / "__0_0.json").write_bytes(
+        (step / "__0_0.json").read_bytes().replace(b"0", b"1", 1)
+    ),
+    "an index is of another save": lambda step: (step / "tensors.json").write_bytes(
+        (step / "tensors.json").read_bytes().replace(b"0", b"1", 1)
+    ),
     "no manifest": lambda step: (step / "anyrank.json").unlink(),
     "nothing": lambda step: [file.unlink() for file in step.iterdir()],
     "manifest is no JSON": lambda step: (step / "anyrank.json").write_text("{"),
@@ -328,6 +342,46 @@ def test_damage_is_set_aside_and_the_step_before_is_taken(
     assert (report.step, report.lost_steps) == (1, 1)
     assert "LOST" in str(report)
     assert (tmp_path / report.set_aside[0]).is_dir()
+
+
+def test_a_step_is_whole_without_what_dcp_alone_reads(tmp_path: Path) -> None:
+    """Its first rank may be killed between the commit and that."""
+    saved_run(tmp_path)
+    newest = tmp_path / "step-00000002"
+    (newest / ".metadata").unlink()
+    report = anyrank.verify(tmp_path)
+    assert report
+    assert "no .metadata in step 2, which torch.distributed.checkpoint alone reads" in str(report)
+    net, optimizer = build()
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(net, optimizer), every=1) as ckpts:
+        resumed = ckpts.resume()
+        assert resumed is not None
+        assert (resumed.step, resumed.set_aside) == (2, [])
+        learn(net, optimizer, 2)
+        ckpts.step_done()
+    assert (tmp_path / "step-00000003" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "of another plan", "gone"])
+def test_a_damaged_metadata_is_not_copied(tmp_path: Path, harm: str) -> None:
+    net, optimizer, _ = saved_run(tmp_path)
+    path = tmp_path / "step-00000002" / ".metadata"
+    whole = path.read_bytes()
+    if harm == "of another plan":
+        torch.manual_seed(0)
+        save(tmp_path / "other", anyrank.TrainState(nn.Linear(7, 7)))
+        path.write_bytes((tmp_path / "other/step-00000000/.metadata").read_bytes())
+    elif harm == "gone":
+        path.unlink()
+        (tmp_path / "step-00000001/.metadata").write_bytes(b"")
+    else:
+        changed = {"flipped": whole[:40] + b"?" + whole[41:], "cut": whole[:-9], "empty": b""}
+        path.write_bytes(changed[harm])
+    state = anyrank.TrainState(net, optimizer)
+    with anyrank.Checkpoints(tmp_path, state, every=1) as ckpts:
+        ckpts.resume()
+        ckpts.step_done()
+    assert (tmp_path / "step-00000003" / ".metadata").read_bytes() == whole
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_run_goes_on(url: str, saved: int, resumed: int, background: bool) -> 
 
 def test_retention_leaves_nothing_behind(url: str) -> None:
     run_ranks(2, job_train, url, 4)
-    data = [f"__{rank}_0.{kind}" for rank in range(2) for kind in ("distcp", "xxh3")]
+    data = [f"__{rank}_0.{kind}" for rank in range(2) for kind in ("distcp", "json", "xxh3")]
     kept = [f"step-0000000{step}/{name}" for step in (3, 4) for name in (*ALWAYS, *data)]
     assert objects(url) == sorted([*kept, "latest"])
     assert files().cat(f"{url}/latest") == b"step-00000004\n"
@@ -133,7 +133,7 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(url: str, fault: Fault)
     assert close(found, uninterrupted(3))
     assert steps == [3, 2]
     assert objects(url, NEWEST) == sorted(
-        [*ALWAYS, "__0_0.distcp", "__0_0.xxh3"]
+        [*ALWAYS, "__0_0.distcp", "__0_0.json", "__0_0.xxh3"]
     )  # nothing of two ranks
 
 

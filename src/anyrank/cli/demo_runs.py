@@ -35,7 +35,7 @@ from anyrank.files.reader import memory_of
 from anyrank.files.storage import storage_for
 from anyrank.models.memory_meter import PeakMemory
 from anyrank.sources.readers.runs import steps_in
-from anyrank.sources.run_step import list_step
+from anyrank.sources.step_listing import open_step
 from anyrank.tools.inspect.inspect import inspect
 from anyrank.tools.inspect.stream import boxes_of, open_values
 
@@ -190,7 +190,7 @@ def sha256_of(folder: str) -> str:
     """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
     path = os.path.join(folder, step_name(max(committed(folder))))
     storage, digest = storage_for(path), hashlib.sha256()
-    listing = list_step(storage, path, read_manifest(storage, path))
+    listing = open_step(storage, path, read_manifest(storage, path)).listing
     with open_values(listing) as values:
         for name, stored in sorted(listing.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())

@@ -28,6 +28,11 @@ def sums_name(data: str) -> str:
     return data.removesuffix(".distcp") + SUFFIX
 
 
+def sums_bytes(size: int) -> int:
+    """Bytes of the checksums of a data file of so many bytes."""
+    return -(-size // BLOCK_BYTES) * DIGEST_BYTES + DIGEST_BYTES
+
+
 class BlockDigester:
     """Digests of a file's blocks, fed with its bytes in order and in parts of any size."""
 
@@ -145,9 +150,9 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
 
     path, size = listing.sums[number], listing.files[number].size
     storage = storage_for(path)
-    length = -(-size // BLOCK_BYTES) * DIGEST_BYTES
+    length = sums_bytes(size) - DIGEST_BYTES
     info = storage.find(path)
-    if info is None or info.size != length + DIGEST_BYTES:
+    if info is None or info.size != sums_bytes(size):
         raise CorruptCheckpoint(f"{path}: is missing or has another size: it is damaged")
     data = read_whole(storage, path)
     if xxhash.xxh3_64_digest(data[:length]) != data[length:]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.block_sums import sums_bytes, sums_name
 from anyrank.files.json_codec import reading_record
 from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, read_whole
 
@@ -24,6 +24,25 @@ STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... ar
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files that one rank wrote.
+
+    Attributes:
+        size: bytes of its data file, whose checksums lie beside it.
+        index: record of its index.
+    """
+
+    size: int
+    index: FileRecord
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        """Name -> bytes of each, of the rank of this index."""
+        data = data_name(rank)
+        sums = sums_name(data)
+        return {data: self.size, sums: sums_bytes(self.size), index_name(rank): self.index.size}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A committed step.
@@ -35,12 +54,13 @@ class Manifest:
         lineage: one entry per resume: the step, the number of ranks, and the skipped parts.
         written: time of the commit, in ISO 8601.
         versions: versions of anyrank and torch.
-        files: name -> record, for every other file of the folder.
+        files: name -> record, for the files of the step as a whole.
+        ranks: the files that each rank wrote, by its index.
         parts: name -> the saved state of a part, apart from its tensors.
         settings: part -> the script's own settings for it, before anything was restored.
         differed: tensors that were not equal on all ranks; the first rank's were saved.
-        streams: the random streams: `ranks`, for each rank its data-parallel coordinate and the
-            digest of each stream's state; `states`, digest -> state.
+        streams: the random streams: which ranks had each alike, and the states that all ranks had
+            alike; see `SavedStreams`.
     """
 
     run: str
@@ -52,22 +72,30 @@ class Manifest:
     written: str
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    ranks: list[RankFiles]
     parts: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     differed: list[str] = field(default_factory=list[str])
-    streams: dict[str, Any] = field(
-        default_factory=lambda: {"ranks": [], "states": {}, "unused": []}
-    )
+    streams: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of the step that is listed here, by name."""
+        sizes = {name: record.size for name, record in self.files.items()}
+        for rank, files in enumerate(self.ranks):
+            sizes |= files.sizes(rank)
+        return sizes
 
     def to_bytes(self) -> bytes:
         """The file's bytes; the last field is the xxh3-128 of all bytes before it."""
         entries: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         entries |= {field.name: getattr(self, field.name) for field in fields(self)}
-        entries["files"] = {
-            name: {key: value for key, value in asdict(record).items() if value != ""}
-            for name, record in self.files.items()
-        }
-        text = json.dumps(entries, indent=1).removesuffix("\n}").encode()
+        entries["files"] = {name: asdict(record) for name, record in self.files.items()}
+        entries["ranks"] = [
+            (files.size, files.index.size, files.index.xxh3_64) for files in self.ranks
+        ]
+        lines = [f" {json.dumps(name)}: {_value(name, value)}" for name, value in entries.items()]
+        text = ("{\n" + ",\n".join(lines)).encode()
         return text + _end(text)
 
 
@@ -128,15 +156,45 @@ def _manifest(entries: dict[str, Any]) -> Manifest:
     if not re.fullmatch("[0-9a-f]{1,64}", entries["run"]):  # it becomes part of folder names
         raise ValueError(f"run: {entries['run'][:40]!r} is not an id of a run")
     files = {name: FileRecord(**record) for name, record in entries["files"].items()}
-    for name in (*files, *(record.blocks for record in files.values())):
+    for name in files:
         if name == ".." or "/" in name or "\\" in name:
             raise ValueError(f"files: {name[:40]!r} lies outside of the step's folder")
     values["files"] = files
+    values["ranks"] = [
+        RankFiles(_size(size), FileRecord(_size(index_size), str(checksum)))
+        for size, index_size, checksum in entries["ranks"]
+    ]
+    if len(values["ranks"]) != values["saved_on"]["ranks"]:
+        raise ValueError(f"ranks: are {len(values['ranks'])}, and saved_on says otherwise")
     return Manifest(**values)
 
 
+def _size(number: Any) -> int:
+    """A number of bytes; ValueError for anything else."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"ranks: {number!r:.40} is not a number of bytes")
+    return number
+
+
+def _value(name: str, value: Any) -> str:
+    """A field as JSON: in lines for people, but for lists with an entry for each rank."""
+    if name in ("ranks", "streams"):
+        return json.dumps(value, separators=(",", ":"))
+    return json.dumps(value, indent=1).replace("\n", "\n ")
+
+
+def data_name(rank: int) -> str:
+    """The file with what a rank wrote, as DCP names it, which its readers expect."""
+    return f"__{rank}_0.distcp"
+
+
+def index_name(rank: int) -> str:
+    """The file that says what lies where in a rank's data file."""
+    return f"__{rank}_0.json"
+
+
 def read_small(
-    storage: Storage, folder: str, name: str, known: Mapping[str, FileRecord] | None = None
+    storage: Storage, folder: str, name: str, expected: FileRecord | None = None
 ) -> bytes:
     """Read a small file of a step, whole, and compare it with its record if there is one.
 
@@ -153,7 +211,6 @@ def read_small(
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it already names the path and the byte
         raise CheckpointError(str(error)) from error
-    expected = None if known is None else known[name]
     if expected is not None:
         actual = digest_of(data)
         if (actual.size, actual.xxh3_64) != (expected.size, expected.xxh3_64):

@@ -59,13 +59,11 @@ class FileRecord:
 
     Attributes:
         size: bytes.
-        xxh3_64: hash of a small file, in hex.
-        blocks: for a data file, the name of the file with the checksums of its blocks.
+        xxh3_64: hash of its bytes, in hex.
     """
 
     size: int
-    xxh3_64: str = ""
-    blocks: str = ""
+    xxh3_64: str
 
 
 def digest_of(data: bytes | memoryview) -> FileRecord:

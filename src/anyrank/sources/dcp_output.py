@@ -1,52 +1,222 @@
-"""The index of torch.distributed.checkpoint, which is also part of a run's step."""
+"""`.metadata`, the index of torch.distributed.checkpoint, as the pickle that its readers expect.
+
+It has an entry for each piece of each tensor: millions, in a step of a thousand ranks. So it is
+spelled here opcode by opcode, and nobody holds the objects that it means, or all of its bytes.
+What comes again is spelled once, and got by its number from then on, as in any pickle.
+"""
 
 from __future__ import annotations
 
+import itertools
 import pickle
-from collections.abc import Iterable, Mapping
+import pickletools
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
-from anyrank.sources.run_step import StoredBox
+from anyrank.tensors.box import Box
+
+PART_BYTES = 64 << 10  # of what is yielded at a time: about a millisecond's work
+BATCH = 1000  # entries that an unpickler has on its stack at a time, as pickle's own
 
 
-def metadata_of(
-    places: Iterable[StoredBox], aliases: Mapping[str, str], by_part: bool = True
-) -> bytes:
-    """Build DCP's index of the pieces. An alias points at the bytes of the tensor it is tied to.
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor, under all its names.
+
+    Attributes:
+        names: its own, then those that are tied to it.
+        shape, dtype: of it.
+        boxes: gives all its pieces.
+        kind: equal for tensors of one shape whose boxes are equal.
+    """
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Callable[[], Iterable[Box]]
+    kind: object
+
+
+class DcpPiece(NamedTuple):
+    """A piece of a tensor in a file: position of the tensor, and the bytes of the torch zip."""
+
+    number: int
+    box: Box
+    start: int
+    length: int
+
+
+def spell_metadata(
+    tensors: Sequence[DcpTensor],
+    files: Iterable[tuple[str, Iterable[DcpPiece]]],
+    by_part: bool = True,
+) -> Iterator[bytes]:
+    """The pickle, part by part.
 
     Args:
-        places: the places of all pieces.
-        aliases: name -> the name of the tensor that it is.
-        by_part: whether the text before a name's first dot is a table of the state, as in runs.
+        tensors: of all files.
+        files: name -> its pieces.
+        by_part: whether what precedes a name's first dot is a table of the state, as in runs.
     """
-    from torch.distributed.checkpoint.filesystem import (
-        _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own, no public name
-    )
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    speller = _Speller()
+    speller.begin({tensor.dtype for tensor in tensors})
+    names = [[speller.new(_text(name)) for name in tensor.names] for tensor in tensors]
+    yield from speller.tensors(tensors, names)
+    yield from speller.planner_data(tensors, names, by_part)
+    yield from speller.storage_data(names, files)
+    yield speller.end()
 
-    tensors: dict[str, TensorStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    names: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        names.setdefault(name, []).append(alias)
-    for saved in places:
-        box = saved.box
-        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        info = _StorageInfo(saved.file, saved.start, saved.length)
-        for name in (saved.name, *names.get(saved.name, ())):
-            described = TensorStorageMetadata(
-                TensorProperties(saved.dtype), torch.Size(saved.shape), []
-            )
-            entry = tensors.setdefault(name, described)
-            entry.chunks.append(chunk)
-            storage[MetadataIndex(name, box.offsets)] = info
-    planner = {name: tuple(name.split(".", 1)) if by_part else (name,) for name in tensors}
-    return pickle.dumps(Metadata(dict(tensors), planner, storage, StorageMeta()))
+
+class _Speller:
+    """Spells opcodes of protocol 2, and knows what was spelled by a number."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self.numbers = itertools.count()
+        self.get: dict[object, bytes] = {}  # what was spelled -> the opcodes that get it again
+
+    def new(self, opcodes: bytes) -> bytes:
+        """Spell something that is used later; returns the opcodes that get it."""
+        get = self.put(opcodes)
+        self.out += b"0"  # for now it is only known by its number
+        return get
+
+    def put(self, opcodes: bytes) -> bytes:
+        """Spell something here that is used again; returns the opcodes that get it."""
+        number = struct.pack("<I", next(self.numbers))
+        self.out += opcodes + b"r" + number
+        return b"j" + number
+
+    def flush(self) -> Iterator[bytes]:
+        """What was spelled, if it is long enough to be passed on."""
+        if len(self.out) >= PART_BYTES:
+            yield bytes(self.out)
+            self.out.clear()
+
+    def begin(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Spell what the pickle refers to."""
+        from torch.distributed.checkpoint.filesystem import (
+            _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own, no public name
+        )
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        spelled = ("state_dict_metadata", "planner_data", "storage_data")
+        shell = Metadata({}, storage_meta=StorageMeta())
+        others = {f.name: getattr(shell, f.name) for f in fields(shell) if f.name not in spelled}
+        self.others = b"".join(_value(name) + _value(value) for name, value in others.items())
+        for dtype in sorted(dtypes, key=str):
+            self.get[dtype] = self.new(_value(TensorProperties(dtype)))
+        for kind in (
+            *(Metadata, TensorStorageMetadata, ChunkStorageMetadata, MetadataIndex),
+            *(_StorageInfo, torch.Size),
+        ):
+            self.get[kind] = self.new(_value(kind))
+        words = ("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset")
+        word = {name: self.new(_text(name)) for name in (*words, "relative_path", "length")}
+        new = b")\x81}("
+        self.tensor = self.get[TensorStorageMetadata] + new + word["properties"]
+        self.size, self.chunks = word["size"], word["chunks"]
+        self.chunk = self.get[ChunkStorageMetadata] + new + word["offsets"]
+        self.sizes = word["sizes"]
+        self.index = self.get[MetadataIndex] + new + word["index"] + b"N" + word["fqn"]
+        self.offset = word["offset"]
+        self.info = self.get[_StorageInfo] + new + word["relative_path"]
+        self.length = word["length"]
+        self.out += self.get[Metadata] + new + _text("state_dict_metadata") + b"}"
+
+    def numbers_of(self, sizes: tuple[int, ...]) -> bytes:
+        """A torch.Size; put where it is used first."""
+        known = self.get.get(sizes)
+        if known is None:
+            number = struct.pack("<I", next(self.numbers))
+            self.get[sizes] = b"j" + number
+            known = self.get[torch.Size] + b"(" + b"".join(map(_number, sizes)) + b"t\x85R"
+            known += b"r" + number
+        return known
+
+    def tensors(
+        self, tensors: Sequence[DcpTensor], names: Sequence[Sequence[bytes]]
+    ) -> Iterator[bytes]:
+        """What each tensor is, and its pieces."""
+        for tensor, texts in zip(tensors, names, strict=True):
+            key = tensor.shape, tensor.kind
+            for text in texts:
+                self.out += text + self.tensor + self.get[tensor.dtype]
+                self.out += self.size + self.numbers_of(tensor.shape) + self.chunks
+                if key in self.get:
+                    self.out += self.get[key] + b"ubs"
+                    continue
+                self.get[key] = self.put(b"]")
+                for box in tensor.boxes():
+                    self.out += self.chunk + self.numbers_of(box.offsets)
+                    self.out += self.sizes + self.numbers_of(box.sizes) + b"uba"
+                self.out += b"ubs"
+            yield from self.flush()
+
+    def planner_data(
+        self, tensors: Sequence[DcpTensor], names: Sequence[Sequence[bytes]], by_part: bool
+    ) -> Iterator[bytes]:
+        """Where each tensor is in the state dict."""
+        self.out += _text("planner_data") + b"}"
+        for tensor, texts in zip(tensors, names, strict=True):
+            for name, text in zip(tensor.names, texts, strict=True):
+                path = tuple(name.split(".", 1)) if by_part else (name,)
+                self.out += text + b"(" + b"".join(map(_text, path)) + b"ts"
+            yield from self.flush()
+
+    def storage_data(
+        self,
+        names: Sequence[Sequence[bytes]],
+        files: Iterable[tuple[str, Iterable[DcpPiece]]],
+    ) -> Iterator[bytes]:
+        """Where the bytes of each piece are."""
+        self.out += _text("storage_data") + b"}("
+        count = 0
+        for file, pieces in files:
+            path = self.new(_text(file))
+            info, offset, length = self.info + path + self.offset, self.offset, self.length
+            for number, box, start, nbytes in pieces:
+                where = info + _number(start) + length + _number(nbytes) + b"ub"
+                for text in names[number]:
+                    offsets = self.numbers_of(box.offsets)
+                    self.out += self.index + text + offset + offsets + b"ub" + where
+                    count += 1
+                if count >= BATCH:
+                    self.out += b"u("
+                    count = 0
+                    yield from self.flush()
+        self.out += b"u"
+
+    def end(self) -> bytes:
+        """The rest."""
+        return bytes(self.out + self.others + b"ub.")
+
+
+def _value(value: Any) -> bytes:
+    """The opcodes that push a value, which refer to nothing outside of it."""
+    return pickletools.optimize(pickle.dumps(value, 2))[2:-1]
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _number(number: int) -> bytes:
+    if number < 1 << 8:
+        return b"K" + bytes((number,))
+    if number < 1 << 31:
+        return b"J" + struct.pack("<i", number)
+    data = number.to_bytes(number.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes((len(data),)) + data

@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -61,6 +62,14 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
     archive.close()
     head = b"".join(data for offset, data in archive.fixed if offset < start)
     return head, b"".join(data for offset, data in archive.fixed if offset >= start)
+
+
+@lru_cache(maxsize=4096)
+def wrapped_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that precede a row-major tensor's payload in its zip, and those from there on."""
+    nbytes = torch.Size(sizes).numel() * dtype.itemsize
+    head, tail = wrap(nbytes, sizes, dtype)
+    return len(head), nbytes + len(tail)
 
 
 @dataclass

@@ -126,7 +126,7 @@ def local_pieces(
         return ()
     if not layout.mesh_shape:
         return _given_pieces(len(shape), tuple(coordinate))
-    per_dim = [_dim_intervals(d, size, layout, coordinate) for d, size in enumerate(shape)]
+    per_dim = [dim_intervals(d, size, layout, coordinate) for d, size in enumerate(shape)]
     pieces: list[Piece] = []
     for chosen in itertools.product(*(_with_local_start(intervals) for intervals in per_dim)):
         box = Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen))
@@ -159,7 +159,7 @@ def local_shape(
     if not layout.mesh_shape:
         return tuple(coordinate[: len(shape)])
     return tuple(
-        _length(_dim_intervals(d, size, layout, coordinate)) for d, size in enumerate(shape)
+        _length(dim_intervals(d, size, layout, coordinate)) for d, size in enumerate(shape)
     )
 
 
@@ -170,9 +170,7 @@ def _with_local_start(intervals: list[Interval]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _dim_intervals(
-    dim: int, size: int, layout: Layout, coordinate: Sequence[int]
-) -> list[Interval]:
+def dim_intervals(dim: int, size: int, layout: Layout, coordinate: Sequence[int]) -> list[Interval]:
     """Cut one dim once per mesh axis that shards it, in the order of the sharding."""
     intervals: list[Interval] = [(0, size)]
     for axis, split_factor in _cut_order(dim, layout):

@@ -1,79 +1,210 @@
-"""Plans who writes which box of which tensor: each element once, bytes balanced over the ranks."""
+"""Who writes which part of which tensor: each element once, balanced over the ranks by bytes.
+
+Each rank computes what it writes by itself, from what all ranks know: the tensors' shapes, layouts
+and meshes. What one rank alone holds is written by that rank. What several hold is dealt to them in
+lots, the largest first, each to the holder that has the fewest bytes so far; what few ranks hold is
+dealt before what many hold, so that no rank has more than the optimum and one lot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
+from anyrank.tensors.spread import Coordinate, Spread
 
 PIECE_BYTES = 32 << 20  # largest piece on disk: the unit of balance and of staging
+LOTS = 16  # for each rank that shares them, where that makes them neither too large nor too small
+MIN_LOT_BYTES = 1 << 20  # small tensors stay together: who reads them opens one file, not hundreds
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """One box of a tensor and the rank that writes it.
+class PlannedTensor:
+    """What all ranks know of a tensor that is written.
 
     Attributes:
-        index: position of the tensor in every rank's list.
-        piece: the box, and where it starts in the writer's local tensor.
-        writer: global rank.
-        nbytes: size of the box in bytes.
+        shape: global shape.
+        itemsize: bytes of an element.
+        spread: how it lies on the ranks.
+        by_first: whether the first of its holders writes it, whole: ranks may hold other values.
     """
 
-    index: int
+    shape: tuple[int, ...]
+    itemsize: int
+    spread: Spread
+    by_first: bool = False
+
+
+class Write(NamedTuple):
+    """One piece of a tensor, by the tensor's position in every rank's list."""
+
+    number: int
     piece: Piece
-    writer: int
-    nbytes: int
 
 
-def plan_writes(
-    tensors: Sequence[ShardedTensor],
-    coordinates: Mapping[int, Coordinates],
-    by_first: Container[str] = (),
-) -> list[Write]:
-    """Every element of every tensor, once. The same list on all ranks that hold the same tensors.
+Kind = tuple[tuple[int, ...], int]  # shape and itemsize: what pieces follow from, at one spot
+Dealt = Mapping[int, Sequence[int]]  # index of a tensor -> for each piece, who of the holders
 
-    A rank writes the parts that it alone holds. Parts that several hold are assigned piece by
-    piece, the largest first, to the holder with the fewest bytes so far.
+
+class WritePlan:
+    """What each rank writes of some tensors. The same on all ranks that know the same of them.
 
     Args:
-        tensors: as this rank holds them, in the same order on all ranks.
-        coordinates: of every rank, by global rank.
-        by_first: names of tensors that the first holder writes whole, because ranks may differ.
+        tensors: in the same order on all ranks.
+        size: how many ranks there are.
     """
-    load = dict.fromkeys(coordinates, 0)
-    writes: list[Write] = []
-    shared: list[tuple[int, int, Piece, tuple[int, ...]]] = []
-    for index, tensor in enumerate(tensors):
-        itemsize = tensor.dtype.itemsize
-        groups = replicas(index, tensor, coordinates)
-        for pieces, members in (groups or _empty(tensor, coordinates)).items():
-            for whole in pieces:
-                for box in whole.box.cut(PIECE_BYTES // itemsize):
-                    piece = whole.part(box)
-                    nbytes = piece.box.numel * itemsize
-                    first, *others = members
-                    if others and tensor.name not in by_first:
-                        shared.append((nbytes, index, piece, members))
-                        continue
-                    load[first] += nbytes
-                    writes.append(Write(index, piece, first, nbytes))
-    for nbytes, index, piece, members in sorted(shared, key=lambda entry: -entry[0]):
-        writer = min(members, key=load.__getitem__)
-        load[writer] += nbytes
-        writes.append(Write(index, piece, writer, nbytes))
-    return writes
+
+    def __init__(self, tensors: Sequence[PlannedTensor], size: int) -> None:
+        self.tensors = tensors
+        self.size = size
+        self._load = [0] * size
+        self._dealt: dict[int, dict[Coordinate, Dealt]] = {}  # by identity of a spread
+        self._count_alone()
+        shared: dict[int, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if not tensor.by_first and max(map(len, tensor.spread.members.values()), default=0) > 1:
+                shared.setdefault(id(tensor.spread), []).append(index)
+        for indices in sorted(shared.values(), key=self._most_holders):
+            self._deal(indices)
+
+    def _most_holders(self, indices: Sequence[int]) -> int:
+        return max(map(len, self.tensors[indices[0]].spread.members.values()))
+
+    def _count_alone(self) -> None:
+        """Count what ranks write without a choice."""
+        counts: dict[tuple[int, Kind, bool], list[PlannedTensor]] = {}
+        for tensor in self.tensors:
+            key = id(tensor.spread), (tensor.shape, tensor.itemsize), tensor.by_first
+            counts.setdefault(key, []).append(tensor)
+        for alike in counts.values():
+            spread, nbytes = alike[0].spread, alike[0].itemsize * len(alike)
+            if (
+                all(len(members) > 1 for members in spread.members.values())
+                and not alike[0].by_first
+            ):
+                continue
+            for spot, numel in spread.numels(alike[0].shape):
+                first, *others = spread.members[spot]
+                if alike[0].by_first or not others:
+                    self._load[first] += numel * nbytes
+
+    def _deal(self, indices: Sequence[int]) -> None:
+        """Deal the tensors of one spread, spot by spot."""
+        spread = self.tensors[indices[0]].spread
+        kinds = [(self.tensors[index].shape, self.tensors[index].itemsize) for index in indices]
+        dealt = self._dealt.setdefault(id(spread), {})
+        known: dict[object, tuple[Dealt, list[int]]] = {}  # most spots are as the one before
+        for spot, members in spread.members.items():
+            if len(members) == 1:
+                continue
+            sizes = {kind: _sizes(kind, spread, spot) for kind in dict.fromkeys(kinds)}
+            lowest = min(self._load[member] for member in members)
+            ahead = tuple(self._load[member] - lowest for member in members)
+            key = ahead, tuple(sizes.values())
+            if key not in known:
+                rows = zip(indices, (sizes[kind] for kind in kinds), strict=True)
+                known[key] = _deal_lots([*rows], ahead)
+            dealt[spot], added = known[key]
+            for member, nbytes in zip(members, added, strict=True):
+                self._load[member] += nbytes
+
+    def writes_of(self, rank: int) -> Iterator[Write]:
+        """What a rank writes, by its index, in the order of the tensors."""
+        for index, tensor in enumerate(self.tensors):
+            if 0 in tensor.shape:
+                if rank == 0:  # as one empty box, so that its dtype and shape are kept
+                    whole = Box.whole(tensor.shape)
+                    yield Write(index, Piece(whole, whole.offsets))
+                continue
+            spread = tensor.spread
+            spot = spread.spot(rank)
+            if spot is None:
+                continue
+            pieces = cut_pieces(tensor.shape, tensor.itemsize, spread, spot)
+            members = spread.members[spot]
+            if tensor.by_first or len(members) == 1:
+                if members[0] == rank:
+                    for piece in pieces:
+                        yield Write(index, piece)
+                continue
+            for piece, holder in zip(pieces, self._dealt[id(spread)][spot][index], strict=True):
+                if members[holder] == rank:
+                    yield Write(index, piece)
+
+    def writers(self, index: int) -> list[int]:
+        """The indices of the ranks that write parts of a tensor, ascending."""
+        tensor = self.tensors[index]
+        if 0 in tensor.shape:
+            return [0]
+        writers: set[int] = set()
+        for spot, members in tensor.spread.members.items():
+            if tensor.by_first or len(members) == 1:
+                writers |= {members[0]} if tensor.spread.pieces(tensor.shape, spot) else set()
+            else:
+                holders = self._dealt[id(tensor.spread)][spot][index]
+                writers |= {members[holder] for holder in holders}
+        return sorted(writers)
+
+    @property
+    def nbytes(self) -> Sequence[int]:
+        """Bytes that each rank writes."""
+        return self._load
 
 
-def _empty(
-    tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
-) -> dict[tuple[Piece, ...], tuple[int, ...]]:
-    """Plan a tensor without elements as one empty box, so that its dtype and shape are kept.
+def cut_pieces(
+    shape: tuple[int, ...], itemsize: int, spread: Spread, spot: Coordinate
+) -> tuple[Piece, ...]:
+    """What lies at a spot, in pieces of at most PIECE_BYTES."""
+    return _cut(spread.pieces(shape, spot), PIECE_BYTES // itemsize)
 
-    Its local offset does not matter.
+
+@lru_cache(maxsize=4096)
+def _cut(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
+    return tuple(piece.part(box) for piece in pieces for box in piece.box.cut(most))
+
+
+def _sizes(kind: Kind, spread: Spread, spot: Coordinate) -> tuple[int, ...]:
+    """Bytes of each piece of a tensor at a spot."""
+    shape, itemsize = kind
+    pieces = cut_pieces(shape, itemsize, spread, spot)
+    return tuple(piece.box.numel * itemsize for piece in pieces)
+
+
+def _deal_lots(
+    rows: Sequence[tuple[int, tuple[int, ...]]], ahead: Sequence[int]
+) -> tuple[Dealt, list[int]]:
+    """Deal pieces to holders.
+
+    Args:
+        rows: index of each tensor, and the bytes of each of its pieces.
+        ahead: bytes that each holder has already.
+
+    Returns:
+        Who writes each piece, and how many bytes each holder got.
     """
-    whole = Box.whole(tensor.shape)
-    return {(Piece(whole, whole.offsets),): (next(iter(coordinates)),)}
+    total = sum(map(sum, (sizes for _, sizes in rows)))
+    limit = min(PIECE_BYTES, max(MIN_LOT_BYTES, total // (LOTS * len(ahead))))
+    lots: list[int] = [0]  # bytes of each
+    lot_of: dict[int, list[int]] = {}
+    for index, sizes in rows:
+        numbers = lot_of[index] = []
+        for nbytes in sizes:
+            if lots[-1] and lots[-1] + nbytes > limit:
+                lots.append(0)
+            lots[-1] += nbytes
+            numbers.append(len(lots) - 1)
+    fewest = [(nbytes, holder) for holder, nbytes in enumerate(ahead)]
+    heapq.heapify(fewest)
+    holder_of = [0] * len(lots)
+    added = [0] * len(ahead)
+    for number in sorted(range(len(lots)), key=lambda n: -lots[n]):
+        nbytes, holder = fewest[0]
+        heapq.heapreplace(fewest, (nbytes + lots[number], holder))
+        holder_of[number] = holder
+        added[holder] += lots[number]
+    return {i: [holder_of[n] for n in numbers] for i, numbers in lot_of.items()}, added

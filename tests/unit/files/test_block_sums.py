@@ -24,7 +24,7 @@ from anyrank.files.block_sums import (
 from anyrank.files.manifest import read_manifest
 from anyrank.files.reader import Job, Reader
 from anyrank.files.storage import LocalStorage
-from anyrank.sources.run_step import list_step
+from anyrank.sources.step_listing import open_step
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.plan import plan_reads
@@ -101,7 +101,7 @@ def saved(path: Path, steps: int = 1) -> nn.Module:
 def read(path: Path, box: Box, destination: torch.Tensor) -> int:
     """Fill the destination with a part of the weight; bytes read."""
     storage, folder = LocalStorage(), str(path / "step-00000001")
-    listing = list_step(storage, folder, read_manifest(storage, folder))
+    listing = open_step(storage, folder, read_manifest(storage, folder)).listing
     stored = listing.tensors["model.weight"]
     with Reader(listing, buffer_bytes=256 << 10, threads=2, verify=True) as reader:
         reader.open(range(len(listing.files)))

@@ -8,7 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from anyrank.training.random_state.saved_streams import (
     StreamState,
     capture,
     coordinate,
-    digest_of,
     digests_of,
     from_json,
     restore,
+    scopes_of,
 )
 from anyrank.training.random_state.streams import PythonStream, TorchStream, ambient, seeded
 
@@ -67,30 +67,50 @@ def assert_scopes(
             assert len(pairs) == len({place for place, _ in pairs}), name
 
 
-def scopes_of(saved: SavedStreams) -> dict[str, Scope]:
-    return {name: saved.scope(name) for name in NAMES}
-
-
 def fingerprints() -> dict[str, str]:
     """Stream -> digest of its state now."""
     return digests_of(capture({}))
 
 
-def saved_by(coords: Sequence[RankCoords], ranks: Sequence[dict[str, StreamState]]) -> SavedStreams:
-    """The streams of a checkpoint, there and back as the text of a manifest."""
-    states = {digest_of(state): state for rank in ranks for state in rank.values()}
-    streams = SavedStreams([*coords], [digests_of(rank) for rank in ranks], states)
-    return from_json(json.loads(json.dumps(streams.to_json())))
+@dataclass
+class Saved:
+    """The streams of a checkpoint as text: what the manifest has, and each rank's own file."""
+
+    coords: Sequence[RankCoords]
+    ranks: Sequence[dict[str, StreamState]]
+    unused: Sequence[str] = ()
+
+    @property
+    def scopes(self) -> dict[str, Scope]:
+        return scopes_of(self.coords, [digests_of(rank) for rank in self.ranks])
+
+    @property
+    def manifest(self) -> str:
+        shared = {name: self.ranks[0][name] for name, s in self.scopes.items() if s == "global"}
+        unused = [*self.unused]
+        saved = SavedStreams([*self.coords], self.scopes, shared, unused=unused)
+        return json.dumps(saved.to_json())
+
+    def for_rank(self, coords: RankCoords) -> SavedStreams:
+        """As a rank reads them: with its own file, or the first rank's."""
+        rank = coords.rank if coords.world_size == len(self.ranks) else 0
+        shared = [name for name, scope in self.scopes.items() if scope == "global"]
+        own = {name: state for name, state in self.ranks[rank].items() if name not in shared}
+        return from_json(json.loads(self.manifest), json.loads(json.dumps(own)))
 
 
-def saved_here(generators: Mapping[str, torch.Generator] | None = None) -> SavedStreams:
+def saved_by(coords: Sequence[RankCoords], ranks: Sequence[dict[str, StreamState]]) -> Saved:
+    return Saved(coords, ranks)
+
+
+def saved_here(generators: Mapping[str, torch.Generator] | None = None) -> Saved:
     """The streams of this process, alone."""
     return saved_by([ONE], [capture(generators or {})])
 
 
-def restored(saved: SavedStreams, coords: RankCoords, **options: Any) -> Any:
+def restored(saved: Saved, coords: RankCoords, **options: Any) -> Any:
     given: dict[str, Any] = {"seed": 1, "samples": 64, "generators": {}, **options}
-    return restore(saved, coords, **given)
+    return restore(saved.for_rank(coords), coords, **given)
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -151,11 +171,13 @@ def test_the_same_ranks_go_on_exactly(seed: int, ahead: int) -> None:
 def test_streams_are_json_and_equal_states_are_there_once() -> None:
     seed_all(0)
     states = capture({})
-    table = saved_by(each_rank(4, 4), [states] * 4).to_json()
-    assert len(json.dumps(table)) < 16_000
-    assert [[*row["streams"]] for row in table["ranks"]] == [NAMES] * 4
-    assert len(table["states"]) == 3
+    saved = saved_by(each_rank(4, 4), [states] * 4)
+    table = json.loads(saved.manifest)
+    assert len(saved.manifest) < 16_000
+    assert table["scopes"] == dict.fromkeys(NAMES, "global")
+    assert [*table["states"]] == NAMES
     assert {state["algorithm"] for state in table["states"].values()} == {"mt19937"}
+    assert saved.for_rank(RankCoords(1, 4, 1, 4)).own_states == {}
 
 
 def each_rank(world: int, data: int) -> list[RankCoords]:
@@ -179,7 +201,7 @@ def test_any_number_of_ranks_goes_on_and_none_shares_a_stream(
             stream.seed(0 if shared else coords.rank + 1)
         ranks.append(capture({}))
     streams_saved = saved_by(each_rank(saved, saved), ranks)
-    found = scopes_of(streams_saved)
+    found = streams_saved.scopes
     results: list[Any] = []
     for attempt, coords in itertools.product(range(2), each_rank(now, now)):
         seed_all(99 + attempt)  # what a fresh process has
@@ -203,7 +225,7 @@ def test_ranks_with_the_same_data_share_what_is_theirs() -> None:
             stream.seed(number)
         ranks.append(capture({}))
     streams_saved = saved_by(each_rank(4, 2), ranks)
-    scopes = scopes_of(streams_saved)
+    scopes = streams_saved.scopes
     assert scopes == {"python": "dp", "numpy": "rank", "torch": "global"}
     results: list[Any] = []
     for coords in each_rank(6, 3):
@@ -247,7 +269,7 @@ def test_another_kind_of_stream_is_derived(monkeypatch: pytest.MonkeyPatch) -> N
     assert outcome == StreamOutcome("derived", "saved as mt19937, now cuda philox")
 
 
-def edited(name: str, change: Any) -> SavedStreams:
+def edited(name: str, change: Any) -> Saved:
     """The streams of this process, one of whose states is another version's."""
     states = capture({})
     states[name] |= {"state": change(states[name]["state"])}
@@ -318,7 +340,7 @@ OBSERVED: dict[str, tuple[list[Any], Scope]] = {
 
 def observed(digests: list[Any], ranks: list[RankCoords]) -> Scope:
     rows = [{} if digest is None else {"x": digest} for digest in digests]
-    return SavedStreams(ranks, rows, {}).scope("x")
+    return scopes_of(ranks, rows)["x"]
 
 
 @pytest.mark.parametrize("name", OBSERVED)
@@ -336,7 +358,6 @@ def test_what_nobody_drew_from_is_derived_without_a_word() -> None:
     ranks = seeded_apart(2)
     coords = each_rank(2, 2)
     streams_saved = replace(saved_by(coords, ranks), unused=["python", "numpy"])
-    streams_saved = from_json(json.loads(json.dumps(streams_saved.to_json())))
     outcomes = restored(streams_saved, RankCoords(2, 3, 2, 3))
     assert {name: one.how for name, one in outcomes.items()} == {
         "python": "unused",

@@ -14,15 +14,13 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.listing import Listing
-from anyrank.files.manifest import read_manifest, step_name
+from anyrank.files.manifest import Manifest, RankFiles, read_manifest, step_name
 from anyrank.files.storage import LocalStorage, absolute, join_path, storing, write_file
 from anyrank.runs.peers.search import PeerSnapshot, SnapshotSearch
 from anyrank.runs.peers.transfers import FileTransfer, make_folder, send_files
@@ -31,11 +29,11 @@ from anyrank.runs.resume.options import Cadence
 from anyrank.runs.resume.search import StepOfRun, StepSearch
 from anyrank.runs.saving.collect import Snapshot, collect
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.runs.saving.write import RankShare, describe_step, write_own_share
+from anyrank.runs.saving.write import RankRow, describe_step, write_own_share
 from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.train_state import TrainState
 from anyrank.settings import PEERS_FOLDER
-from anyrank.sources.run_step import INDEX
+from anyrank.sources.step_index import INDEX
 from anyrank.world.first_ranks import FirstRanks
 from anyrank.world.ranks import Ranks
 
@@ -109,18 +107,21 @@ class PeerMemory(RunListener):
         name = step_name(snapshot.manifest.step)
         temporary = folder.join(f"{name}.tmp")
 
-        def write_share() -> RankShare:
+        def write_share() -> RankRow:
             faults.point("peers.write")
             with storing(temporary):
                 make_folder(temporary)
             return write_own_share(snapshot, folder.store, temporary, ranks)
 
-        shares = ranks.together("writing the snapshot", write_share)
-        send_files(self._plan_copies(shares), temporary, ranks)
-        now = datetime.now(UTC).isoformat()
-        index, manifest = ranks.run_on_one(
-            "describing the snapshot", lambda: describe_step(snapshot, shares, now)
-        )
+        _, rows = ranks.run_and_collect("writing the snapshot", lambda: (None, write_share()))
+
+        def describe() -> tuple[bytes, Manifest]:
+            now = datetime.now(UTC).isoformat()
+            return snapshot.index.to_bytes(), describe_step(snapshot, rows or (), now)
+
+        # Each machine commits it, and knows by it what it receives.
+        index, manifest = ranks.run_on_one("describing the snapshot", describe)
+        send_files(self._plan_copies(manifest.ranks), temporary, ranks)
 
         def commit() -> None:
             faults.point("peers.commit")
@@ -137,16 +138,17 @@ class PeerMemory(RunListener):
         """Whether this rank is the first on its machine."""
         return self._machine_ranks[self.ranks.node][0] == self.ranks.rank
 
-    def _plan_copies(self, shares: Sequence[RankShare]) -> list[FileTransfer]:
+    def _plan_copies(self, files: Sequence[RankFiles]) -> list[FileTransfer]:
         """The files that each rank sends to the next machine."""
         if len(self._machine_ranks) == 1:
             return []
         transfers: list[FileTransfer] = []
-        for rank, node, share in zip(self.ranks.ranks, self.ranks.nodes, shares, strict=True):
+        places = zip(self.ranks.ranks, self.ranks.nodes, files, strict=True)
+        for index, (rank, node, own_files) in enumerate(places):
             receivers = self._machine_ranks[(node + 1) % len(self._machine_ranks)]
             receiver = receivers[self._machine_ranks[node].index(rank) % len(receivers)]
-            for name, file in share.files.items():
-                transfers.append(FileTransfer(name, file.size, rank, receiver))
+            for name, nbytes in own_files.sizes(index).items():
+                transfers.append(FileTransfer(name, nbytes, rank, receiver))
         return transfers
 
     def _remove_except(self, *kept: str) -> None:
@@ -192,25 +194,20 @@ class PeerMemory(RunListener):
             except CheckpointError as error:
                 log.warning("%s: is skipped: %s", path, error)
                 continue
-            sizes = {name: file.size for name, file in manifest.files.items()}
+            sizes = manifest.sizes
             file_sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
             absent = {file for file, size in sizes.items() if file_sizes.get(file) != size}
             snapshots[step.number, manifest.run, manifest.written] = (sizes, absent)
         return snapshots
 
-    def bring(self, snapshot: PeerSnapshot, listing: Listing, files: Iterable[int]) -> Listing:
-        """Fetch the files that this machine's ranks read; returns the listing with their paths.
+    def bring(self, snapshot: PeerSnapshot, names: Sequence[str]) -> None:
+        """Fetch files of a snapshot that this machine's ranks read. All ranks.
 
         Args:
             snapshot: the snapshot.
-            listing: with the paths on its holder.
-            files: that this rank reads, as indices of the listing.
+            names: of the files that this rank reads.
         """
-        numbers = sorted(files)
-        path = snapshot.path
-        own_names = {os.path.basename(listing.files[number].path) for number in numbers}
-        own_names |= {os.path.basename(listing.sums[number]) for number in numbers}
-        names_by_rank = self.ranks.gather("asking for the snapshot's files", own_names)
+        names_by_rank = self.ranks.gather("asking for the snapshot's files", [*names])
         transfers: list[FileTransfer] = []
         for machine, machine_ranks in enumerate(self._machine_ranks):
             indices = [self.ranks.ranks.index(rank) for rank in machine_ranks]
@@ -222,18 +219,7 @@ class PeerMemory(RunListener):
                     size = snapshot.sizes[name]
                     transfers.append(FileTransfer(name, size, sender, machine_ranks[0]))
                     holders.append(machine)
-        send_files(transfers, path, self.ranks)
-        infos, sums = [*listing.files], dict(listing.sums)
-        for number in numbers:
-            info = LocalStorage().find(_move_path(infos[number].path, path))
-            assert info is not None  # it was here before, or was just received
-            infos[number] = info
-            sums[number] = _move_path(sums[number], path)
-        return replace(listing, files=tuple(infos), sums=sums)
-
-
-def _move_path(path: str, folder: str) -> str:
-    return join_path(folder, os.path.basename(path))
+        send_files(transfers, snapshot.path, self.ranks)
 
 
 def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) -> list[RunListener]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from anyrank.errors import CheckpointError
-from anyrank.files.listing import FileInfo, Listing
 from anyrank.files.manifest import read_manifest, step_name
 from anyrank.files.storage import LocalStorage, join_path
 from anyrank.runs.resume.search import Candidate, StepOfRun, StepSearch
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.sources.run_step import list_step
+from anyrank.sources.run_step import read_index
+from anyrank.sources.step_index import INDEX, parse
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
@@ -44,20 +44,11 @@ class PeerSnapshot:
         name = step_name(self.step)
         try:
             manifest = read_manifest(LocalStorage(), self.path)
-            listing = list_step(_SnapshotStorage(self.path, self.sizes), self.path, manifest)
+            index = read_index(LocalStorage(), self.path, manifest)
+            parse(index, join_path(self.path, INDEX), manifest.ranks)
         except CheckpointError as error:
             return SnapshotCandidate(self.step, name, damage=str(error), snapshot=self)
-        return SnapshotCandidate(self.step, name, manifest, listing, snapshot=self)
-
-
-class _SnapshotStorage(LocalStorage):
-    """Finds the files of a snapshot by their known sizes, also if they are on other machines."""
-
-    def __init__(self, folder: str, sizes: Mapping[str, int]) -> None:
-        self.sizes = {join_path(folder, name): size for name, size in sizes.items()}
-
-    def find(self, path: str) -> FileInfo | None:
-        return FileInfo(path, self.sizes[path], "") if path in self.sizes else None
+        return SnapshotCandidate(self.step, name, manifest, index, snapshot=self)
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ class SnapshotSearch(StepSearch):
         verify: bool,
         ranks: Ranks,
         snapshots: Sequence[PeerSnapshot],
-        bring: Callable[[PeerSnapshot, Listing, Iterable[int]], Listing],
+        bring: Callable[[PeerSnapshot, Sequence[str]], None],
     ) -> None:
         super().__init__(folder, None, verify, ranks)
         self.snapshots, self.bring = [*snapshots], bring
@@ -111,11 +102,14 @@ class SnapshotSearch(StepSearch):
         return True
 
     def open_step(self, candidate: Candidate) -> StepOfRun:
-        step = super().open_step(candidate)
-        step.skipped_notes = self.notes
         if isinstance(candidate, SnapshotCandidate):
             snapshot = candidate.snapshot
-            step.path, step.bring = snapshot.path, partial(self.bring, snapshot)
+            bring = partial(self.bring, snapshot)
+            step = self.open_files(candidate, LocalStorage(), snapshot.path, bring)
+            step.path = snapshot.path
+        else:
+            step = super().open_step(candidate)
+        step.skipped_notes = self.notes
         return step
 
     def reject(self, candidate: Candidate, damage: str) -> None:

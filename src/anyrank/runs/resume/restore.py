@@ -12,7 +12,7 @@ from torch import nn
 
 from anyrank import faults
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
-from anyrank.files.listing import TensorFill
+from anyrank.files.listing import Listing, TensorFill
 from anyrank.files.reader import Reader
 from anyrank.loading.read import read_own
 from anyrank.models.first_values.buffers import rebuilt_values
@@ -67,6 +67,7 @@ class _Restorer:
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, PartMatch] = {}
         self.comparison: Comparison | None = None  # if the script gives other settings
+        self.located: list[tuple[Listing, list[TensorFill]]] = []
         self.has_meta_buffers = False
         self.outcomes: dict[str, StreamOutcome] = {}
         self.bytes_read = 0
@@ -92,6 +93,17 @@ class _Restorer:
         _, self.has_meta_buffers = self.ranks.run_and_reduce(
             what, lambda: (None, match_parts()), operator.or_
         )
+        self._locate()
+
+    def _locate(self) -> None:
+        """Find the bytes that this rank reads, in the source and in what parts have beside it."""
+        fills = [fill for part in self.matched.values() for fill in part.fills]
+        of_source = [fill for fill in fills if fill.listing is self.source.listing]
+        others = {id(fill.listing): fill.listing for fill in fills}
+        others.pop(id(self.source.listing), None)
+        self.located = [self.source.locate(of_source, self.ranks)]
+        for listing in others.values():
+            self.located.append((listing, [fill for fill in fills if fill.listing is listing]))
 
     def _compare_settings(self) -> list[str]:
         """Compare the script's settings with those of the saved run; return problems."""
@@ -143,14 +155,11 @@ class _Restorer:
         for part in self.matched.values():
             if part.load is not None:
                 self.bytes_read += part.load()
-        fills = [fill for part in self.matched.values() for fill in part.fills]
-        buffer = buffer_for(fill.local.device for fill in fills)
-        listings = {id(fill.listing): fill.listing for fill in fills}
-        for listing in listings.values() or [self.source.listing]:
-            own_fills = [fill for fill in fills if fill.listing is listing]
+        buffer = buffer_for(fill.local.device for _, fills in self.located for fill in fills)
+        for listing, own_fills in self.located:
             files = {chunk.file for fill in own_fills for chunk in fill.stored.chunks}
             with Reader(
-                listing if self.source.bring is None else self.source.bring(listing, files),
+                listing,
                 buffer_bytes=buffer,
                 threads=read_threads(self.ranks.ranks_on_node),
                 verify=self.source.verify,

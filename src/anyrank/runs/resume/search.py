@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
+from anyrank.files.block_sums import sums_name
 from anyrank.files.json_codec import reading_record
-from anyrank.files.listing import Listing
-from anyrank.files.manifest import Manifest, read_manifest
+from anyrank.files.listing import Listing, TensorFill
+from anyrank.files.manifest import Manifest, data_name, index_name, read_manifest
+from anyrank.files.storage import Storage, join_path
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.source import ResumeSource
 from anyrank.runs.saving.run_folder import DAMAGED, RunFolder
 from anyrank.runs.state.part_types import PartMatch, PartSource
 from anyrank.runs.state.resume_report import Outcome, SavedOn
 from anyrank.runs.state.train_state import TrainState
-from anyrank.sources.run_step import ASIDE, list_step
-from anyrank.training.random_state.saved_streams import from_json
+from anyrank.sources.run_step import ASIDE
+from anyrank.sources.step_index import INDEX, parse
+from anyrank.sources.step_listing import Locator, list_shapes
+from anyrank.training.random_state.saved_streams import SavedStreams, from_json
+from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
+Bring: TypeAlias = Callable[[Sequence[str]], None]
+
 VERIFIED = "every byte that was read, by checksum"
-SIZES_VERIFIED = "sizes of all files, checksums of the small ones"
+SIZES_VERIFIED = "sizes of all files, checksums of the indexes"
 
 
 @dataclass(kw_only=True)
@@ -33,11 +42,18 @@ class StepOfRun(ResumeSource):
     Attributes:
         candidate: the step as the search found it.
         manifest: manifest of the step.
+        locator: finds its bytes.
+        bring: makes files of the step readable on this rank, by their names; None if all can be
+            read. Called by all ranks.
+        own_parts: what one rank saved of parts in which the ranks differed.
         skipped_notes: the reason for each newer step that was skipped and is not in the folder.
     """
 
     candidate: Candidate
     manifest: Manifest
+    locator: Locator
+    bring: Bring | None
+    own_parts: Mapping[str, Any]
     skipped_notes: list[str] = field(default_factory=list[str])
 
     @property
@@ -50,7 +66,7 @@ class StepOfRun(ResumeSource):
     ) -> dict[str, PartMatch]:
         inner, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
-        records = {name: manifest.parts[name] for name in saved if name in inner.parts}
+        records = {name: self._record(name) for name in saved if name in inner.parts}
         same_ranks = self.saved_on.ranks == ranks.size
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
         joins = arguments.settings == "script"
@@ -71,6 +87,36 @@ class StepOfRun(ResumeSource):
             matched[name] = PartMatch(Outcome("exact"), problems=[problem])
         return matched
 
+    def _record(self, name: str) -> Any:
+        """What was saved of a part; where the ranks differed, with what one of them saved."""
+        record = self.manifest.parts[name]
+        if not (isinstance(record, dict) and "by_rank" in record):
+            return record
+        return record | {"tree": self.own_parts[name]}
+
+    def locate(self, fills: Sequence[TensorFill], ranks: Ranks) -> tuple[Listing, list[TensorFill]]:
+        locator, threads = self.locator, read_threads(ranks.ranks_on_node)
+        wanted = locator.ranks_for(fills)
+        if self.bring is not None:
+            self.bring([index_name(rank) for rank in sorted(wanted)])
+
+        def find() -> list[TensorFill]:
+            with _naming_step(self.path):
+                locator.read(wanted, threads)
+                return locator.locate(fills)
+
+        located = ranks.run("reading the ranks' indexes", find)
+        files = {chunk.file for fill in located for chunk in fill.stored.chunks}
+        if self.bring is not None:
+            names = [data_name(rank) for rank in sorted(files)]
+            self.bring([*names, *map(sums_name, names)])
+
+        def look() -> Listing:
+            with _naming_step(self.path):
+                return locator.open(files, threads)
+
+        return ranks.run("looking at the ranks' files", look), located
+
     def notes(self) -> list[str]:
         return self.skipped_notes
 
@@ -80,14 +126,15 @@ class Candidate:
     """A step that may be resumed.
 
     Attributes:
-        manifest, listing: its contents; None if they cannot be read.
+        manifest: its manifest; None if it cannot be read.
+        index: the bytes of its index; None if it is damaged.
         damage: description of what is damaged, or None.
     """
 
     step: int
     name: str
     manifest: Manifest | None = None
-    listing: Listing | None = None
+    index: bytes | None = None
     damage: str | None = None
 
 
@@ -113,9 +160,13 @@ class StepSearch:
             CheckpointError: no step can be used, or not the requested one.
         """
         while (candidate := self.find_candidate()) is not None:
-            if candidate.damage is None:
-                return self.open_step(candidate)
-            self.reject(candidate, candidate.damage)
+            try:
+                if candidate.damage is None:
+                    return self.open_step(candidate)
+                damage = candidate.damage
+            except CorruptCheckpoint as error:
+                damage = str(error)
+            self.reject(candidate, damage)
         if self.reasons:
             raise self._error()
         names = self.ranks.run_on_one("looking for a checkpoint", self.folder.names)
@@ -144,9 +195,9 @@ class StepSearch:
             return None
         number, name, _ = steps[0]
         try:
-            manifest, small_files = folder.examine(name)
-            listing = list_step(folder.store, folder.join(name), manifest, small_files)
-            return Candidate(number, name, manifest, listing)
+            manifest, index = folder.examine(name)
+            parse(index, join_path(folder.join(name), INDEX), manifest.ranks)
+            return Candidate(number, name, manifest, index)
         except CorruptCheckpoint as error:
             manifest = None  # when readable, it says how many samples are lost
             with contextlib.suppress(CheckpointError):
@@ -158,16 +209,43 @@ class StepSearch:
             raise
 
     def open_step(self, candidate: Candidate) -> StepOfRun:
-        """Open the step of a candidate that looks whole."""
-        manifest, listing = candidate.manifest, candidate.listing
+        """Open the step of a candidate that looks whole. All ranks.
+
+        Raises:
+            CorruptCheckpoint: the index of a rank is damaged.
+            CheckpointError: one cannot be read.
+        """
+        return self.open_files(candidate, self.folder.store, self.folder.join(candidate.name), None)
+
+    def open_files(
+        self, candidate: Candidate, storage: Storage, folder: str, bring: Bring | None
+    ) -> StepOfRun:
+        """As `open_step`, of files that are in a folder, or come there by `bring`."""
+        manifest, ranks = candidate.manifest, self.ranks
         assert manifest is not None
-        assert listing is not None
+        assert candidate.index is not None
+        index = parse(candidate.index, join_path(folder, INDEX), manifest.ranks)
+        # What a rank alone saved goes to the same rank, or the first one's to all.
+        own_rank = ranks.index if len(manifest.ranks) == ranks.size else 0
+        locator = Locator(storage, folder, manifest.ranks, index, {}, own_rank)
+        if bring is not None:
+            bring([index_name(own_rank)])
         path = self.folder.user_path(candidate.name)
-        with reading_record(path):
-            streams = from_json(manifest.streams)
+
+        def read() -> SavedStreams:
+            with _naming_step(path):
+                locator.read([own_rank], read_threads(ranks.ranks_on_node))
+            with reading_record(path):
+                return from_json(manifest.streams, locator.indexes[own_rank].streams)
+
+        streams = ranks.run("reading the rank's index", read)
+        own_index = locator.indexes[own_rank]
         return StepOfRun(
             path=path,
-            listing=listing,
+            listing=list_shapes(index, own_index.own_tensors),
+            locator=locator,
+            bring=bring,
+            own_parts=own_index.parts,
             names=set(manifest.parts),
             step=manifest.step,
             epoch=manifest.epoch,
@@ -226,6 +304,20 @@ class StepSearch:
         return CorruptCheckpoint(
             f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
         )
+
+
+@contextlib.contextmanager
+def _naming_step(path: str) -> Generator[None]:
+    """Turn the error of a disk or the network into one that says that the step may be sound."""
+    try:
+        yield
+    except CorruptCheckpoint:
+        raise
+    except (CheckpointError, LoadError, OSError) as error:
+        is_of_disk = not isinstance(error, CheckpointError)
+        if is_of_disk or isinstance(error.__cause__, OSError | LoadError):
+            raise unreadable_error(path, error) from error
+        raise
 
 
 def unreadable_error(path: str, error: Exception) -> CheckpointError:

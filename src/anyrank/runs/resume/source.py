@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Listing, TensorFill
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.resume_report import SavedOn
@@ -36,8 +36,6 @@ class ResumeSource(ABC):
         lost_steps, lost_samples: numbers of steps and samples lost with newer steps that are
             damaged.
         set_aside: the new names of those steps.
-        bring: makes files readable on this rank, by their indices, and returns the listing with
-            their paths; None if all can be read. Called by all ranks, after the match.
     """
 
     path: str
@@ -58,7 +56,6 @@ class ResumeSource(ABC):
     lost_steps: int = 0
     lost_samples: int = 0
     set_aside: list[str] = field(default_factory=list[str])
-    bring: Callable[[Listing, Iterable[int]], Listing] | None = None
 
     @abstractmethod
     def match(
@@ -71,6 +68,20 @@ class ResumeSource(ABC):
         Raises:
             CheckpointError: the source itself is damaged, or has nothing for this state.
         """
+
+    def locate(self, fills: Sequence[TensorFill], ranks: Ranks) -> tuple[Listing, list[TensorFill]]:
+        """Find the bytes of what is filled from `listing`, and the files that have them. All ranks,
+        after the match.
+
+        Args:
+            fills: of this rank.
+            ranks: that resume.
+
+        Raises:
+            CorruptCheckpoint: the source is damaged; nothing has changed.
+        """
+        del ranks
+        return self.listing, [*fills]
 
     @abstractmethod
     def notes(self) -> list[str]:

@@ -4,9 +4,7 @@ No file of a step is written.
 
 from __future__ import annotations
 
-import functools
 import logging
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,28 +12,26 @@ from typing import Any
 import torch
 
 from anyrank.errors import CheckpointError
-from anyrank.files.content_hash import content_hash
 from anyrank.files.manifest import Manifest
-from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
 from anyrank.models.digests import check_has_memory
-from anyrank.runs.saving.rank_file import Item, make_items
-from anyrank.runs.state.part_types import SHOWN, PartState, differences, shared_tensors
+from anyrank.models.spreads import spreads_of
+from anyrank.runs.saving.compare import StateSummary, check_same, summarize
+from anyrank.runs.saving.plan import index_of, plan_writes
+from anyrank.runs.saving.rank_file import Item, make_items, make_own_items
+from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.runs.state.replicas import compare_replicas, find_alike
 from anyrank.runs.state.train_state import TrainState
-from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor
-from anyrank.tensors.writes import plan_writes
+from anyrank.sources.step_index import StepIndex
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.writes import WritePlan
 from anyrank.training.random_state.saved_streams import (
     RankCoords,
-    SavedStreams,
     StreamState,
     capture,
-    digests_of,
-    undrawn,
 )
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.versions import __version__
 from anyrank.wording import join_first
-from anyrank.world.alike import digest_of, join_digests
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
@@ -43,48 +39,29 @@ log = logging.getLogger("anyrank.saving")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes, and what the first rank puts into the manifest.
+    """What one rank writes, and what the first rank writes of the step as a whole.
 
     Attributes:
         items: this rank's boxes.
-        manifest: manifest of the step; files and streams are added when they are written.
-        aliases: names of tied tensors -> the name that is saved.
-        streams: random streams of all ranks, with the states that no earlier rank saves.
+        parts: part of the state -> what this rank saves of it, where the ranks differ.
+        streams: random stream -> its state on this rank, where the ranks differ.
+        shared_streams: random stream -> the state that all ranks have.
+        unused_streams: those that no rank has drawn from or seeded.
+        coords: of this rank.
+        manifest: of the step; the files are added when they are written.
+        plan: of what all ranks write of the tensors that they hold together.
+        index: of the step.
     """
 
     items: list[Item]
+    parts: dict[str, Any]
+    streams: Mapping[str, StreamState]
+    shared_streams: dict[str, StreamState]
+    unused_streams: list[str]
+    coords: RankCoords
     manifest: Manifest
-    aliases: dict[str, str]
-    streams: SavedStreams
-
-
-@dataclass(frozen=True)
-class RankSummary:
-    """The summary of its state that a rank sends to the others.
-
-    Attributes:
-        inventory: digest of the tensors that the ranks hold together.
-        shared: part -> digest of its record, if that must be equal on all ranks.
-        records: part -> digest of a record that may differ between ranks, and is then saved for
-            each.
-        rank: the rank's position, also among the data-parallel ones.
-        streams: random stream -> digest of its state.
-        unused: streams that the rank has neither drawn from nor seeded.
-        step, run: step and run of the state.
-        new_run: an id for a run that has none; the first rank's is used.
-        saves: number of saves of the state in this process.
-    """
-
-    inventory: Inventory
-    shared: dict[str, str]
-    records: dict[str, str]
-    rank: RankCoords
-    streams: dict[str, str]
-    unused: list[str]
-    step: int
-    run: str | None
-    new_run: str
-    saves: int
+    plan: WritePlan
+    index: StepIndex
 
 
 # -- what refuses a save ---------------------------------------------------------------------------
@@ -141,24 +118,27 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         # A checkpoint with a wrong position would repeat or lose samples in every later resume.
         loader.position.check_receipt(ranks)
 
-    def collect_own() -> tuple[tuple[dict[str, PartState], dict[str, StreamState]], RankSummary]:
+    def collect_own() -> tuple[tuple[dict[str, PartState], dict[str, StreamState]], StateSummary]:
         check()
         inner = state.parts
-        parts, streams = inner.save(ranks.index), capture(inner.generators)
+        parts, states = inner.save(ranks.index), capture(inner.generators)
         for tensor in shared_tensors(parts):
             check_has_memory(tensor.name, tensor.local())
-        return (parts, streams), _summarize(state, parts, streams, ranks)
+        return (parts, states), summarize(state, parts, states, ranks)
 
-    (parts, states), summaries = ranks.run_and_gather("collecting the state", collect_own)
-    # Before the replicas: tensors that differ in name or layout have no replicas.
-    coordinates = _compare(parts, summaries, ranks)
-    records = _build_records(parts, summaries, ranks)
+    what = "collecting the state"
+    (parts, states), summary = ranks.run_and_reduce(what, collect_own, StateSummary.join)
+    _, new_run, saves = summary.first
+    # Before the replicas: tensors that differ in name or layout have none.
+    coordinates = check_same(state, parts, summary, ranks)
+    records = _build_records(parts, summary)
     _note_alike(state, parts, records, ranks)
-    differed = compare_replicas(parts, coordinates, summaries[0].saves, state.step, ranks)
-    # All take the first rank's count, so that they compare the same ninth in the next save.
-    state.parts.saves = summaries[0].saves + 1
+    spreads = spreads_of(shared_tensors(parts), coordinates)
+    differed = compare_replicas(parts, spreads, saves, state.step, ranks)
+    # The first rank's count on all, as they compare the same ninth in the next save.
+    state.parts.saves = saves + 1
     manifest = Manifest(
-        run=state.run or summaries[0].new_run,
+        run=state.run or new_run,
         step=state.step,
         epoch=state.epoch,
         samples=sum(loader.samples for loader in state.parts.loaders())
@@ -169,15 +149,32 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         written="",
         versions={"anyrank": __version__, "torch": str(torch.__version__)},
         files={},
+        ranks=[],
         parts=records,
         settings=state.parts.settings.record(records),
         differed=differed,
     )
+    tensors = shared_tensors(parts)
+    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    plan = plan_writes(tensors, spreads, ranks.size, may_differ)
+    own_tensors, alike = _own_tensors(parts, records, ranks)
+    aliases = {k: name for saved in parts.values() for k, name in saved.aliases.items()}
+    index = index_of(tensors, plan, alike, aliases)
+    items = make_items(tensors, plan.writes_of(ranks.index))
+    items += make_own_items(own_tensors, index.numbers)
+    own_trees = {part: parts[part].record["tree"] for part in records if "by_rank" in records[part]}
+    # One rank has nothing alike with others, and restores what was its own.
+    alike_streams = summary.streams.keys() if ranks.size > 1 else set[str]()
     return Snapshot(
-        items=_plan_items(parts, records, coordinates, ranks),
+        items=items,
+        parts=own_trees,
+        streams={name: s for name, s in states.items() if name not in alike_streams},
+        shared_streams={name: states[name] for name in states if name in alike_streams},
+        unused_streams=sorted(summary.unused),
+        coords=rank_coords(state, ranks),
         manifest=manifest,
-        aliases={k: name for saved in parts.values() for k, name in saved.aliases.items()},
-        streams=_select_streams(summaries, states, ranks),
+        plan=plan,
+        index=index,
     )
 
 
@@ -219,42 +216,35 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     return RankCoords(ranks.index, ranks.size, *data)
 
 
-def _plan_items(
-    parts: Mapping[str, PartState],
-    records: Mapping[str, Any],
-    coordinates: Mapping[int, Coordinates],
-    ranks: Ranks,
-) -> list[Item]:
-    """Plan the boxes that this rank writes: its part of the shared tensors, and its own tensors."""
-    tensors = shared_tensors(parts)
-    may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    writes = plan_writes(tensors, coordinates, by_first=may_differ)
-    # A tensor that all ranks have equal is written once, by the first; one that differs, by each.
-    own_tensors = [
-        tensor
-        for part, saved in parts.items()
-        for tensor in saved.own_tensors
-        if ranks.index == 0
-        or "by_rank" in records[part]
-        or (saved.agreement == "equal" and _base_name(tensor) not in records[part].get("alike", ()))
-    ]
-    return make_items(tensors, own_tensors, writes, ranks.rank)
+def _own_tensors(
+    parts: Mapping[str, PartState], records: Mapping[str, Any], ranks: Ranks
+) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
+    """The tensors that this rank writes whole; and those of them that all ranks have alike, which
+    the first alone writes.
+    """
+    own_tensors: list[ShardedTensor] = []
+    alike: list[ShardedTensor] = []
+    for part, saved in parts.items():
+        names = records[part].get("alike", ())
+        for tensor in saved.own_tensors:
+            is_alike = saved.agreement != "equal" or _base_name(tensor) in names
+            if "by_rank" in records[part] or not is_alike:
+                own_tensors.append(tensor)
+            elif ranks.index == 0:
+                alike.append(tensor)
+    return [*own_tensors, *alike], alike
 
 
-def _select_streams(
-    summaries: Sequence[RankSummary], states: Mapping[str, StreamState], ranks: Ranks
-) -> SavedStreams:
-    """Select the random streams; each state is saved by the first rank that has it."""
-    digests = [summary.streams for summary in summaries]
-    # Ranks whose streams are at the same state save it once: a restart has N equal ones.
-    earlier = {digest for row in digests[: ranks.index] for digest in row.values()}
-    to_save = {
-        digest: states[name]
-        for name, digest in digests[ranks.index].items()
-        if digest not in earlier
-    }
-    unused = set(summaries[0].unused).intersection(*(summary.unused for summary in summaries))
-    return SavedStreams([summary.rank for summary in summaries], digests, to_save, sorted(unused))
+def _build_records(parts: Mapping[str, PartState], summary: StateSummary) -> dict[str, Any]:
+    """The parts' records; the tree of one that differs between ranks is in each rank's index."""
+    records = {part: saved.record for part, saved in parts.items()}
+    for part, compared in summary.records.items():
+        if not compared.digest:
+            records[part] = {**records[part], "tree": None, "by_rank": True}
+    for part, saved in parts.items():
+        if saved.unsaved:
+            records[part] = {**records[part], "unsaved": saved.unsaved}
+    return records
 
 
 def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
@@ -265,127 +255,3 @@ def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
         nbytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
         bytes_by_layout[layout] = bytes_by_layout.get(layout, 0) + nbytes
     return max(bytes_by_layout, key=bytes_by_layout.__getitem__, default="nothing")
-
-
-# -- compare ---------------------------------------------------------------------------------------
-
-
-def _summarize(
-    state: TrainState,
-    parts: Mapping[str, PartState],
-    streams: Mapping[str, StreamState],
-    ranks: Ranks,
-) -> RankSummary:
-    """Summarise this rank's state.
-
-    Raises:
-        CheckpointError: two tensors have one name.
-    """
-    _refuse_duplicates(parts)
-    shared = {part: digest_of([_shared_record(saved)]) for part, saved in parts.items()}
-    records = {
-        part: digest_of(
-            [saved.record, *(content_hash(tensor.local()) for tensor in saved.own_tensors)]
-        )
-        for part, saved in parts.items()
-        if saved.agreement == "per rank"
-    }
-    digests = digests_of(streams)
-    return RankSummary(
-        inventory=inventory_of(shared_tensors(parts), ranks),
-        shared=shared,
-        records=records,
-        rank=rank_coords(state, ranks),
-        streams=digests,
-        unused=undrawn(state.parts.streams_before, digests),
-        step=state.step,
-        run=state.run,
-        new_run=uuid.uuid4().hex,
-        saves=state.parts.saves,
-    )
-
-
-def _shared_record(saved: PartState) -> Any:
-    """Return the part of a part's record that must be equal on all ranks."""
-    return saved.record if saved.agreement == "equal" else None
-
-
-def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
-    """Refuse two values under one name, because a checkpoint has one tensor for each name.
-
-    Raises:
-        CheckpointError: two values have one name; the error names the first.
-    """
-    seen: set[str] = set()
-    for part, saved in parts.items():
-        for name in [
-            *(tensor.name for tensor in (*saved.tensors, *saved.own_tensors)),
-            *saved.aliases,
-        ]:
-            if name in seen:
-                raise CheckpointError(
-                    f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
-                    "key with a '.' is like a dict within a dict, the key 1 like '1')"
-                )
-            seen.add(name)
-
-
-def _compare(
-    parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
-) -> Mapping[int, Coordinates]:
-    """Raise an error for any difference between the ranks; see `check_alike`. All ranks."""
-    first = answers[0]
-    for rank, other in zip(ranks.ranks[1:], answers[1:], strict=True):
-        if other.shared.keys() != first.shared.keys():
-            raise CheckpointError(
-                f"the ranks' states have different parts: rank {ranks.ranks[0]} "
-                f"{sorted(first.shared)}, rank {rank} {sorted(other.shared)}: give TrainState the "
-                "same on all ranks"
-            )
-        if other.step != first.step:
-            raise CheckpointError(
-                f"the ranks are at different steps: rank {ranks.ranks[0]} at {first.step}, rank "
-                f"{rank} at {other.step}: call step_done on all ranks after each step"
-            )
-        if other.run != first.run:
-            raise CheckpointError(
-                f"the ranks' states are of different runs: rank {ranks.ranks[0]} of {first.run}, "
-                f"rank {rank} of {other.run}: save and resume a state on all ranks together"
-            )
-    inventory = functools.reduce(join_digests, (answer.inventory for answer in answers))
-    title = "the ranks' states differ"
-    tensors = shared_tensors(parts)
-    check_alike(title, tensors, inventory, ranks, CheckpointError)
-    coordinates = find_coordinates(tensors, inventory, ranks)
-    differing = [p for p in first.shared if len({answer.shared[p] for answer in answers}) > 1]
-    if not differing:
-        return coordinates
-    part = differing[0]
-    records = ranks.gather(
-        "comparing the state", _shared_record(parts[part])
-    )  # only now, because most are equal
-    for rank, record in zip(ranks.ranks[1:], records[1:], strict=True):
-        if record != records[0]:
-            raise CheckpointError(
-                f"{part} differs between rank {ranks.ranks[0]} and rank {rank}: "
-                f"{differences(records[0], record)}: make it alike on all ranks"
-            )
-    raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
-
-
-def _build_records(
-    parts: Mapping[str, PartState], answers: Sequence[RankSummary], ranks: Ranks
-) -> dict[str, Any]:
-    """Build the parts' records; one that differs between ranks has each rank's tree. All ranks."""
-    records = {part: saved.record for part, saved in parts.items()}
-    for part in answers[0].records:
-        # Most records are equal, and are not sent: their digests say so.
-        if len({answer.records[part] for answer in answers}) > 1:
-            trees = [
-                record["tree"] for record in ranks.gather("comparing the state", records[part])
-            ]
-            records[part] = {**records[part], "tree": "by rank", "by_rank": trees}
-    for part, saved in parts.items():
-        if saved.unsaved:
-            records[part] = {**records[part], "unsaved": saved.unsaved}
-    return records

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
+from anyrank.files.manifest import RankFiles, data_name, index_name
 from anyrank.files.reader import memory_of
 from anyrank.files.storage import (
-    FileRecord,
     NewFile,
     Storage,
     join_path,
@@ -19,10 +20,9 @@ from anyrank.files.storage import (
     storing,
     write_file,
 )
-from anyrank.sources.run_step import StoredBox
+from anyrank.sources.rank_index import OwnTensor, Placed, RankIndex
 from anyrank.sources.torch_zip import ALIGN, wrap
 from anyrank.tensors.box import Box
-from anyrank.tensors.layout import Piece, local_pieces
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.writes import PIECE_BYTES, Write
 
@@ -35,9 +35,10 @@ class Item:
     """One box to write.
 
     Attributes:
-        name, shape, dtype: those of the whole tensor.
-        box: part of it to write.
-        source: elements of the box, in memory of any device and stride.
+        name, shape, dtype: of the whole tensor.
+        box: the part of it to write.
+        source: the box's elements, in memory of any device and stride.
+        number: of the tensor in the step's index; None for one that this rank alone has.
     """
 
     name: str
@@ -45,65 +46,94 @@ class Item:
     dtype: torch.dtype
     box: Box
     source: torch.Tensor
+    number: int | None
 
     @property
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
 
 
-def make_items(
-    tensors: Sequence[ShardedTensor],
-    own_tensors: Sequence[ShardedTensor],
-    writes: Sequence[Write],
-    rank: int,
-) -> list[Item]:
-    """Make the boxes that this rank writes: its part of the plan, then `own_tensors` whole."""
+def make_items(tensors: Sequence[ShardedTensor], writes: Iterable[Write]) -> list[Item]:
+    """The boxes that this rank writes of the tensors that the ranks hold together."""
     items: list[Item] = []
-    for write in writes:
-        if write.writer == rank:
-            tensor, piece = tensors[write.index], write.piece
-            local, slices = tensor.local(), Box(piece.local, piece.box.sizes).slices()
-            source = local[slices] if piece.box.numel else local.new_empty(tensor.shape)
-            items.append(Item(tensor.name, tensor.shape, tensor.dtype, piece.box, source))
-    for tensor in own_tensors:
-        whole = Box.whole(tensor.shape)  # a tensor without elements has one empty piece
-        for piece in local_pieces(tensor.shape, None, None) or (Piece(whole, whole.offsets),):
-            for box in piece.box.cut(PIECE_BYTES // tensor.dtype.itemsize):
-                source = tensor.local()[box.slices()]
-                items.append(Item(tensor.name, tensor.shape, tensor.dtype, box, source))
+    for number, piece in writes:
+        tensor, box = tensors[number], piece.box
+        local = tensor.local()
+        source = local[piece.local_slices()] if box.numel else local.new_empty(tensor.shape)
+        items.append(Item(tensor.name, tensor.shape, tensor.dtype, box, source, number))
     return items
 
 
-def write_share(
-    store: Storage, folder: str, name: str, items: Sequence[Item]
-) -> tuple[list[StoredBox], dict[str, FileRecord]]:
-    """Write the items into one data file, durably, and its checksums into another.
+def make_own_items(tensors: Iterable[ShardedTensor], numbers: Mapping[str, int]) -> Iterator[Item]:
+    """The boxes of tensors that this rank writes whole.
 
-    Returns:
-        Positions of the boxes in the file, and the manifest's records of both files.
+    Args:
+        tensors: that this rank holds.
+        numbers: name -> number in the step's index, of those that all ranks have alike.
+    """
+    for tensor in tensors:
+        # A tensor without elements is one empty box, so that its dtype and shape are kept.
+        for box in Box.whole(tensor.shape).cut(PIECE_BYTES // tensor.dtype.itemsize):
+            source, number = tensor.local()[box.slices()], numbers.get(tensor.name)
+            yield Item(tensor.name, tensor.shape, tensor.dtype, box, source, number)
+
+
+def write_share(
+    store: Storage,
+    folder: str,
+    rank: int,
+    items: Sequence[Item],
+    parts: Mapping[str, Any],
+    streams: Mapping[str, Any],
+) -> RankFiles:
+    """Write the items into one data file, durably, and beside it its checksums and its index.
+
+    Args:
+        store: where the folder is.
+        folder: of the step.
+        rank: index of this one among those that save.
+        items: what to write.
+        parts, streams: see `RankIndex`.
 
     Raises:
         CheckpointError: a write failed.
     """
-    path = join_path(folder, name)
-    boxes: list[StoredBox] = []
+    path = join_path(folder, data_name(rank))
+    index = _Index()
     with storing(path):
         output = _Output(store.create(path))
         try:
             for item in items:
                 start = output.size
-                length, offset = output.put(item)
-                tensor = (item.name, item.shape, item.dtype, item.box)
-                boxes.append(StoredBox(*tensor, name, start + offset, start, length))
+                index.add(item, start + output.put(item))
             output.flush()
         except BaseException:
             output.sink.abandon()
             raise
         output.sink.finish()
-    sums = sums_name(name)
     blocks = BlockSums(output.size, output.digester.finish())
-    written = write_file(store, join_path(folder, sums), blocks.to_bytes())
-    return boxes, {name: FileRecord(output.size, blocks=sums), sums: written}
+    write_file(store, join_path(folder, sums_name(data_name(rank))), blocks.to_bytes())
+    data = RankIndex(index.placed, index.own_tensors, parts, streams).to_bytes()
+    return RankFiles(output.size, write_file(store, join_path(folder, index_name(rank)), data))
+
+
+class _Index:
+    """What a rank's index says of the items that were written so far."""
+
+    def __init__(self) -> None:
+        self.placed: dict[int, list[Placed]] = {}
+        self.own_tensors: dict[str, OwnTensor] = {}
+        self._own_boxes: dict[str, list[Placed]] = {}
+
+    def add(self, item: Item, offset: int) -> None:
+        """Note where an item's first element lies in the file."""
+        placed = Placed(item.box, offset)
+        if item.number is not None:
+            self.placed.setdefault(item.number, []).append(placed)
+            return
+        boxes = self._own_boxes.setdefault(item.name, [])
+        boxes.append(placed)
+        self.own_tensors[item.name] = OwnTensor(item.shape, item.dtype, boxes)
 
 
 class _Output:
@@ -117,8 +147,8 @@ class _Output:
         self.payloads: list[torch.Tensor] = []  # own the memory of `parts`
         self.pending_bytes = 0
 
-    def put(self, item: Item) -> tuple[int, int]:
-        """Add a zip with an item; return its length, and the offset of the payload in it."""
+    def put(self, item: Item) -> int:
+        """Add a zip with an item; returns the offset of the payload in it."""
         payload = item.source.detach().cpu().contiguous()
         head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
         parts = [head, memory_of(payload), tail]
@@ -129,7 +159,7 @@ class _Output:
         self.pending_bytes += length
         if self.pending_bytes >= PIECE_BYTES or len(self.parts) >= MAX_PARTS:
             self.flush()
-        return length, len(head)
+        return len(head)
 
     def flush(self) -> None:
         """Write the pending parts, in groups that stay in the cache after their checksum."""

@@ -300,8 +300,8 @@ class RunFolder:
             self.store.rename(self.join(name), self.join(new_name))
         return new_name
 
-    def examine(self, name: str) -> tuple[Manifest, dict[str, bytes]]:
-        """Check the sizes of a step's files; return its manifest and the small files' contents.
+    def examine(self, name: str) -> tuple[Manifest, bytes]:
+        """Check the sizes of a step's files; returns its manifest and the bytes of its index.
 
         Raises:
             CorruptCheckpoint: a file is missing or is not what was written.

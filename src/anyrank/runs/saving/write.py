@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,14 +11,19 @@ from typing import NamedTuple
 
 from anyrank import faults
 from anyrank.errors import CheckpointError
-from anyrank.files.manifest import Manifest
-from anyrank.files.storage import FileRecord, Storage, join_path, write_file
+from anyrank.files.manifest import Manifest, RankFiles
+from anyrank.files.storage import Storage, join_path, write_file
 from anyrank.runs.saving.collect import Snapshot
+from anyrank.runs.saving.metadata import write_metadata
 from anyrank.runs.saving.rank_file import write_share
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.sources.dcp_output import metadata_of
-from anyrank.sources.run_step import INDEX, METADATA, StoredBox, index_of
-from anyrank.training.random_state.saved_streams import StreamState
+from anyrank.sources.step_index import INDEX
+from anyrank.training.random_state.saved_streams import (
+    RankCoords,
+    SavedStreams,
+    digests_of,
+    scopes_of,
+)
 from anyrank.world.ranks import Ranks
 
 
@@ -79,7 +85,7 @@ def write(
     run = snapshot.manifest.run
     temporary = ranks.run_on_one("making the folder", lambda: folder.begin(step, run, branch))
 
-    def write_files() -> RankShare:
+    def write_files() -> RankRow:
         faults.point("save.write")
         try:
             return write_own_share(snapshot, folder.store, temporary, ranks)
@@ -88,62 +94,74 @@ def write(
                 raise _unshared_folder_error(temporary, ranks) from error
             raise
 
-    shares = ranks.together("writing the checkpoint", write_files)
+    _, rows = ranks.run_and_collect("writing the checkpoint", lambda: (None, write_files()))
 
     def commit() -> SaveRecord:
         faults.point("save.commit")
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        index, manifest = describe_step(snapshot, shares, now)
-        boxes = [box for share in shares for box in share.boxes]
-        small_files = {INDEX: index, METADATA: metadata_of(boxes, snapshot.aliases)}
-        for file, data in small_files.items():
-            manifest.files[file] = write_file(folder.store, join_path(temporary, file), data)
-        # From here on the step exists. Older ones are removed only now: it could have been the only
-        # one.
+        manifest = describe_step(snapshot, rows or (), now)
+        data = snapshot.index.to_bytes()
+        manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), data)
+        # The step exists from here on. Older ones are removed only then, as it may be the only one.
         name = folder.commit(temporary, step, manifest)
+        owners = {rank: row.own_tensors for rank, row in enumerate(rows or ()) if row.own_tensors}
+        plan, index = snapshot.plan, snapshot.index
+        rests = ranks.channel > 0  # of a thread of its own, beside the training
+        write_metadata(folder, name, plan, index, manifest, owners, rests)
         removed = folder.tidy(name, keep_newest, keeps_forever)
-        nbytes = sum(file.size for file in manifest.files.values())
         seconds = time.perf_counter() - start
+        nbytes = sum(manifest.sizes.values())
         return SaveRecord(step, folder.user_path(name), nbytes, seconds, 0.0, removed)
 
     return ranks.run_on_one("committing the checkpoint", commit)
 
 
-class RankShare(NamedTuple):
-    """A rank's share of a step: boxes, records of files, states of random streams."""
+class RankRow(NamedTuple):
+    """What a rank tells the first one of its share.
 
-    boxes: list[StoredBox]
-    files: dict[str, FileRecord]
-    states: dict[str, StreamState]
+    Attributes:
+        files: that it wrote.
+        own_tensors: digest of the names, boxes and order of tensors that it alone has; or empty.
+        coords: of the rank.
+        streams: random stream -> digest of its state, where the ranks differ.
+    """
+
+    files: RankFiles
+    own_tensors: bytes
+    coords: RankCoords
+    streams: dict[str, str]
 
 
-def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Ranks) -> RankShare:
-    """Write this rank's file into a step's folder.
+def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Ranks) -> RankRow:
+    """Write this rank's files into a step's folder.
 
     Raises:
         CheckpointError: a write failed.
     """
-    name = f"__{ranks.index}_0.distcp"  # DCP names a rank's file so, and its readers expect it
-    boxes, files = write_share(store, folder, name, snapshot.items)
-    return RankShare(boxes, files, snapshot.streams.states)
+    args = (snapshot.items, snapshot.parts, snapshot.streams)
+    files = write_share(store, folder, ranks.index, *args)
+    own_items = [(i.name, i.dtype, i.box) for i in snapshot.items if i.number is None]
+    digest = hashlib.blake2b(repr(own_items).encode(), digest_size=8).digest()
+    streams = digests_of(snapshot.streams)
+    return RankRow(files, digest if own_items else b"", snapshot.coords, streams)
 
 
-def describe_step(
-    snapshot: Snapshot, shares: Sequence[RankShare], written: str
-) -> tuple[bytes, Manifest]:
-    """Make the index of what all ranks wrote, and the manifest, still without the index's record.
+def describe_step(snapshot: Snapshot, rows: Sequence[RankRow], written: str) -> Manifest:
+    """The manifest, which lacks the record of the step's index.
 
-    Raises:
-        CheckpointError: a tensor was not written whole.
+    Args:
+        snapshot: of the first rank.
+        rows: of all ranks.
+        written: time of the commit.
     """
-    states = {digest: state for share in shares for digest, state in share.states.items()}
-    manifest = replace(
-        snapshot.manifest,
-        files={name: entry for share in shares for name, entry in share.files.items()},
-        written=written,
-        streams=replace(snapshot.streams, states=states).to_json(),
-    )
-    return index_of((box for share in shares for box in share.boxes), snapshot.aliases), manifest
+    coords = [row.coords for row in rows]
+    scopes = scopes_of(coords, [row.streams for row in rows])
+    scopes |= dict.fromkeys(snapshot.shared_streams, "global")
+    shared, unused = snapshot.shared_streams, snapshot.unused_streams
+    streams = SavedStreams(coords, scopes, shared, unused=unused)
+    files = [row.files for row in rows]
+    manifest = snapshot.manifest
+    return replace(manifest, written=written, ranks=files, streams=streams.to_json())
 
 
 def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:

@@ -23,9 +23,11 @@ from anyrank.models.alike import (
     inventory_of,
 )
 from anyrank.models.digests import digests_of
+from anyrank.models.spreads import replicas_here, spreads_of
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.runs.state.train_state import TrainState
-from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, shared
+from anyrank.tensors.sharded_tensor import Members, ShardedTensor
+from anyrank.tensors.spread import Spread
 from anyrank.wording import first_few
 from anyrank.world.alike import RanksByText, join_digests
 from anyrank.world.ranks import Ranks
@@ -37,7 +39,7 @@ TURNS = 9  # saves that together compare all of every tensor
 
 def compare_replicas(
     parts: Mapping[str, PartState],
-    coordinates: Mapping[int, Coordinates],
+    spreads: Sequence[Spread],
     turn: int,
     step: int,
     ranks: Ranks,
@@ -45,17 +47,18 @@ def compare_replicas(
     """Find the names of tensors that differ and may; the first rank's are saved. All ranks.
 
     Args:
-        parts: parts of the state.
-        coordinates: coordinates of every rank, by global rank.
-        turn: number of earlier saves, equal on all ranks.
-        step: step that is saved, for the error.
-        ranks: ranks that save together.
+        parts: of the state.
+        spreads: how each of their tensors lies on the ranks.
+        turn: how many saves were before, equal on all ranks.
+        step: that is saved, for the error.
+        ranks: that save together.
 
     Raises:
         CheckpointError: a tensor of the model or an optimizer differs; the error names it and the
             ranks.
     """
-    differing = _differing_tensors(shared(shared_tensors(parts), coordinates), turn, ranks)
+    replicas = replicas_here(shared_tensors(parts), spreads, ranks)
+    differing = _differing_tensors(replicas, turn, ranks)
     if not differing:
         return []
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
@@ -136,7 +139,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     check_alike(title, tensors, inventory, ranks, CheckpointError)
     coordinates = find_coordinates(tensors, inventory, ranks)
     may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    replicas = [*shared(tensors, coordinates)]
+    replicas = [*replicas_here(tensors, spreads_of(tensors, coordinates), ranks)]
     differing = _differing_tensors(
         [r for r in replicas if r[0].name not in may_differ], None, ranks
     )

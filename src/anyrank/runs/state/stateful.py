@@ -129,7 +129,7 @@ def match_stateful(
                 f"its state differed between the {source.ranks} ranks that saved it, and the first "
                 "rank's is used: step it by a value that all ranks share (sync_dist, all_reduce)"
             )
-            matched.outcome, rank = Outcome("derived", reason), 0
+            matched.outcome, rank = Outcome("derived", reason), 0  # whose tree the record has
         elif not source.same_ranks:
             matched.problems.append(
                 f"{part}: a {record['class']} whose state differed between the {source.ranks} "
@@ -137,7 +137,6 @@ def match_stateful(
                 "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
             )
             return matched
-        record = record | {"tree": record["by_rank"][rank]}
     current: Any = thing.state_dict()
     # An empty state is not one to load: some objects refuse it. A position always has one.
     if not is_position and (record["tree"] == {} or not (record["tree"] or current)):

@@ -10,7 +10,8 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, list_step, list_steps
+from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, list_steps
+from anyrank.sources.step_listing import open_step
 from anyrank.wording import join_first
 
 WEIGHTS = "model."  # prefix of the names of a step's weights
@@ -58,7 +59,8 @@ def list_folder(storage: Storage, folder: str) -> Listing:
             return list_folder(storage, join_path(folder, step.name))
         raise LoadError(f"{folder}: {no_step(names)}")
     try:
-        listing = list_step(storage, folder, read_manifest(storage, folder))
+        manifest = read_manifest(storage, folder)
+        listing = open_step(storage, folder, manifest).listing
     except AnyrankError as error:
         raise LoadError(str(error)) from error
     beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}

@@ -17,7 +17,8 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.files.storage import join_path, storing, write_file
+from anyrank.files.manifest import RankFiles
+from anyrank.files.storage import storing
 from anyrank.loading.verify import compare_replicas, content_hashes
 from anyrank.models.alike import (
     check_alike,
@@ -32,16 +33,16 @@ from anyrank.models.own_code import (
     changed_in_state_dict,
     extra_states,
 )
+from anyrank.models.spreads import spreads_of
 from anyrank.models.tensors import ModelTensor, in_state_dict
+from anyrank.runs.saving.plan import index_of, plan_writes
 from anyrank.runs.saving.rank_file import make_items, write_share
-from anyrank.sources.dcp_output import metadata_of
-from anyrank.sources.readers import dcp
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
-from anyrank.sources.run_step import StoredBox
+from anyrank.sources.step_listing import list_step
 from anyrank.sources.tables.renaming import renamer
-from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, shared
-from anyrank.tensors.writes import plan_writes
+from anyrank.tensors.sharded_tensor import ShardedTensor, shared
+from anyrank.tensors.spread import Spread
 from anyrank.tools.convert.destination import STORE, Destination, destination
 from anyrank.tools.convert.file_names import as_files, configuration
 from anyrank.tools.convert.options import ConvertOptions
@@ -113,8 +114,9 @@ def convert_live(
             local = {tensor.name: tensor.local() for tensor in tensors}
             report = convert(list_memory(local | extras))
         else:
-            with _saved(tensors, [*buffers], coordinates, target, ranks) as folder:
-                report = ranks.run_on_one("converting", lambda: convert(_listed(folder, extras)))
+            spreads = spreads_of(tensors, coordinates)
+            with _saved(tensors, [*buffers], spreads, target, ranks) as saved:
+                report = ranks.run_on_one("converting", lambda: convert(_joined(saved(), extras)))
     return replace(
         report,
         source=type(model).__name__,
@@ -128,11 +130,12 @@ def convert_live(
 def _saved(
     tensors: Sequence[ModelTensor],
     buffers: Sequence[str],
-    coordinates: Mapping[int, Coordinates],
+    spreads: Sequence[Spread],
     target: Destination,
     ranks: Ranks,
-) -> Generator[str, None, None]:
-    """Make a folder beside the destination that holds the weights during the block. All ranks.
+) -> Generator[Callable[[], Listing], None, None]:
+    """Make a step beside the destination that holds the weights during the block; gives what lists
+    them, on the first rank. All ranks.
 
     Raises:
         CheckpointError: a rank cannot write; on all ranks.
@@ -143,23 +146,17 @@ def _saved(
         with storing(folder):
             STORE.make_folder(folder)
 
-    def write_own() -> list[StoredBox]:
-        writes = plan_writes(tensors, coordinates, by_first=buffers)
-        items = make_items(tensors, [], writes, ranks.rank)
-        return write_share(STORE, folder, f"__{ranks.index}_0.distcp", items)[0]
+    plan = plan_writes(tensors, spreads, ranks.size, buffers)
+    index = index_of(tensors, plan).to_bytes()
+
+    def write_own() -> RankFiles:
+        items = make_items(tensors, plan.writes_of(ranks.index))
+        return write_share(STORE, folder, ranks.index, items, {}, {})
 
     try:
         ranks.run_on_one("making the folder", make)
-        boxes = [
-            box
-            for share_boxes in ranks.together("writing the weights", write_own)
-            for box in share_boxes
-        ]
-        path = join_path(folder, dcp.METADATA)
-        ranks.run_on_one(
-            "writing the index", lambda: write_file(STORE, path, metadata_of(boxes, {}, False))
-        )
-        yield folder
+        _, files = ranks.run_and_collect("writing the weights", lambda: (None, write_own()))
+        yield lambda: list_step(STORE, folder, files or (), index).listing
     finally:
         if ranks.index == 0:
             with contextlib.suppress(OSError):
@@ -189,9 +186,8 @@ def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
     return replace(selection, tensors=dict(tensors), tied=tied, renamed=renamed)
 
 
-def _listed(folder: str, extras: Mapping[str, torch.Tensor]) -> Listing:
-    """List the tensors that the ranks have saved, and the first rank's extra state."""
-    saved = dcp.list_folder(STORE, folder)
+def _joined(saved: Listing, extras: Mapping[str, torch.Tensor]) -> Listing:
+    """Join the tensors that the ranks have saved, and the first rank's extra state."""
     return join(saved.format, [saved, list_memory(extras)]) if extras else saved
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from anyrank.errors import LoadError
 from anyrank.sources import torch_zip
-from anyrank.sources.dcp_output import metadata_of
-from anyrank.sources.run_step import METADATA, StoredBox
+from anyrank.sources.dcp_output import DcpPiece, DcpTensor, spell_metadata
+from anyrank.sources.run_step import METADATA
 from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED
 from anyrank.sources.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
 from anyrank.tensors.box import Box
@@ -102,18 +103,26 @@ def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) ->
     """A DCP folder of a flat dict of tensors; tied names point at the same bytes."""
     fixed: list[tuple[int, bytes]] = []
     spans: list[FileSpan] = []
-    places: list[StoredBox] = []
+    pieces: list[DcpPiece] = []
+    names = {tensor.name: [tensor.name] for tensor in tensors}
+    for alias, name in tied.items():
+        names[name].append(alias)
+    described: list[DcpTensor] = []
     position = 0
-    for tensor in tensors:
-        for box in Box.whole(tensor.shape).cut(PIECE_BYTES // tensor.dtype.itemsize):
+    for number, tensor in enumerate(tensors):
+        most = PIECE_BYTES // tensor.dtype.itemsize
+        boxes = [*Box.whole(tensor.shape).cut(most)]
+        what = (names[tensor.name], tensor.shape, tensor.dtype, partial(iter, boxes), most)
+        described.append(DcpTensor(*what))
+        for box in boxes:
             nbytes = box.numel * tensor.dtype.itemsize
             head, tail = wrap(nbytes, box.sizes, tensor.dtype)
             start, length = position + len(head), len(head) + nbytes + len(tail)
-            what = (tensor.name, tensor.shape, tensor.dtype, box)
-            places.append(StoredBox(*what, DCP_DATA, start, position, length))
+            pieces.append(DcpPiece(number, box, position, length))
             padding = bytes(-length % torch_zip.ALIGN)
             fixed += [(position, head), (start + nbytes, tail + padding)]
             spans.append(FileSpan(tensor, box, start))
             position += length + len(padding)
     file = OutputFile(DCP_DATA, position, tuple(fixed), tuple(spans))
-    return Output((file,), {METADATA: metadata_of(places, tied, by_part=False)}, has_sums=True)
+    parts = spell_metadata(described, [(DCP_DATA, pieces)], by_part=False)
+    return Output((file,), {METADATA: b"".join(parts)}, has_sums=True)

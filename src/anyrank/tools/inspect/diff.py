@@ -21,10 +21,11 @@ from anyrank.files.progress import progress_of_tool
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
 from anyrank.models.dialects.transformers.dequantise import dequantised
+from anyrank.sources.rank_index import RankIndex
 from anyrank.sources.readers.folders import RUN, looks_like
 from anyrank.sources.readers.runs import no_step, whole_steps
-from anyrank.sources.run_step import list_step
 from anyrank.sources.source import Source, check_source, list_source
+from anyrank.sources.step_listing import open_step
 from anyrank.sources.tables.parts import alike
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tools.inspect.inspect import name_of
@@ -298,11 +299,12 @@ def _diff_runs(
 def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
     """Compare two steps: their tensors, and everything else in their parts."""
     manifest_a, manifest_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
-    in_a = list_step(storage_for(a), a, manifest_a)
-    in_b = list_step(storage_for(b), b, manifest_b)
+    in_a, indexes_a = open_step(storage_for(a), a, manifest_a)
+    in_b, indexes_b = open_step(storage_for(b), b, manifest_b)
     by_rank = _parts_of_ranks(manifest_a, manifest_b)
     report = _diff(a, b, in_a, in_b, lambda name: ignore(name) or _part_of(name) in by_rank)
-    numbers, data = record_differences(manifest_a, manifest_b, ignore)
+    records = _with_ranks(manifest_a, indexes_a), _with_ranks(manifest_b, indexes_b)
+    numbers, data = record_differences(*records, ignore)
     absent = {_place_of(name) for name in (*report.only_a, *report.only_b)}
     names = [part for part in {**manifest_a.parts, **manifest_b.parts} if not ignore(part)]
     report = replace(
@@ -322,6 +324,17 @@ def _differing_parts(report: DiffReport) -> set[str]:
     names = {name for names in by_name for name in names}
     names |= {*report.only_a, *report.only_b}
     return {_part_of(name) for name in names} | ({"data"} if report.data else set[str]())
+
+
+def _with_ranks(manifest: Manifest, indexes: Mapping[int, RankIndex]) -> Manifest:
+    """A manifest whose records have what each rank saved of a part for itself."""
+    parts = {
+        part: record | {"by_rank": [indexes[rank].parts.get(part) for rank in sorted(indexes)]}
+        if isinstance(record, dict) and "by_rank" in record
+        else record
+        for part, record in manifest.parts.items()
+    }
+    return replace(manifest, parts=parts)
 
 
 def _parts_of_ranks(a: Manifest, b: Manifest) -> set[str]:

@@ -14,11 +14,13 @@ from anyrank.files.manifest import FORMAT, MANIFEST, read_manifest
 from anyrank.files.progress import Progress, progress_of_tool
 from anyrank.files.storage import Storage, join_path, storage_for
 from anyrank.loading.checksums import bytes_to_compare, compared, mismatches
+from anyrank.sources.dcp_seal import check_seal
 from anyrank.sources.endings import format_of
 from anyrank.sources.readers.folders import RUN, looks_like
 from anyrank.sources.readers.runs import no_step
-from anyrank.sources.run_step import check_sizes, is_step, list_step, list_steps
+from anyrank.sources.run_step import METADATA, check_sizes, is_step, list_steps
 from anyrank.sources.source import Source, check_source, list_source
+from anyrank.sources.step_listing import list_step
 from anyrank.tools.inspect.inspect import name_of
 from anyrank.tools.inspect.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tools.inspect.tool_folders import is_tool_folder, with_optimizers
@@ -215,8 +217,9 @@ def _verify_run(
                 continue
             manifest = read_manifest(storage, folder)
             steps.append(manifest.step)
-            small = check_sizes(storage, folder, manifest)
-            listing = list_step(storage, folder, manifest, small)
+            index = check_sizes(storage, folder, manifest)
+            listing = list_step(storage, folder, manifest.ranks, index).listing
+            outcome.checked.add(_verify_metadata(storage, folder, manifest.step))
         except AnyrankError as error:
             outcome.findings.append(_finding(error, folder))
             continue
@@ -224,6 +227,24 @@ def _verify_run(
     _verify_listings(listings, finite, outcome)
     outcome.checked.add("manifests")
     return _report(path, FORMAT, outcome, listings, steps)
+
+
+def _verify_metadata(storage: Storage, folder: str, step: int) -> str:
+    """Compare what torch.distributed.checkpoint reads of a step, which anyrank does not; returns
+    what was compared, in words.
+
+    Raises:
+        CorruptCheckpoint: it is not what was written.
+        LoadError: it cannot be read.
+    """
+    path = join_path(folder, METADATA)
+    try:
+        if storage.find(path) is None:
+            return f"no {METADATA} in step {step}, which torch.distributed.checkpoint alone reads"
+        check_seal(storage, path)
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error}") from error
+    return METADATA
 
 
 def _report(

@@ -2,14 +2,14 @@
 
 A stream continues exactly on the same ranks, and if it was equal on all ranks. Otherwise new
 streams are derived, which no rank has drawn from: one for each data index if the ranks with the
-same data had the same stream, otherwise one for each rank. The states are JSON in the manifest,
-each state once. Nothing here communicates: the caller gathers.
+same data had the same stream, otherwise one for each rank. The states are JSON: in the manifest if
+all ranks had the same, otherwise in each rank's own file. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -61,51 +61,67 @@ class SavedStreams:
 
     Attributes:
         coords: coordinates of every rank that saved, in the order of ranks.
-        digests: for each of these ranks, stream -> digest of its state.
-        states: digest -> state.
+        scopes: stream -> which of these ranks had the same state.
+        shared: stream -> state, if all ranks had the same.
+        own_states: stream -> state otherwise, on the rank whose state this rank restores.
         unused: streams that no rank had drawn from or seeded since its state was made.
     """
 
     coords: list[RankCoords]
-    digests: list[dict[str, str]]
-    states: dict[str, StreamState]
+    scopes: dict[str, Scope]
+    shared: dict[str, StreamState]
+    own_states: Mapping[str, StreamState] = field(default_factory=dict[str, StreamState])
     unused: list[str] = field(default_factory=list[str])
 
-    def scope(self, name: str) -> Scope:
-        """The ranks that had the same stream: all, those with the same data, or none."""
-        data = [coords.data_index for coords in self.coords]
-        states = [row.get(name) for row in self.digests]
-        count = len(states)
-        if None in states or count == 1:
-            return "rank"
-        if len({*states}) == 1:
-            return "global"
-        by_data = len({*zip(data, states, strict=True)}) == len({*data}) < count
-        return "dp" if by_data else "rank"
-
-    def states_on(self, rank: int) -> dict[str, StreamState]:
-        """Stream -> state on a rank that saved."""
-        return {name: self.states[digest] for name, digest in self.digests[rank].items()}
+    @property
+    def states(self) -> dict[str, StreamState]:
+        """Stream -> state on the rank that this one goes on from."""
+        return {**self.shared, **self.own_states}
 
     def to_json(self) -> dict[str, Any]:
-        """The entries of the manifest."""
-        rows = [
-            {"data_index": coords.data_index, "data_size": coords.data_size, "streams": digests}
-            for coords, digests in zip(self.coords, self.digests, strict=True)
-        ]
-        return {"ranks": rows, "states": self.states, "unused": self.unused}
+        """What the manifest holds; `own_states` are in the ranks' own files."""
+        return {
+            "data": [(coords.data_index, coords.data_size) for coords in self.coords],
+            "scopes": self.scopes,
+            "states": self.shared,
+            "unused": self.unused,
+        }
 
 
-def from_json(entries: Mapping[str, Any]) -> SavedStreams:
+def from_json(entries: Mapping[str, Any], own_states: Mapping[str, StreamState]) -> SavedStreams:
     """The inverse of `SavedStreams.to_json`; raises a built-in exception for other entries."""
-    rows = entries["ranks"]
-    coords = [
-        RankCoords(rank, len(rows), row["data_index"], row["data_size"])
-        for rank, row in enumerate(rows)
-    ]
-    digests = [dict(row["streams"]) for row in rows]
-    states = {digest: entries["states"][digest] for row in digests for digest in row.values()}
-    return SavedStreams(coords, digests, states, list(entries["unused"]))
+    rows = entries["data"]
+    coords = [RankCoords(rank, len(rows), *row) for rank, row in enumerate(rows)]
+    scopes = dict(entries["scopes"])
+    if not {*scopes.values()} <= {"global", "dp", "rank"}:
+        raise ValueError(f"scopes: {scopes!r:.80}")
+    return SavedStreams(
+        coords, scopes, dict(entries["states"]), own_states, list(entries["unused"])
+    )
+
+
+def scopes_of(
+    coords: Sequence[RankCoords], digests: Sequence[Mapping[str, str]]
+) -> dict[str, Scope]:
+    """Stream -> which of several ranks have it alike.
+
+    Args:
+        coords: of each rank.
+        digests: for each rank, stream -> digest of its state.
+    """
+    names = dict.fromkeys(name for row in digests for name in row)
+    data = [rank.data_index for rank in coords]
+    return {name: _scope(data, [row.get(name) for row in digests]) for name in names}
+
+
+def _scope(data: Sequence[int], states: Sequence[str | None]) -> Scope:
+    count = len(states)
+    if None in states or count == 1:
+        return "rank"
+    if len({*states}) == 1:
+        return "global"
+    by_data = len({*zip(data, states, strict=True)}) == len({*data}) < count
+    return "dp" if by_data else "rank"
 
 
 def streams_here(generators: Mapping[str, torch.Generator]) -> list[Stream]:
@@ -171,7 +187,7 @@ def restore(
     for stream in streams_here(generators):
         state, outcome = _choose(stream, saved, coords)
         if outcome.how == "derived":
-            where = coordinate(saved.scope(stream.name), coords)
+            where = coordinate(saved.scopes.get(stream.name, "rank"), coords)
             state = derive(seed, stream.name, *where, samples)
             if stream.name in saved.unused:
                 outcome = outcome._replace(how="unused")
@@ -182,7 +198,7 @@ def restore(
             stream.put(state)
         else:
             stream.seed(state)
-    for name in saved.digests[0].keys() - outcomes.keys():
+    for name in saved.scopes.keys() - outcomes.keys():
         outcomes[name] = StreamOutcome("skipped", "it was saved and is not in use here")
     return outcomes
 
@@ -206,10 +222,10 @@ def derive_all(
 def _choose(stream: Stream, saved: SavedStreams, coords: RankCoords) -> tuple[Any, StreamOutcome]:
     """The state to restore and the reason, or None and why a new one has to be derived."""
     is_known = coords in saved.coords
-    states = saved.states_on(coords.rank if is_known else 0)
+    states = saved.states
     if stream.name not in states:
         return None, StreamOutcome("derived", "it was not saved")
-    if saved.scope(stream.name) == "global":
+    if saved.scopes.get(stream.name) == "global":
         return _readable(stream, states[stream.name], "equal on all ranks")
     if is_known:
         return _readable(stream, states[stream.name], "same ranks")

@@ -1,0 +1,184 @@
+"""What the ranks say of their states before a save, and what must be equal on all of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anyrank.errors import CheckpointError
+from anyrank.files.content_hash import content_hash
+from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
+from anyrank.runs.state.part_types import PartState, differences, shared_tensors
+from anyrank.runs.state.train_state import TrainState
+from anyrank.tensors.sharded_tensor import Coordinates
+from anyrank.training.random_state.saved_streams import StreamState, digests_of, undrawn
+from anyrank.world.alike import Compared, differing, digest_of, join_digests
+from anyrank.world.alike import digests_of as digests_of_lines
+from anyrank.world.ranks import Ranks
+
+# What is said of a state as a whole -> the begin of an error if ranks differ, and the way out.
+POSITION = {
+    "parts": ("the ranks' states have different parts", "give TrainState the same on all ranks"),
+    "step": ("the ranks are at different steps", "call step_done on all ranks after each step"),
+    "run": (
+        "the ranks' states are of different runs",
+        "save and resume a state on all ranks together",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class StateSummary:
+    """What a rank says of its state; merged, what all of them say.
+
+    Attributes:
+        inventory: of the tensors that the ranks hold together.
+        position: of each entry of POSITION, its digest.
+        shared: part -> digest of its record, if that must be equal on all ranks.
+        records: part -> digest of a record that may differ, and is then saved for each rank.
+        streams: random stream -> digest of its state; of those that all ranks have alike.
+        unused: streams that no rank has drawn from or seeded.
+        first: the first rank, its id for a run that has none, and its number of saves.
+    """
+
+    inventory: Inventory
+    position: dict[str, Compared]
+    shared: dict[str, Compared]
+    records: dict[str, Compared]
+    streams: dict[str, str]
+    unused: frozenset[str]
+    first: tuple[int, str, int]
+
+    def join(self, others: StateSummary) -> StateSummary:
+        """Merge what ranks say."""
+        return StateSummary(
+            join_digests(self.inventory, others.inventory),
+            join_digests(self.position, others.position),
+            join_digests(self.shared, others.shared),
+            join_digests(self.records, others.records),
+            dict(self.streams.items() & others.streams.items()),
+            self.unused & others.unused,
+            min(self.first, others.first),
+        )
+
+
+def summarize(
+    state: TrainState,
+    parts: Mapping[str, PartState],
+    states: Mapping[str, StreamState],
+    ranks: Ranks,
+) -> StateSummary:
+    """This rank's summary.
+
+    Raises:
+        CheckpointError: two tensors of one name.
+    """
+    _refuse_duplicates(parts)
+    rank = ranks.rank
+    streams = digests_of(states)
+    return StateSummary(
+        inventory=inventory_of(shared_tensors(parts), ranks),
+        position=digests_of_lines(_position_lines(state, parts), rank),
+        shared={
+            part: Compared(digest_of([_shared_record(saved)]), rank)
+            for part, saved in parts.items()
+        },
+        records={
+            part: Compared(
+                digest_of(
+                    [saved.record, *(content_hash(tensor.local()) for tensor in saved.own_tensors)]
+                ),
+                rank,
+            )
+            for part, saved in parts.items()
+            if saved.agreement == "per rank"
+        },
+        streams=streams,
+        unused=frozenset(undrawn(state.parts.streams_before, streams)),
+        first=(ranks.index, uuid.uuid4().hex, state.parts.saves),
+    )
+
+
+def check_same(
+    state: TrainState, parts: Mapping[str, PartState], summary: StateSummary, ranks: Ranks
+) -> Mapping[int, Coordinates]:
+    """Refuse states that differ between the ranks. All ranks.
+
+    Args:
+        state, parts: of this rank.
+        summary: of all ranks, merged.
+        ranks: that save together.
+
+    Returns:
+        The coordinates of every rank in the tensors' meshes.
+
+    Raises:
+        CheckpointError: they differ; names what, and the ranks.
+    """
+    wrong = differing(_position_lines(state, parts), summary.position, ranks, limit=1)
+    for what, (title, way_out) in POSITION.items():
+        if what in wrong:
+            (text, first), (other_text, other), *_ = wrong[what][what].items()
+            raise CheckpointError(
+                f"{title}: rank {first.ranks[0]}: {text}, rank {other.ranks[0]}: {other_text}: "
+                f"{way_out}"
+            )
+    tensors = shared_tensors(parts)
+    check_alike("the ranks' states differ", tensors, summary.inventory, ranks, CheckpointError)
+    unlike = [part for part, compared in summary.shared.items() if not compared.digest]
+    if unlike:
+        _refuse_record(unlike[0], _shared_record(parts[unlike[0]]), ranks)
+    return find_coordinates(tensors, summary.inventory, ranks)
+
+
+def _position_lines(state: TrainState, parts: Mapping[str, PartState]) -> dict[str, dict[str, str]]:
+    """What a rank says of its state as a whole, a kind of one line each."""
+    texts = {"parts": str(sorted(parts)), "step": str(state.step), "run": str(state.run)}
+    return {what: {what: text} for what, text in texts.items()}
+
+
+def _refuse_record(part: str, record: Any, ranks: Ranks) -> None:
+    """Refuse records of a part that differ. All ranks.
+
+    Raises:
+        CheckpointError: names the first rank whose record is not the first one's, and how.
+    """
+    expected = ranks.run_on_one("comparing the state", lambda: record)
+    own_text = "" if record == expected else differences(expected, record)
+    nobody = (ranks.size, "")
+    unlike_rank = ranks.reduce(
+        "comparing the state", (ranks.index, own_text) if own_text else nobody, min
+    )
+    if unlike_rank == nobody:
+        raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
+    raise CheckpointError(
+        f"{part} differs between rank {ranks.ranks[0]} and rank {ranks.ranks[unlike_rank[0]]}: "
+        f"{unlike_rank[1]}: make it alike on all ranks"
+    )
+
+
+def _shared_record(saved: PartState) -> Any:
+    """What must be equal on all ranks of a part's record."""
+    return saved.record if saved.agreement == "equal" else None
+
+
+def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
+    """Refuse two values under one name, as a checkpoint has one tensor for each.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    seen: set[str] = set()
+    for part, saved in parts.items():
+        for name in [
+            *(tensor.name for tensor in (*saved.tensors, *saved.own_tensors)),
+            *saved.aliases,
+        ]:
+            if name in seen:
+                raise CheckpointError(
+                    f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
+                    "key with a '.' is like a dict within a dict, the key 1 like '1')"
+                )
+            seen.add(name)

@@ -1,0 +1,183 @@
+"""The `.metadata` of a step, which torch.distributed.checkpoint reads: made once per plan.
+
+anyrank does not read it, so it is made after the commit, and a step is whole without it. It follows
+from the plan, by which every rank knows the others' writes, so nobody is asked. Steps of one plan
+have the same bytes, and a later step takes a copy from the newest one that has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from anyrank import faults
+from anyrank.errors import AnyrankError, CorruptCheckpoint
+from anyrank.files.manifest import Manifest, data_name
+from anyrank.files.storage import join_path
+from anyrank.runs.saving.run_folder import RunFolder
+from anyrank.sources.dcp_output import DcpPiece, DcpTensor, spell_metadata
+from anyrank.sources.dcp_seal import check_seal, plan_of, write_sealed
+from anyrank.sources.rank_index import Placed, RankIndex, read_indexes
+from anyrank.sources.run_step import METADATA
+from anyrank.sources.step_index import StepIndex
+from anyrank.sources.torch_zip import ALIGN, wrapped_bytes
+from anyrank.tensors.box import Box
+from anyrank.tensors.writes import WritePlan, cut_pieces
+
+log = logging.getLogger("anyrank.saving")
+
+LOOKED_AT = 3  # of the newest steps, for one that has the same
+REST_SEC = 0.002  # in the background, after a part that takes about a millisecond
+
+
+def write_metadata(
+    folder: RunFolder,
+    name: str,
+    plan: WritePlan,
+    index: StepIndex,
+    manifest: Manifest,
+    owners: Mapping[int, bytes],
+    rests: bool,
+) -> None:
+    """Write the `.metadata` of a step that is committed. One rank; a failure is a warning.
+
+    Args:
+        folder: of the run.
+        name: of the step's folder.
+        plan: of what all ranks write.
+        index, manifest: of the step.
+        owners: rank -> digest of the tensors that it alone has, of ranks that have some.
+        rests: whether to leave the interpreter to other threads in between.
+    """
+    path = join_path(folder.join(name), METADATA)
+    digest = _digest(plan, index, owners)
+
+    def rest() -> None:
+        if rests:
+            time.sleep(REST_SEC)
+
+    try:
+        faults.point("save.metadata")
+        if (same := _find_same(folder, name, digest, rest)) is not None:
+            folder.store.copy(same, path)
+            return
+        indexes = read_indexes(folder.store, folder.join(name), manifest.ranks, index, {0, *owners})
+        parts = spell_metadata(*_describe(plan, index, indexes))
+        if not folder.store.renames:
+            write_sealed(folder.store, path, parts, digest, rest)
+            return
+        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"  # who reads it sees it whole, or not
+        write_sealed(folder.store, temporary, parts, digest, rest)
+        folder.store.rename(temporary, path)
+    except (OSError, AnyrankError) as error:
+        log.warning(
+            "%s: has no %s, which torch.distributed.checkpoint alone reads: %s",
+            folder.user_path(name),
+            METADATA,
+            error,
+        )
+
+
+def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> bytes:
+    """Of all that a `.metadata` follows from."""
+    digest = hashlib.blake2b(index.to_bytes(), digest_size=16)
+    digest.update(bytes(tensor.by_first for tensor in plan.tensors))
+    digest.update(repr([plan.size, sorted(owners.items())]).encode())
+    return digest.digest()
+
+
+def _find_same(folder: RunFolder, name: str, digest: bytes, rest: Callable[[], None]) -> str | None:
+    """The `.metadata` of a newer step of the same plan, if it is what was written."""
+    others = [step.name for step in folder.whole_steps() if step.name != name]
+    for other in others[:LOOKED_AT]:
+        path = join_path(folder.join(other), METADATA)
+        if plan_of(folder.store, path) == digest:
+            try:
+                check_seal(folder.store, path, rest)
+            except CorruptCheckpoint as error:
+                log.warning("%s", error)
+                continue
+            return path
+    return None
+
+
+def _describe(
+    plan: WritePlan, index: StepIndex, indexes: Mapping[int, RankIndex]
+) -> tuple[list[DcpTensor], Iterator[tuple[str, Iterator[DcpPiece]]]]:
+    """The tensors of a step, and what each rank has written.
+
+    Args:
+        plan: of what the ranks hold together.
+        index: of the step.
+        indexes: of the ranks that have written other tensors as well, and of the first, which has
+            written those that all ranks have alike.
+    """
+    names: dict[str, list[str]] = {}
+    for alias, name in index.aliases.items():
+        names.setdefault(name, []).append(alias)
+    tensors: list[DcpTensor] = []
+    for number, tensor in enumerate(index.tensors):
+        if number < len(plan.tensors):
+            boxes, kind = partial(_boxes, plan, number), _kind(plan, number)
+        else:
+            boxes, kind = partial(_placed_boxes, indexes[0].placed[number]), number
+        called = [tensor.name, *names.get(tensor.name, ())]
+        tensors.append(DcpTensor(called, tensor.shape, tensor.dtype, boxes, kind))
+    numbers: dict[str, int] = {}
+    for rank, rank_index in indexes.items():
+        for name, tensor in rank_index.own_tensors.items():
+            numbers[name] = len(tensors)
+            boxes = partial(_placed_boxes, tensor.placed)
+            tensors.append(DcpTensor([name], tensor.shape, tensor.dtype, boxes, (rank, name)))
+    files = (
+        (data_name(rank), _written(tensors, numbers, indexes[rank]))
+        if rank in indexes
+        else (data_name(rank), _planned(plan, tensors, rank))
+        for rank in range(plan.size)
+    )
+    return tensors, files
+
+
+def _kind(plan: WritePlan, number: int) -> object:
+    """Equal for tensors of one shape that lie in equal pieces."""
+    tensor = plan.tensors[number]
+    return id(tensor.spread), tensor.itemsize
+
+
+def _boxes(plan: WritePlan, number: int) -> Iterator[Box]:
+    """All pieces of a tensor."""
+    tensor = plan.tensors[number]
+    if 0 in tensor.shape:
+        yield Box.whole(tensor.shape)
+        return
+    for spot in tensor.spread.members:
+        for piece in cut_pieces(tensor.shape, tensor.itemsize, tensor.spread, spot):
+            yield piece.box
+
+
+def _placed_boxes(placed: Sequence[Placed]) -> Iterator[Box]:
+    return (box for box, _ in placed)
+
+
+def _planned(plan: WritePlan, tensors: Sequence[DcpTensor], rank: int) -> Iterator[DcpPiece]:
+    """What a rank has written by the plan, one piece after the other."""
+    start = 0
+    for number, piece in plan.writes_of(rank):
+        length = sum(wrapped_bytes(piece.box.sizes, tensors[number].dtype))
+        yield DcpPiece(number, piece.box, start, length)
+        start += length + -length % ALIGN
+
+
+def _written(
+    tensors: Sequence[DcpTensor], numbers: Mapping[str, int], index: RankIndex
+) -> Iterator[DcpPiece]:
+    """What a rank has written, by its index."""
+    own_placed = {numbers[name]: tensor.placed for name, tensor in index.own_tensors.items()}
+    for number, placed in (*index.placed.items(), *own_placed.items()):
+        for box, offset in placed:
+            before, after = wrapped_bytes(box.sizes, tensors[number].dtype)
+            yield DcpPiece(number, box, offset - before, before + after)

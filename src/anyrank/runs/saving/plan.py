@@ -1,0 +1,55 @@
+"""What all ranks write of the tensors that they hold together; each rank computes it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from anyrank.sources.step_index import IndexedTensor, StepIndex
+from anyrank.tensors.sharded_tensor import ShardedTensor
+from anyrank.tensors.spread import Spread
+from anyrank.tensors.writes import PlannedTensor, WritePlan
+
+
+def plan_writes(
+    tensors: Sequence[ShardedTensor],
+    spreads: Sequence[Spread],
+    size: int,
+    by_first: Container[str] = (),
+) -> WritePlan:
+    """Who writes what.
+
+    Args:
+        tensors: as this rank holds them, in the same order on all ranks.
+        spreads: how each lies on the ranks.
+        size: how many ranks there are.
+        by_first: names of tensors that the first holder writes, whole: those that may differ.
+    """
+    planned = [
+        PlannedTensor(tensor.shape, tensor.dtype.itemsize, spread, tensor.name in by_first)
+        for tensor, spread in zip(tensors, spreads, strict=True)
+    ]
+    return WritePlan(planned, size)
+
+
+def index_of(
+    tensors: Sequence[ShardedTensor],
+    plan: WritePlan,
+    by_first_alone: Sequence[ShardedTensor] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> StepIndex:
+    """The index of a step.
+
+    Args:
+        tensors: of the plan.
+        plan: who writes what of them.
+        by_first_alone: further ones, which the first rank writes.
+        aliases: other name of a tied tensor -> the name under which it is saved.
+    """
+    rows: list[IndexedTensor] = []
+    for number, tensor in enumerate(tensors):
+        spread = plan.tensors[number].spread
+        is_on_mesh = spread.axes and 0 not in tensor.shape
+        where = spread if is_on_mesh else tuple(plan.writers(number))
+        rows.append(IndexedTensor(tensor.name, tensor.shape, tensor.dtype, where))
+    rows += [IndexedTensor(t.name, t.shape, t.dtype, (0,)) for t in by_first_alone]
+    return StepIndex(rows, aliases or {})

@@ -1,0 +1,166 @@
+"""`__R_0.json`: what lies where in the data file of a rank, and what else that rank alone saved.
+
+The manifest has its checksum. Its tensors are numbered as in `tensors.json` (`step_index`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from anyrank.files.json_codec import reading_record
+from anyrank.files.manifest import RankFiles, index_name, read_small
+from anyrank.files.storage import Storage, join_path
+from anyrank.files.threads import spread
+from anyrank.sources.step_index import StepIndex, whole_numbers
+from anyrank.tensors.box import Box
+from anyrank.tensors.spec import dtype_name
+
+REQUESTS = 16  # at a time
+
+
+class Placed(NamedTuple):
+    """A box of a tensor, and the byte of the rank's data file at which its first element lies."""
+
+    box: Box
+    offset: int
+
+
+class OwnTensor(NamedTuple):
+    """A tensor that one rank alone has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placed: Sequence[Placed]
+
+
+@dataclass(frozen=True)
+class RankIndex:
+    """What one rank saved.
+
+    Attributes:
+        placed: number of a tensor -> its boxes in the rank's file.
+        own_tensors: name -> a tensor that this rank alone has.
+        parts: part of the state -> what this rank saved of it, where the ranks differ.
+        streams: random stream -> its state, where the ranks differ.
+    """
+
+    placed: Mapping[int, Sequence[Placed]]
+    own_tensors: Mapping[str, OwnTensor]
+    parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    streams: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        boxes = [
+            (number, box.offsets, box.sizes, offset)
+            for number, placed in self.placed.items()
+            for box, offset in placed
+        ]
+        own_tensors = {
+            name: {
+                "dtype": dtype_name(tensor.dtype),
+                "shape": tensor.shape,
+                "boxes": [(box.offsets, box.sizes, offset) for box, offset in tensor.placed],
+            }
+            for name, tensor in self.own_tensors.items()
+        }
+        index = {"boxes": boxes, "own": own_tensors, "parts": self.parts, "streams": self.streams}
+        return (json.dumps(index, separators=(",", ":")) + "\n").encode()
+
+
+def parse(data: bytes, where: str, step: StepIndex, size: int) -> RankIndex:
+    """A rank's index.
+
+    Args:
+        data: the file's bytes.
+        where: its path.
+        step: the index of the step.
+        size: bytes of the rank's data file.
+
+    Raises:
+        CorruptCheckpoint: it is not what a save writes: a box outside of its tensor, or of the
+            file.
+    """
+    with reading_record(where):
+        index = json.loads(data)
+        placed: dict[int, list[Placed]] = {}
+        for number, offsets, sizes, offset in index["boxes"]:
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{number!r:.40} is no tensor's number")
+            tensor = step.tensors[number]
+            entry = _placed(tensor.name, (offsets, sizes, offset), tensor.shape, tensor.dtype, size)
+            placed.setdefault(number, []).append(entry)
+        own_tensors: dict[str, OwnTensor] = {}
+        for name, entry in index["own"].items():
+            shape, dtype = whole_numbers(name, entry["shape"]), getattr(torch, entry["dtype"])
+            boxes = [_placed(name, box, shape, dtype, size) for box in entry["boxes"]]
+            if sum(box.numel for box, _ in boxes) != math.prod(shape):
+                raise ValueError(f"{name}: its pieces do not make up its shape {list(shape)}")
+            own_tensors[name] = OwnTensor(shape, dtype, boxes)
+        return RankIndex(placed, own_tensors, dict(index["parts"]), dict(index["streams"]))
+
+
+def _placed(
+    name: str,
+    entry: Sequence[Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    size: int,
+) -> Placed:
+    offsets, sizes, offset = entry
+    whole_numbers(name, (*offsets, *sizes, offset))
+    if not len(offsets) == len(sizes) == len(shape):
+        raise ValueError(f"{name}: a piece has not the dims of its tensor")
+    if any(low + n > most for low, n, most in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"{name}: a piece lies outside of its shape {list(shape)}")
+    if offset + math.prod(sizes) * dtype.itemsize > size:
+        raise ValueError(f"{name}: a piece ends after its file")
+    return Placed(Box(tuple(offsets), tuple(sizes)), offset)
+
+
+def read_indexes(
+    storage: Storage,
+    folder: str,
+    files: Sequence[RankFiles],
+    step: StepIndex,
+    ranks: Iterable[int],
+    threads: int = REQUESTS,
+) -> dict[int, RankIndex]:
+    """The indexes of some ranks, by these.
+
+    Args:
+        storage: where the folder is.
+        folder: of the step.
+        files: of the ranks that saved it.
+        step: its index.
+        ranks: by their indices among those that saved.
+        threads: most that read.
+
+    Raises:
+        CorruptCheckpoint: one is not there, or not what was written.
+        CheckpointError: one cannot be read; chained to the storage's error.
+    """
+    wanted = sorted(ranks)
+    indexes: dict[int, RankIndex] = {}
+
+    def read(rank: int) -> None:
+        data = read_small(storage, folder, index_name(rank), files[rank].index)
+        indexes[rank] = parse(data, join_path(folder, index_name(rank)), step, files[rank].size)
+
+    run_each(read, wanted, threads)
+    return {rank: indexes[rank] for rank in wanted}
+
+
+def run_each(work: Callable[[int], object], items: Sequence[int], threads: int) -> None:
+    """Do something for each item, with several threads if there are several items."""
+    if len(items) > 1:
+        spread(items, [work] * min(len(items), threads))
+        return
+    for item in items:
+        work(item)

@@ -1,0 +1,232 @@
+"""`tensors.json`: what a step of a run holds, and how it lies on the ranks that saved it.
+
+It grows with the tensors and with the ranks, and not with their product: which bytes of which file
+hold a part of a tensor is in the index beside each rank's file (`rank_index`), and which ranks have
+a part follows from the mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from anyrank.files.json_codec import reading_record
+from anyrank.files.manifest import RankFiles
+from anyrank.tensors.box import Box
+from anyrank.tensors.layout import IntervalShard, Layout, Placement
+from anyrank.tensors.spec import dtype_name
+from anyrank.tensors.spread import Coordinate, Spread
+
+INDEX = "tensors.json"
+
+
+class IndexedTensor(NamedTuple):
+    """A tensor of a step.
+
+    Attributes:
+        name, shape, dtype: of it.
+        where: how it lies on the ranks that saved it; or the indices of the ranks whose files have
+            parts of it, where no mesh says it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    where: Spread | tuple[int, ...]
+
+    def ranks_with(self, box: Box) -> Iterator[int]:
+        """The ranks whose files may hold elements of a box, and no others do."""
+        if isinstance(self.where, tuple):
+            return iter(self.where)
+        return iter(self.where.meeting(self.shape, box))
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """The ranks whose files may hold any of it."""
+        return self.ranks_with(Box.whole(self.shape))
+
+
+@dataclass(frozen=True)
+class StepIndex:
+    """The tensors of a step, in the order by which the ranks' indexes count them.
+
+    Attributes:
+        tensors: each once.
+        aliases: other name of a tied tensor -> the name under which it is saved.
+    """
+
+    tensors: Sequence[IndexedTensor]
+    aliases: Mapping[str, str]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Name, or alias -> position of the tensor."""
+        numbers = {tensor.name: number for number, tensor in enumerate(self.tensors)}
+        return numbers | {alias: numbers[name] for alias, name in self.aliases.items()}
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        spreads: dict[int, Spread] = {}
+        for tensor in self.tensors:
+            if isinstance(tensor.where, Spread):
+                spreads.setdefault(id(tensor.where), tensor.where)
+        positions = {key: position for position, key in enumerate(spreads)}
+        meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        rows: list[tuple[int, list[Any]]] = []
+        for spread in spreads.values():
+            layout = spread.layout
+            assert layout is not None
+            mesh = (
+                layout.mesh_shape,
+                tuple(_row_major(layout, known) for known in spread.coordinates),
+            )
+            placements = [*map(_placement_to_json, layout.placements)]
+            rows.append((meshes.setdefault(mesh, len(meshes)), placements))
+        tensors = [
+            (
+                tensor.name,
+                dtype_name(tensor.dtype),
+                tensor.shape,
+                positions[id(tensor.where)] if isinstance(tensor.where, Spread) else tensor.where,
+            )
+            for tensor in self.tensors
+        ]
+        index = {
+            "tensors": tensors,
+            "aliases": dict(self.aliases),
+            "layouts": [{"mesh": mesh, "placements": placements} for mesh, placements in rows],
+            "meshes": [{"shape": shape, "places": places} for shape, places in meshes],
+        }
+        return (json.dumps(index, separators=(",", ":")) + "\n").encode()
+
+
+def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:
+    """The index of a step.
+
+    Args:
+        data: the file's bytes.
+        where: its path.
+        ranks: the files of those that saved the step.
+
+    Raises:
+        CorruptCheckpoint: it is not what a save writes, or names more than the files can hold.
+    """
+    with reading_record(where):
+        index = json.loads(data)
+        meshes = [_mesh(entry, len(ranks)) for entry in index["meshes"]]
+        spreads = [_spread(entry, meshes) for entry in index["layouts"]]
+        most_bytes = sum(files.size for files in ranks)
+        tensors = [_tensor(row, spreads, ranks, most_bytes) for row in index["tensors"]]
+        names = {tensor.name for tensor in tensors}
+        aliases = {str(alias): str(name) for alias, name in index["aliases"].items()}
+        if len(names) < len(tensors) or not names >= {*aliases.values()} or names & aliases.keys():
+            raise ValueError("a name is twice there, or of no tensor")
+        return StepIndex(tensors, aliases)
+
+
+def _row_major(layout: Layout, coordinate: Coordinate | None) -> int:
+    """The place of a coordinate in a mesh, in row-major order; -1 outside."""
+    if coordinate is None:
+        return -1
+    position = 0
+    for size, number in zip(layout.mesh_shape, coordinate, strict=True):
+        position = position * size + number
+    return position
+
+
+def _placement_to_json(placement: Placement) -> list[Any]:
+    if placement.kind == "replicate":
+        return ["replicate"]
+    if isinstance(placement, IntervalShard):
+        return ["intervals", placement.dim, placement.intervals]
+    return ["shard", placement.dim, placement.split_factor]
+
+
+def _mesh(entry: Mapping[str, Any], size: int) -> tuple[tuple[int, ...], list[Coordinate | None]]:
+    """The shape of a mesh of some of `size` ranks, and the coordinate of each rank in it."""
+    shape, places = whole_numbers("a mesh", entry["shape"]), entry["places"]
+    if (
+        len(places) != size
+        or not 0 < math.prod(shape) <= size
+        or len(shape) > size.bit_length() + 8
+    ):
+        raise ValueError(f"a mesh of the shape {shape!r:.80} does not have the ranks that saved")
+    coordinates: list[Coordinate | None] = [*itertools.product(*map(range, shape)), None]
+    if not all(type(n) is int and -1 <= n < len(coordinates) - 1 for n in places):
+        raise ValueError("a rank has a place outside of its mesh")
+    return shape, [coordinates[n] for n in places]
+
+
+def _spread(
+    entry: Mapping[str, Any], meshes: Sequence[tuple[tuple[int, ...], list[Coordinate | None]]]
+) -> Spread:
+    (number,) = whole_numbers("a layout", [entry["mesh"]])
+    shape, coordinates = meshes[number]
+    placements = tuple(
+        _placement(row, size, len(coordinates))
+        for row, size in zip(entry["placements"], shape, strict=True)
+    )
+    if not any(placement.kind == "shard" for placement in placements):
+        raise ValueError("a layout cuts nothing")
+    return Spread(Layout(shape, placements), coordinates)
+
+
+def _placement(row: Sequence[Any], size: int, num_ranks: int) -> Placement:
+    """How an axis of a mesh, of this size, treats a tensor."""
+    kind, *values = row
+    if kind == "replicate" and not values:
+        return Placement("replicate")
+    if kind == "intervals":
+        (dim,), parts = whole_numbers(kind, values[:1]), values[1]
+        intervals = tuple(
+            tuple((start, length) for start, length in (whole_numbers(kind, i) for i in part))
+            for part in parts
+        )
+        if len(intervals) != size:
+            raise ValueError("a layout has not as many parts as its mesh has places")
+        return IntervalShard("shard", dim, intervals=intervals)
+    dim, factor = whole_numbers(kind, values)
+    if kind != "shard" or not 0 < factor <= num_ranks:
+        raise ValueError(f"{row!r:.80} is no placement")
+    return Placement("shard", dim, factor)
+
+
+def _tensor(
+    row: Sequence[Any],
+    spreads: Sequence[Spread],
+    files: Sequence[RankFiles],
+    most_bytes: int,
+) -> IndexedTensor:
+    """A tensor, no larger than the files of the ranks that have it."""
+    name, dtype, shape, where = row
+    kind, sizes = getattr(torch, dtype), whole_numbers(name, shape)
+    if type(name) is not str or not isinstance(kind, torch.dtype):
+        raise ValueError(f"{name!r:.80}: has no name, or {dtype!r:.40} for a dtype")
+    if isinstance(where, list):
+        ranks = whole_numbers(name, where)
+        most_bytes = sum(files[rank].size for rank in {*ranks})
+        lies: Spread | tuple[int, ...] = ranks
+    else:
+        (number,) = whole_numbers(name, [where])
+        lies = spreads[number]
+        layout = lies.layout
+        assert layout is not None
+        if any(p.dim >= len(sizes) for p in layout.placements if p.kind == "shard"):
+            raise ValueError(f"{name}: its layout cuts a dim that it does not have")
+    if math.prod(sizes) * kind.itemsize > most_bytes:
+        raise ValueError(f"{name}: is larger than the files that have it")
+    return IndexedTensor(name, sizes, kind, lies)
+
+
+def whole_numbers(what: object, numbers: Sequence[Any]) -> tuple[int, ...]:
+    """Whole numbers of at least 0; ValueError for anything else."""
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{what}: {numbers!r:.80} are not sizes")
+    return tuple(numbers)
