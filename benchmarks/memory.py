@@ -117,11 +117,15 @@ def torch_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> t
     return F.linear_cross_entropy(hidden, head.weight, labels, options=options)
 
 
+def recomputed_loss(head: nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return anyrank.tiled_loss(nn.Sequential(head), hidden, labels)
+
+
 LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all logits": full_loss,
     "torch checkpoint per tile": chunked_loss,
     "anyrank.tiled_loss": anyrank.tiled_loss,
-    "anyrank.tiled_loss, recompute": functools.partial(anyrank.tiled_loss, impl="recompute"),
+    "anyrank.tiled_loss, recompute": recomputed_loss,
 }
 if hasattr(F, "linear_cross_entropy"):
     LOSSES["torch linear_cross_entropy"] = torch_loss

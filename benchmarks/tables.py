@@ -169,7 +169,7 @@ LOSSES = {
     "torch checkpoint per tile": "torch's checkpoint of each tile",
     "torch linear_cross_entropy": "torch's `linear_cross_entropy`",
     "anyrank.tiled_loss": "`tiled_loss`, fused",
-    "anyrank.tiled_loss, recompute": '`tiled_loss`, `impl="recompute"`',
+    "anyrank.tiled_loss, recompute": "`tiled_loss` of `nn.Sequential(head)`",
 }
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import anyrank
-from anyrank.integrations.late_logits import LateLogits
 
 log = logging.getLogger("anyrank.integrations")
 
@@ -158,8 +157,9 @@ def tiled_loss(
 ) -> MemoryHandle:
     """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
 
-    With gradients and labels, the `logits` of the model's result are computed when they are used,
-    all of them at once: code that only trains never uses them. Without gradients (evaluation,
+    With gradients and labels the `logits` of the model's result are None, as with other fused
+    losses: what looks at them in training (a metric, a distillation) needs the model without it,
+    or a function of its own for `anyrank.tiled_loss`. Without gradients (evaluation,
     generation) or without labels (a loss of your own) everything is as before. Names of parameters,
     ties and checkpoints do not change. Ranks call it on their own, before or after wrapping.
 
@@ -249,8 +249,8 @@ class _HeadAndLoss:
     def __init__(self, head: Any, plain: Callable[..., Any], options: dict[str, Any]) -> None:
         self.head, self.plain, self.options = head, plain, options
         self.handed: torch.Tensor | None = None
-        # The model's supposed logits, and what its result gets in their place.
-        self.exchanged: tuple[list[torch.Tensor], LateLogits] | None = None
+        # What the model takes for its logits: hidden states, which its result must not have.
+        self.supposed: list[torch.Tensor] = []
         self.has_labels = False  # whether the model is running and will ask for its loss
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,10 +265,10 @@ class _HeadAndLoss:
         self.has_labels = {**bound, **bound.get("kwargs", {})}.get("labels") is not None
 
     def end(self, model: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """Finish the forward, also if it raised; return the result with logits computed on use."""
+        """Finish the forward, also if it raised; return the result without logits."""
         self.has_labels = False
         handed, self.handed = self.handed, None
-        exchanged, self.exchanged = self.exchanged, None
+        supposed, self.supposed = self.supposed, []
         # If forward raised there is no result, and the user must see its own error.
         if handed is not None and result is not None:
             raise ValueError(
@@ -277,18 +277,17 @@ class _HeadAndLoss:
                 "loss itself, or model.loss_function was set since): remove() the handle of "
                 f"tiled_loss(), and {BY_HAND}"
             )
-        if exchanged is None:
+        if not supposed:
             return None
-        tensors, late = exchanged
 
-        def exchange(value: Any) -> Any:
-            return late if any(value is tensor for tensor in tensors) else value
+        def unless_supposed(value: Any) -> Any:
+            return None if any(value is tensor for tensor in supposed) else value
 
         if isinstance(result, tuple):
-            return tuple(map(exchange, result))
-        if isinstance(result, dict):
-            for key, value in result.items():
-                result[key] = exchange(value)
+            return tuple(map(unless_supposed, result))
+        if isinstance(result, dict):  # made anew, as a ModelOutput has no key for what is None
+            kind: Any = type(cast("Any", result))
+            return kind(**{key: unless_supposed(value) for key, value in result.items()})
         return result
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -324,9 +323,7 @@ class _HeadAndLoss:
                 "so the hidden states that stand for them are not its own: remove tiled_loss(), "
                 "and call anyrank.tiled_loss() with a function that does the same"
             )
-        cast = None if logits is handed else logits.dtype
-        # Called here because FSDP2 has gathered the head by now.
-        self.exchanged = [handed, logits], LateLogits(self.head, handed, cast)
+        self.supposed = [handed, logits]
         if shift_labels is None:  # the label of a token is the next one
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         # The same parameters in a module with a plain forward, computed in one pass.

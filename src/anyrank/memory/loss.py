@@ -37,7 +37,6 @@ def tiled_loss(
     *rest: Any,
     chunk_size: int = 1024,
     reduction: Literal["mean", "sum", "none"] = "mean",
-    impl: Literal["auto", "recompute", "fused"] = "auto",
     ignore_index: int = -100,
     count: float | torch.Tensor | None = None,
     label_smoothing: float = 0.0,
@@ -66,10 +65,6 @@ def tiled_loss(
             whole: `functools.partial(fn, prior=prior)`.
         chunk_size: tokens per tile.
         reduction: "none" gives losses in the shape of `labels`, 0 where ignored.
-        impl: "recompute" computes the logits of a tile again in backward: for any `fn` and any
-            order of differentiation. "fused" computes gradients in the forward pass, faster and in
-            less memory: for a plain `nn.Linear` whose weight is whole, reduction "mean" or "sum",
-            and one backward pass. "auto" is "fused" where possible.
         ignore_index: label of tokens without a loss.
         count: divisor of "mean", instead of the number of tokens that are not ignored; 0 divides
             by 1. For a mean over the tokens of all ranks under DDP or FSDP2, which average
@@ -98,7 +93,7 @@ def tiled_loss(
         loss = anyrank.tiled_loss(head, hidden, labels, chunk_size=256)
         loss.backward()
     """
-    check(fn, hidden, labels, rest, chunk_size, reduction, impl, count, label_smoothing)
+    check(fn, hidden, labels, rest, chunk_size, reduction, count, label_smoothing)
     check_int("ignore_index", ignore_index)
     check_grad_dtype(grad_dtype)
     dims = [_begins_with(arg, labels) for arg in rest]
@@ -108,10 +103,7 @@ def tiled_loss(
     head = fn if isinstance(fn, nn.Module) else None
     if head is not None:
         target = target.long()
-    obstacle = _why_not_fused(fn, hidden, reduction)
-    if impl == "fused" and obstacle:
-        raise ValueError(f'impl="fused" does not apply: {obstacle}; use impl="auto"')
-    if impl != "recompute" and obstacle is None and isinstance(fn, nn.Linear):
+    if _is_fused(fn, hidden, reduction) and isinstance(fn, nn.Linear):
         args = (rows, fn.weight, fn.bias, target, chunk_size, ignore_index, label_smoothing)
         total: Any = _FusedLoss.apply(*args, grad_dtype)
         return total if reduction == "sum" else total / divisor(target, ignore_index, count)
@@ -219,28 +211,22 @@ def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
     return hidden.device_mesh if sharded else None
 
 
-def _why_not_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> str | None:
-    """Return why the fused form would differ from calling the head; None if it would not."""
-    if type(fn) is not nn.Linear:
-        return f"the head is a {function_name(fn)}, not nn.Linear itself"
+def _is_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> bool:
+    """Return whether the gradients are computed in the forward pass, without calling the head."""
+    if type(fn) is not nn.Linear or reduction == "none":  # which has a gradient for each token
+        return False
     hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     if any(fn.__dict__.get(name) for name in (*hooks, "_backward_pre_hooks")):
-        return "the head has hooks, or a forward of its own"
+        return False
     if getattr(nn.modules.module, "_has_any_global_hook", lambda: False)():
-        return "a global module hook is registered"
-    if is_dtensor(fn.weight):
-        return "the head's weight is sharded"
-    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # a fake has no values
-        return f"the head's weight is a {type(fn.weight).__name__}"
+        return False
+    # A FakeTensor has no values, and shows what memory the loss takes.
+    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # sharded, quantised
+        return False
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
-        return "the head computes in a different dtype than its weight and input have"
-    if reduction == "none":
-        return 'reduction="none" has a gradient for each token'
-    if torch.compiler.is_compiling():
-        return "torch.compile does not trace it"
-    if in_transform():
-        return "torch.func and forward-mode differentiation do not see through it"
-    return None if torch.is_grad_enabled() else "gradients are off"
+        return False
+    # torch.compile does not trace it, and torch.func does not see through it.
+    return not torch.compiler.is_compiling() and not in_transform() and torch.is_grad_enabled()
 
 
 def check(
@@ -250,7 +236,6 @@ def check(
     rest: Sequence[Any],
     chunk_size: int,
     reduction: str,
-    impl: str,
     count: Any,
     label_smoothing: float,
 ) -> None:
@@ -264,7 +249,6 @@ def check(
             "[..., H] and [...] (under sequence parallelism, give hidden as a DTensor or gather it)"
         )
     check_choice("reduction", reduction, ("mean", "sum", "none"))
-    check_choice("impl", impl, ("auto", "recompute", "fused"))
     check_chunk_size(chunk_size, "token")
     if not isinstance(count, torch.Tensor | None):
         check_number("count", count)
@@ -344,8 +328,8 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.grads is None or torch.is_grad_enabled():
             raise RecomputeError(
-                "tiled_loss(impl='fused') can run backward once and cannot be "
-                'differentiated twice: use impl="recompute" for retain_graph or create_graph'
+                "tiled_loss() of a plain head can run backward once and cannot be differentiated "
+                "twice: for retain_graph or create_graph give nn.Sequential(head) in its place"
             )
         kept, ctx.grads = ctx.grads, None
         return *(None if grad is None else grad.mul_(grads[0]) for grad in kept), *[None] * 5
