@@ -388,6 +388,21 @@ def scale_table(result: dict[str, Any]) -> str:
     return section(result, "", table(head, body))
 
 
+def scale_rows(result: dict[str, Any]) -> str:
+    """The README's rows: a load and a save beside DCP's, by the number of ranks."""
+    rows = {(row["phase"], row["ranks"]): row for row in result["rows"]}
+    sizes = sorted({size for _, size in rows})
+
+    def pair(phase: str, size: int) -> str:
+        ours, theirs = rows[phase, size], rows[f"dcp.{phase}", size]
+        seconds = f"{ours['seconds']:.1f} / {theirs['seconds']:.1f} s"
+        return f"{seconds}, {ours['bytes'] / 1e6:.1f} / {theirs['bytes'] / 1e6:.1f} MB"
+
+    head = ["anyrank / DCP", *(f"{size} ranks" for size in sizes)]
+    body = [[phase, *(pair(phase, size) for size in sizes)] for phase in ("load", "save")]
+    return table(head, body)
+
+
 def between(section: str) -> str:
     """Where the text of a section stands: between its two marker comments."""
     return (
@@ -398,7 +413,10 @@ def between(section: str) -> str:
 MEMORY_ROW = (r"(\n\| memory of 4 ranks [^|]*\| )[^\n]*( \|\n)", "load", memory_row)
 Section = tuple[str, str, Callable[[dict[str, Any]], str]]  # where, from which result, and how
 PAGES: dict[str, list[Section]] = {
-    "README.md": [MEMORY_ROW],
+    "README.md": [
+        (r"(\n\n)\| anyrank / DCP \|.*?(\n\n)", "scale", scale_rows),
+        MEMORY_ROW,
+    ],
     "docs/memory.md": [
         (between("mlp"), "memory", mlp_table),
         (between("loss"), "memory", loss_table),
