@@ -1,1 +1,1 @@
-"""Data that is read in order, in shards: lanes, `Pack`, `Buckets`."""
+"""Data that is read in order, shard by shard: lanes, `Pack`, `Buckets`."""

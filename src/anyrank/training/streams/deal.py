@@ -1,16 +1,16 @@
-"""Which lane gives microbatch k of a step: a table that all ranks have, and that needs no exchange.
+"""The lane that gives microbatch k of a step: a table that all ranks have without an exchange.
 
 The shards of a source are dealt once, when an epoch begins: of L = min(K, shards) lanes, lane i has
 the shards at places i, i + L, i + 2 L of the epoch's order. Each microbatch of a step belongs to a
 lane; a lane with several gives them its blocks in turn, in the order of the microbatches. A lane
-looks as far ahead as its microbatches of the next step. Where it finds its end, those for which it
-has no block go to the lanes with the fewest, the lowest first. So a microbatch has no sample only
-if its lane was given to it in the step before, or in the first step of an epoch.
+looks as far ahead as its microbatches of the next step. If it finds its end, microbatches for which
+it has no block go to the lanes with the fewest, the lowest first. So a microbatch has no sample
+only if its lane was given to it in the step before, or in the first step of an epoch.
 
-A mixture has several sources with lanes of their own. Which one a microbatch takes its block from
-is drawn for each step. A source that ends before the epoch does is dealt again. Of endless sources
-each shard is a lane, which begins its shard again at its end; a microbatch takes the lanes that it
-has in turn. Pure Python: no torch, no ranks.
+A mixture has several sources with lanes of their own. For each step it is drawn from which source a
+microbatch takes its block. A source that ends before the epoch does is dealt again. Each shard of
+an endless source is a lane, which begins its shard again at its end; a microbatch takes the lanes
+that it has in turn. Pure Python: no torch, no ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Until = Literal["first", "all"]
 
 @dataclass(frozen=True)
 class Constants:
-    """What a deal depends on besides what was read.
+    """The values that a deal depends on besides the rows that were read.
 
     Attributes:
-        num_microbatches: K.
-        seed: of the draws of sources.
-        weights: of the sources, one for each.
+        num_microbatches: number K of microbatches in a step.
+        seed: seed of the draws of sources.
+        weights: weight of each source.
         until: whether the first source that ends, or the last one, ends an epoch.
         endless: whether no source ends.
     """
@@ -48,15 +48,15 @@ class Constants:
 
 
 class Opening(NamedTuple):
-    """A lane, as whoever reads it has to know it.
+    """A lane, as its reader has to know it.
 
     Attributes:
-        lane, source: their numbers.
-        reading: tells the times apart that a shard is read in a run.
-        first_place: of its first shard in the source's order.
-        stride: from each of its shards to the next; 0: it has one, again and again.
-        num_shards: of the source.
-        state: where it goes on.
+        lane, source: numbers of the lane and of its source.
+        reading: tells apart the times that a shard is read in a run.
+        first_place: place of its first shard in the source's order.
+        stride: distance between its shards; 0 if it has one, read again and again.
+        num_shards: number of shards of the source.
+        state: where it continues.
     """
 
     lane: int
@@ -68,7 +68,7 @@ class Opening(NamedTuple):
     state: LaneState
 
     def place_of(self, index: int) -> tuple[int, int] | None:
-        """The reading and the place of one of its shards; None behind the last."""
+        """Return the reading and the place of one of its shards; None after the last."""
         if not self.stride:
             return index, self.first_place
         shard_place = self.first_place + index * self.stride
@@ -76,19 +76,19 @@ class Opening(NamedTuple):
 
 
 class Deal:
-    """The lanes of an epoch: which microbatch each serves, and where each is.
+    """The lanes of an epoch: the microbatches that each serves, and where each is.
 
     Args:
-        constants: of the run.
-        epoch: from 0.
-        sizes: shards of each source.
+        constants: constants of the run.
+        epoch: number of the epoch, from 0.
+        sizes: number of shards of each source.
 
     Attributes:
-        tables: of each source, the lane of each microbatch; of endless ones, its first lane. The
+        tables: for each source, the lane of each microbatch; for endless ones, its first lane. The
             same object as long as no lane's end is in sight.
-        rounds: of each source, how often it has ended in the epoch.
-        states: of all lanes, those of one source after those of another.
-        read: what rounds that are over have read, by source.
+        rounds: for each source, how often it has ended in the epoch.
+        states: states of all lanes, those of one source after those of another.
+        read: what finished rounds have read, by source.
     """
 
     def __init__(self, constants: Constants, epoch: int, sizes: Sequence[int]) -> None:
@@ -106,11 +106,11 @@ class Deal:
         return [start + k % count for k in range(self.constants.num_microbatches)]
 
     def source_of(self, lane: int) -> int:
-        """The source of a lane."""
+        """Return the source of a lane."""
         return next(n for n, stop in enumerate(self.starts[1:]) if lane < stop)
 
     def opening(self, lane: int) -> Opening:
-        """What a reader needs to go on with a lane."""
+        """Return the opening that a reader needs to continue with a lane."""
         source = self.source_of(lane)
         first_place, stride = lane - self.starts[source], self.counts[source]
         if self.constants.endless:
@@ -119,12 +119,12 @@ class Deal:
         return Opening(lane, source, reading, first_place, stride, self.sizes[source], state)
 
     def reading(self, source: int) -> int:
-        """The number of the reading of a source that is dealt now."""
+        """Return the number of the reading in which a source is dealt now."""
         return self.epoch + (self.rounds[source] << 32)
 
     @property
     def is_over(self) -> bool:
-        """Whether the epoch has no further step."""
+        """Return whether the epoch has no further step."""
         constants = self.constants
         ended = [
             bool(n) for n, weight in zip(self.rounds, constants.weights, strict=True) if weight
@@ -134,11 +134,11 @@ class Deal:
     # -- steps ------------------------------------------------------------------------------------
 
     def lanes_of(self, step: int, blocks: Sequence[int]) -> list[int]:
-        """The lane of each microbatch of a step.
+        """Choose the lane of each microbatch of a step.
 
         Args:
-            step: its number in the run.
-            blocks: that each lane has given before.
+            step: number of the step in the run.
+            blocks: number of blocks that each lane has given before.
         """
         constants = self.constants
         sources = [0] * constants.num_microbatches
@@ -156,28 +156,28 @@ class Deal:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks that each lane has given."""
+        """Numbers of blocks that the lanes have given."""
         return [state.blocks for state in self.states]
 
     def shared_with(self, microbatches: Collection[int]) -> set[int]:
-        """The lanes that may give a block to others than these microbatches."""
+        """Find the lanes that may give a block to others than these microbatches."""
         return {
             lane for table in self.tables for k, lane in enumerate(table) if k not in microbatches
         }
 
     @property
     def looks(self) -> dict[int, int]:
-        """How many blocks each lane looks for: one more than it has microbatches."""
+        """Numbers of blocks that each lane looks for: one more than it has microbatches."""
         if self.constants.endless:
             return {}
         return {n: num + 1 for table in self.tables for n, num in Counter(table).items()}
 
     def after(self, states: Mapping[int, tuple[LaneState, int]]) -> Deal:
-        """The deal after a step.
+        """Return the deal after a step.
 
         Args:
-            states: of the lanes that were read in it, and how many blocks each has yet, where that
-                is known; else -1.
+            states: states of the lanes that were read in it, with the number of blocks that each
+                has left, or -1 if that is unknown.
         """
         deal = object.__new__(Deal)
         deal.__dict__.update(self.__dict__)
@@ -203,19 +203,19 @@ class Deal:
             self.tables[source] = self._whole_table(source)
 
     def _read_of(self, source: int) -> LaneState:
-        """What was read of a source in the epoch, as counts of a state."""
+        """Return what was read of a source in the epoch, as counts in a state."""
         own_states = self.states[self.starts[source] : self.starts[source + 1]]
         return _sum_of([self.read[source], *own_states])
 
     @property
     def totals(self) -> list[LaneState]:
-        """What was read of each source in the epoch, as counts of a state."""
+        """Counts, as states, of what was read of each source in the epoch."""
         return [self._read_of(source) for source in range(len(self.sizes))]
 
     # -- state ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Values of JSON, some 100 bytes for each lane."""
+        """Return values of JSON, some 100 bytes for each lane."""
         return {
             "sizes": [*self.sizes],
             "tables": [[*table] for table in self.tables],
@@ -226,7 +226,7 @@ class Deal:
 
     @staticmethod
     def from_json(value: Any, constants: Constants, epoch: int) -> Deal:
-        """The inverse; raises ValueError, TypeError or KeyError for anything else."""
+        """Invert `to_json`; raise ValueError, TypeError or KeyError for anything else."""
         deal = Deal(constants, epoch, [int(size) for size in value["sizes"]])
         states = [LaneState.from_json(row) for row in value["lanes"]]
         tables = [[int(lane) for lane in table] for table in value["tables"]]
@@ -244,11 +244,11 @@ class Deal:
 
 
 def _move(table: list[int], left: Mapping[int, int]) -> None:
-    """Give microbatches whose lane has no block for them to others.
+    """Give microbatches whose lane has no block left to other lanes.
 
     Args:
-        table: the lane of each microbatch.
-        left: of lanes that are about to end, the blocks that they have.
+        table: lane of each microbatch.
+        left: number of blocks that lanes which are about to end still have.
     """
     loads, moving = Counter[int](), list[int]()
     for k, lane in enumerate(table):
@@ -257,7 +257,7 @@ def _move(table: list[int], left: Mapping[int, int]) -> None:
         else:
             moving.append(k)
     for k in moving:
-        # Those whose end is not in sight; else those that have a block more than microbatches.
+        # Those whose end is not in sight, otherwise those with one more block than microbatches.
         lanes = [lane for lane in loads if lane not in left]
         lanes = lanes or [lane for lane in loads if loads[lane] < left[lane]]
         if not lanes:
@@ -267,7 +267,7 @@ def _move(table: list[int], left: Mapping[int, int]) -> None:
 
 
 def _sum_of(states: Sequence[LaneState]) -> LaneState:
-    """The counts of some states, as those of one."""
+    """Add up the counts of some states into one state."""
     return LaneState(
         passed=sum(state.passed for state in states),
         blocks=sum(state.blocks for state in states),

@@ -1,4 +1,4 @@
-"""By what a lane tells whether a row that is read again is the same, and what a transform keeps."""
+"""Digests that show whether a row that is read again is the same, and what a transform keeps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import islice
 from typing import Any, cast
 from zlib import crc32
 
-SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that a digest has
+SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that go into a digest
 
 
 def digest_of(row: Any) -> str:
-    """A digest of what a row has: of long ones some values, spread over it, of objects the type."""
+    """Digest a row: some values of a long one, spread over it, and the type of an object."""
     text = ""
-    with suppress(Exception):  # a value of an odd kind counts by its type
+    with suppress(Exception):  # an unusual value counts by its type
         text = _as_text(row)
     return f"{crc32(text.encode(errors='replace')):08x}"
 
 
 def _as_text(value: Any) -> str:
-    """What tells a value from others, in some microseconds."""
+    """Return text that tells a value from others, in some microseconds."""
     if isinstance(value, int | float | complex | None):
         return repr(value)
     if isinstance(value, str | bytes):
@@ -40,12 +40,12 @@ def _as_text(value: Any) -> str:
 
 
 def _spread(values: Any) -> Any:
-    """Some elements of a sequence, from its begin to its end."""
+    """Return some elements of a sequence, from its beginning to its end."""
     return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values
 
 
 def parts_of(value: Any) -> dict[str, str]:
-    """The digests of an object's attributes, those in slots too."""
+    """Digest an object's attributes, including those in slots."""
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     parts |= getattr(value, "__dict__", {})

@@ -1,8 +1,8 @@
-"""Datasets that are cut into shards by themselves, as Hugging Face's IterableDataset.
+"""Datasets that cut themselves into shards, such as Hugging Face's IterableDataset.
 
-What a stream of `datasets` does with its rows is read off its chain of steps, which it keeps under
-private names (docs/design.md). A step that belongs to a row, such as `map`, is done by shard. One
-that counts rows over the whole stream, such as `take`, has that meaning in one shard alone. One
+How a stream of `datasets` treats its rows is read off its chain of steps, which it keeps under
+private names (docs/design.md). A step that treats each row alone, such as `map`, is done by shard.
+One that counts rows over the whole stream, such as `take`, keeps its meaning only in one shard. One
 that mixes rows with a generator of its own, or has divided them already, is refused.
 """
 
@@ -27,7 +27,7 @@ DIVIDED = (
     "split_dataset_by_node() has divided it among the ranks already: give the dataset before that "
     "call; the loader divides it"
 )
-# Steps that call no function of a user's, so that nothing is drawn.
+# Steps that call no function of the user's, so that nothing is drawn.
 PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Formatted", "Skip", "Take"}
 KEEPING = {"Examples", "Arrow", "Rebatched", "SelectColumns", "Formatted"}  # and keep all rows
 WHOLE = "the whole stream"
@@ -37,8 +37,8 @@ class Parts:
     """Reads the shards of a dataset by their numbers.
 
     Args:
-        dataset: with `num_shards` and `shard(num_shards=, index=)`.
-        num_shards: of it.
+        dataset: dataset with `num_shards` and `shard(num_shards=, index=)`.
+        num_shards: its number of shards.
     """
 
     def __init__(self, dataset: Any, num_shards: int) -> None:
@@ -54,8 +54,8 @@ class Parts:
 
 
 class SkippingParts(Parts):
-    """Parts whose rows are skipped by the dataset. For those that draw no random numbers: what is
-    drawn for rows that are skipped, or in a batch with others, shifts what is drawn after them.
+    """Parts whose rows are skipped by the dataset. For those that draw no random numbers: draws for
+    rows that are skipped, or are in a batch with others, shift the draws after them.
     """
 
     def __call__(self, name: str, start: int = 0) -> Iterator[Any]:
@@ -71,11 +71,11 @@ def _rows_of(part: Any) -> Iterator[Any]:
 
 
 def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
-    """The shards of a dataset.
+    """Open the shards of a dataset.
 
     Raises:
-        TypeError: it cannot be cut into shards.
-        ValueError: its rows cannot be read by shards, or its shards are not the same each time.
+        TypeError: the dataset cannot be cut into shards.
+        ValueError: its rows cannot be read by shard, or its shards are not the same each time.
     """
     kind = type(dataset).__name__
     if not callable(getattr(dataset, "shard", None)) or not hasattr(dataset, "num_shards"):
@@ -112,10 +112,10 @@ def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
 
 
 def _reshard(dataset: Any, kind: str) -> Any:
-    """The dataset in as many shards as it has.
+    """Return the dataset in as many shards as it has.
 
     Raises:
-        ValueError: in another number when it is asked again.
+        ValueError: it has another number of shards when it is asked again.
     """
     twice = [dataset.reshard() if hasattr(dataset, "reshard") else dataset for _ in range(2)]
     counts = [check_int("num_shards", part.num_shards, 1) for part in twice]
@@ -128,7 +128,7 @@ def _reshard(dataset: Any, kind: str) -> Any:
 
 
 def _chain_of(step: Any) -> Iterator[Any]:
-    """The steps of a Hugging Face stream, from the last one on."""
+    """Yield the steps of a Hugging Face stream, from the last one on."""
     if step is not None:
         yield step
         inner = [vars(step).get("ex_iterable"), *vars(step).get("ex_iterables", ())]
@@ -137,7 +137,7 @@ def _chain_of(step: Any) -> Iterator[Any]:
 
 
 def _why_whole(name: str, step: Any) -> str | None:
-    """What a step does that has a meaning for the whole stream alone; None where it is by row."""
+    """Name what a step does that only has a meaning for the whole stream; None if it is by row."""
     size = getattr(step, "batch_size", 1)
     if name in ("Skip", "Take"):
         return f"{name.lower()}({step.n})"
@@ -155,7 +155,7 @@ def _why_whole(name: str, step: Any) -> str | None:
 
 
 def _length_of(dataset: Any, names: list[str]) -> int | None:
-    """The rows of a dataset, where it knows them and no step leaves rows out."""
+    """Return the number of rows of a dataset if it knows it and no step leaves rows out."""
     if hasattr(dataset, "__len__"):
         return len(dataset)
     splits = getattr(getattr(dataset, "info", None), "splits", None)

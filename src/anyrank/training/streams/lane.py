@@ -1,15 +1,15 @@
 """A lane: the reader of some shards, which gives blocks, each the samples of one microbatch.
 
-A lane reads its shards one after the other and feeds the rows to its transform; what that gives is
-cut into blocks. What a lane gives depends on data, seed and K alone:
+A lane reads its shards one after the other and feeds the rows to its transform; the samples of the
+transform are cut into blocks. The blocks of a lane depend only on data, seed and K:
 
-1. A block takes samples until it is full, a transform cuts it, or the shards are over. The lane
-   then looks some blocks further, so that who reads it knows how many are left at its end.
+1. A block takes samples until it is full, a transform cuts it, or the shards end. The lane
+then looks some blocks further, so that its reader knows how many are left at its end.
 2. Rows are read in pieces, each under random streams of its own, and with `window=` in an order of
-   its own. So a piece can be read again, anywhere.
+its own. So a piece can be read again, anywhere.
 3. The state of a lane is the place of the piece that gave its last samples, and how many of them
-   were given; with a transform, also which rows before that piece it still needs. Whoever goes on
-   with the lane, in whichever process, reads these again. No row is part of a state.
+were given; with a transform, also which rows before that piece it still needs. Any process that
+continues with the lane reads these again. No row is part of a state.
 
 Pure Python: no torch, no ranks.
 """
@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 from anyrank.errors import CheckpointError
 from anyrank.training.streams.digests import digest_of, parts_of
 
-Shard = tuple[int, int]  # the number of its reading, and its own
+Shard = tuple[int, int]  # the number of its reading, and that of the shard
 STATE_BYTES = 1024  # of a transform's state, as JSON
 
 
@@ -44,19 +44,19 @@ CUT: Final = Cut()
 
 
 class LaneState(NamedTuple):
-    """Where a lane goes on, and what it has read since it was dealt, as values of JSON.
+    """The place where a lane continues, and counts since it was dealt, as values of JSON.
 
     Attributes:
         passed, row: shards before the piece that gave the last samples, and the piece's first row.
         length: rows of that piece; 0 for the end of the lane, -1 before anything is read.
-        num_given: its samples that were given.
+        num_given: number of its samples that were given.
         first_passed, first_row: the oldest row that the transform needs; without one, the piece.
         needed: bits of the rows from there to the piece, as hex digits.
         inner: the transform's own state before the piece, as JSON; empty without one.
-        digest: of the piece's first row, as hex digits; empty before.
-        blocks, rows: that were given, and read.
-        units_fed, units_given: of the transform's units (tokens), those in rows and in samples.
-        dropped: rows that the transform has left out, as it says.
+        digest: digest of the piece's first row, as hex digits; empty before it was read.
+        blocks, rows: numbers of blocks given, and of rows read.
+        units_fed, units_given: the transform's units (tokens), in rows and in samples.
+        dropped: number of rows that the transform says it has left out.
     """
 
     passed: int = 0
@@ -76,7 +76,7 @@ class LaneState(NamedTuple):
 
     @staticmethod
     def from_json(row: Sequence[Any]) -> LaneState:
-        """The inverse of a list; raises ValueError or TypeError for anything else."""
+        """Read a state from a list; raise ValueError or TypeError for anything else."""
         kinds = map(type, LaneState())
         state = LaneState._make(kind(value) for kind, value in zip(kinds, row, strict=True))
         int(state.needed or "0", 16)
@@ -86,32 +86,32 @@ class LaneState(NamedTuple):
 
 
 class Source(Protocol):
-    """How shards are read.
+    """The interface by which shards are read.
 
     Attributes:
-        piece: rows that are read at once.
+        piece: number of rows that are read at once.
     """
 
     piece: int
 
     def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
-        """The rows of a shard from one on, which begins a piece."""
+        """Open the rows of a shard from one on, which begins a piece."""
         ...
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
-        """The next piece, under its random streams and in its order; fewer rows at the end."""
+        """Read the next piece, under its random streams and in its order; fewer rows at the end."""
         ...
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random streams for what a transform may draw, by numbers that tell a row."""
+        """Set the random streams that a transform may draw from, by numbers that identify a row."""
         ...
 
     def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:
-        """The rows of a piece, by their numbers in the shard, in the piece's order."""
+        """Return the rows of a piece, by their numbers in the shard, in the piece's order."""
         ...
 
     def name(self, shard: int) -> str:
-        """What the user calls it."""
+        """Return the user's name for a shard."""
         ...
 
 
@@ -119,17 +119,17 @@ class Lane:
     """The reader of a lane, in the process that runs it.
 
     Args:
-        source: of the rows.
-        number: of the lane.
-        reading: in which it is dealt.
-        transform: a fresh one, or None.
-        shard_at: the lane's shards, by their places in it; None behind the last.
-        state: where it goes on.
+        source: source of the rows.
+        number: number of the lane.
+        reading: reading in which it is dealt.
+        transform: a fresh transform, or None.
+        shard_at: returns the lane's shards, by their places in it; None after the last.
+        state: where it continues.
 
     Attributes:
-        state: after the blocks that were taken.
-        left: blocks that it has yet, where they are fewer than was looked for; else -1.
-        changes: pieces that were read again, and had another first row: shard, start, stop.
+        state: state after the blocks that were taken.
+        left: number of blocks that it still has, if fewer than it looked for; otherwise -1.
+        changes: pieces that were read again and had another first row: shard, start, stop.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class Lane:
         self.transform, self.shard_at, self.state = transform, shard_at, state
         self.left = -1
         self.changes: list[tuple[int, int, int]] = []
-        self._passed, self._row = state.passed, state.row  # of the next piece
+        self._passed, self._row = state.passed, state.row  # place of the next piece
         self._rows: Iterator[Any] | None = None  # the rest of the shard
         self._samples: list[Any] = []
-        self._newest, self._num_newest = state, 0  # of the piece that was read last, its samples
-        self._pieces: deque[tuple[LaneState, int]] = deque()  # of the samples: states, and numbers
+        self._newest, self._num_newest = state, 0  # state and samples of the last piece
+        self._pieces: deque[tuple[LaneState, int]] = deque()  # for the samples: states, and counts
         self._num_cuts = 0
         self._is_new, self._is_over = True, False
         # The rows that may be fed again: their numbers, from the oldest on, and places.
@@ -157,7 +157,7 @@ class Lane:
         self._num_fed, self._num_forgotten = 0, 0
         self._has_units = hasattr(transform, "_units_fed")
         self._drops = hasattr(transform, "_num_dropped")
-        self._is_fed_alone = hasattr(transform, "held")  # else a piece is fed as a whole
+        self._is_fed_alone = hasattr(transform, "held")  # otherwise a piece is fed as a whole
         self._is_numbered = hasattr(transform, "_come_to")
         says_what_it_keeps = hasattr(transform, "held") or hasattr(transform, "state_dict")
         self._fresh_parts = None if says_what_it_keeps else parts_of(transform)
@@ -168,15 +168,15 @@ class Lane:
         return self.left == 0
 
     def take(self, size: int, look: int = 0) -> list[Any]:
-        """The samples of the next block; none where the lane has ended.
+        """Return the samples of the next block; none if the lane has ended.
 
         Args:
-            size: samples in it, at most.
-            look: blocks that are looked for behind it.
+            size: most samples in it.
+            look: number of blocks to look for after it.
 
         Raises:
             CheckpointError: a shard has other rows than before.
-            Exception: what reading and the transform raise, with a note.
+            Exception: reading or the transform failed; it gets a note.
         """
         self._drop_cuts()
         while (stop := self._find_stop(size)) is None and self._advance():
@@ -197,7 +197,7 @@ class Lane:
 
     @property
     def progress(self) -> str:
-        """Where in its shards it is, for an error."""
+        """Describe its place in its shards, for an error."""
         shard = self.shard_at(self.state.passed)
         if shard is None:
             return "the end of the shards"
@@ -206,7 +206,7 @@ class Lane:
     # -- samples ----------------------------------------------------------------------------------
 
     def _find_stop(self, size: int) -> int | None:
-        """Where the block ends; None if its last sample is not there yet."""
+        """Find where the block ends; None if its last sample is not there yet."""
         if self._num_cuts:
             for index, sample in enumerate(islice(self._samples, size)):
                 if sample is CUT:
@@ -214,7 +214,7 @@ class Lane:
         return size if len(self._samples) >= size else None
 
     def _count_blocks(self, size: int, most: int) -> int:
-        """How many blocks the samples make that are there, up to a number."""
+        """Count the blocks that the present samples make, up to a number."""
         if not self._num_cuts:
             return min(most, -(-len(self._samples) // size))
         blocks = num_samples = 0
@@ -230,12 +230,12 @@ class Lane:
         return blocks
 
     def _drop_cuts(self) -> None:
-        """A block begins: it cannot end before its first sample."""
+        """Drop cuts at the start of a block, which cannot end before its first sample."""
         while self._num_cuts and self._samples and self._samples[0] is CUT:
             self._give(1)
 
     def _give(self, count: int) -> None:
-        """Remove the first samples: the state is that of the piece that gave the last of them."""
+        """Remove the first samples; take the state of the piece that gave the last of them."""
         if self._num_cuts:
             self._num_cuts -= sum(sample is CUT for sample in islice(self._samples, count))
         del self._samples[:count]
@@ -254,7 +254,7 @@ class Lane:
     # -- rows -------------------------------------------------------------------------------------
 
     def _advance(self) -> bool:
-        """Read and feed the next piece, or end the transform; whether there was something to do."""
+        """Read and feed the next piece, or end the transform; return whether that was possible."""
         if self._is_over:
             return False
         is_read_again = self._is_new and self.state.length >= 0
@@ -279,7 +279,7 @@ class Lane:
         return True
 
     def _feed(self, passed: int, row: int, rows: list[Any], is_read_again: bool) -> list[Any]:
-        """The samples of a piece, or of the lane's end."""
+        """Return the samples of a piece, or of the lane's end."""
         transform: Any = self.transform
         fed = transform._units_fed if self._has_units else 0
         dropped = transform._num_dropped if self._drops else 0
@@ -293,7 +293,7 @@ class Lane:
             self._is_over = True
             samples = [] if self.transform is None else self._end()
         state = self._newest._replace(digest=digest)
-        if not is_read_again:  # else it is counted already
+        if not is_read_again:  # otherwise it is counted already
             state = state._replace(rows=state.rows + len(rows))
             if self._has_units:
                 fed = transform._units_fed - fed
@@ -336,10 +336,10 @@ class Lane:
         self._num_fed = number
 
     def _next_piece(self, stop: tuple[int, int] | None = None) -> tuple[int, int, list[Any]]:
-        """The place and rows of the next piece that has any; none at the end of the shards.
+        """Read the next piece that has rows; return its place and rows, none after the last shard.
 
         Args:
-            stop: a place that ends the search, for rows that were read before.
+            stop: place that ends the search, for rows that were read before.
         """
         shard = self.shard_at(self._passed)
         while shard is not None and (stop is None or (self._passed, self._row) < stop):
@@ -364,10 +364,10 @@ class Lane:
         return self._passed, self._row, []
 
     def _following(self, shard: Shard, row: int) -> Shard | None:
-        """The shard after one without further rows.
+        """Return the shard after one without further rows.
 
         Raises:
-            CheckpointError: it has no row at all, and comes again without end.
+            CheckpointError: it has no row at all, and would come again without end.
         """
         following = self.shard_at(self._passed)
         if following is not None and following[1] == shard[1] and not row:
@@ -391,7 +391,7 @@ class Lane:
         )
 
     def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
-        """The transform's samples of one of the `count` rows of a piece."""
+        """Feed one of the `count` rows of a piece; return the transform's samples."""
         reading, shard = self._shard(passed)
         if self._is_fed_alone:
             self.source.seed_transform(self.transform, reading, shard, row + index)
@@ -409,7 +409,7 @@ class Lane:
             raise
 
     def _end(self) -> list[Any]:
-        """The transform's samples of what is left."""
+        """End the transform; return its samples of the rest."""
         self.source.seed_transform(self.transform, self.reading, -1, self.number)
         try:
             return _as_list(self.transform.end())
@@ -420,7 +420,7 @@ class Lane:
     # -- state ------------------------------------------------------------------------------------
 
     def _note_state(self, passed: int, row: int) -> None:
-        """Take the state before a piece is fed, or before the end."""
+        """Keep the state before a piece is fed, or before the end."""
         places = {"passed": passed, "row": row, "first_passed": passed, "first_row": row}
         if self.transform is None:
             self._newest = self._newest._replace(**places)
@@ -446,10 +446,10 @@ class Lane:
         self._newest = self._newest._replace(**places, needed=needed, inner=inner)
 
     def _check_kept(self) -> None:
-        """Refuse a transform that keeps something without a way to find it again.
+        """Refuse a transform that keeps something and offers no way to find it again.
 
         Raises:
-            TypeError: it has neither `held` nor `state_dict`, and is not as a fresh one any more.
+            TypeError: it has neither `held` nor `state_dict`, and no longer equals a fresh one.
         """
         if self._fresh_parts is None:
             return
@@ -464,10 +464,10 @@ class Lane:
             )
 
     def _inner_state(self) -> str:
-        """The transform's own state as JSON; empty without one.
+        """Return the transform's own state as JSON; empty without one.
 
         Raises:
-            TypeError: it is no JSON, or too large.
+            TypeError: it is not JSON, or is too large.
         """
         get_state = getattr(self.transform, "state_dict", None)
         state = None if get_state is None else get_state()

@@ -18,19 +18,20 @@ LINES = (".jsonl", ".ndjson")
 def row_counts(
     paths: Iterable[str | os.PathLike[str]], *, kept_in: str | os.PathLike[str] | None = None
 ) -> list[int]:
-    """The rows of files, for `ElasticLoader.from_shards(lengths=)`.
+    """Count the rows of files, for `ElasticLoader.from_shards(lengths=)`.
 
-    Of parquet files the footers are read (needs pyarrow); files of JSON lines once from end to end
-    (0.4 GB a second), empty lines left out. Each rank may ask for itself, or one of them.
+    For parquet files only the footers are read (needs pyarrow); files of JSON lines are read once
+    from end to end (0.4 GB a second), without empty lines. Each rank may call it alone, or only one
+    of them.
 
     Args:
-        paths: of files that end in .parquet, .pq, .jsonl or .ndjson.
-        kept_in: a file, beside the run for instance, where counts are kept: a file of the same
-            size and time is not counted again.
+        paths: paths of files that end in .parquet, .pq, .jsonl or .ndjson.
+        kept_in: a file, for instance beside the run, that keeps the counts: a file of the same size
+            and time is not counted again.
 
     Raises:
-        ValueError: a file of another ending.
-        OSError: a file that is not there.
+        ValueError: a file has another ending.
+        OSError: a file does not exist.
 
     Example::
 
@@ -43,7 +44,7 @@ def row_counts(
         check_type("kept_in", kept_in, (str, os.PathLike), "a path")
     known: dict[str, Any] = {}
     if kept_in is not None and Path(kept_in).exists():
-        with suppress(ValueError, TypeError):  # what is damaged is counted anew
+        with suppress(ValueError, TypeError):  # a damaged entry is counted anew
             known |= json.loads(Path(kept_in).read_text(encoding="utf-8"))
     counts: list[int] = []
     for path in map(Path, paths):

@@ -37,10 +37,10 @@ class ShardOrder(Order):
     """The order of samples in shards. A sample's id is its position in the concatenated shards.
 
     Attributes:
-        lengths: samples of each shard.
+        lengths: number of samples of each shard.
         shards: digest of the shards' names.
-        global_batch: samples of a step.
-        microbatch: samples of a lane that a step takes.
+        global_batch: number of samples of a step.
+        microbatch: number of samples of a lane that a step takes.
     """
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class ShardOrder(Order):
         return super().arguments() | {"shards": f"{len(self.lengths)}, digest {self.name}"}
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64."""
+        """Return the sample ids at positions [start, stop) of an epoch, int64."""
         places = torch.arange(start, stop, device="cpu")
         steps = self.n // self.global_batch  # full steps; the samples after them have no lanes
         lane = places % self.global_batch // self.microbatch
@@ -75,7 +75,7 @@ class ShardOrder(Order):
 def _layout_of_epoch(
     order: ShardOrder, epoch: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shards in the epoch's order, the position at which each ends, and each shard's first id."""
+    """Return shards in the epoch's order, the position where each ends, and each one's first id."""
     lengths = torch.tensor(order.lengths, device="cpu")
     shards = Order(len(lengths), order.seed, order.shuffle).ids(epoch, 0, len(lengths))
     return shards, lengths[shards].cumsum(0), lengths.cumsum(0) - lengths
@@ -86,15 +86,15 @@ class Shards(OwnOrder):
 
     Args:
         shards: arguments of `read`.
-        read: shard -> its samples; with `start=`, from one on.
+        read: returns the samples of a shard; with `start=`, those from one on.
         lengths: number of samples of each shard.
 
     Attributes:
-        max_open: iterators that are kept open: one for each lane.
+        max_open: number of iterators that are kept open: one for each lane.
 
     Raises:
-        TypeError: no list of shards, or of lengths; `read` is no function.
-        ValueError: no shard; not an int of at least 0 for each shard.
+        TypeError: shards or lengths are not a list, or `read` is not a function.
+        ValueError: there is no shard, or a length is not an int of at least 0.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Shards(OwnOrder):
         return sum(self.lengths)
 
     def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> ShardOrder:
-        """The order of the samples, with a lane for each microbatch of a step."""
+        """Return the order of the samples, with a lane for each microbatch of a step."""
         self.stream.begin(seed, shuffle, global_batch, microbatch)
         names = derive(*(repr(shard) for shard in self.stream.shards))
         return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
@@ -134,7 +134,7 @@ class Shards(OwnOrder):
         return _ShardReader(self, seed, collate_fn)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Samples of an epoch are asked for next: they have random numbers of their own."""
+        """Begin an epoch: its samples have random numbers of their own."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.open.clear()
@@ -157,7 +157,7 @@ class Shards(OwnOrder):
         return sample
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
-        """The open iterator of a shard that is closest before a sample, or a new iterator."""
+        """Return the open iterator of a shard that is closest before a sample, or a new one."""
         if self.stream.has_start:  # another lane's iterator stays where it is
             first = number // self.stream.piece * self.stream.piece
             return first, self.rows(shard, first)
@@ -167,7 +167,7 @@ class Shards(OwnOrder):
         return max(starts), self.open.pop((shard, max(starts)))
 
     def rows(self, shard: int, first: int) -> Iterator[Any]:
-        """The samples of a shard from one on, which begins a piece; whole pieces are read."""
+        """Read the samples of a shard from one on, which begins a piece; whole pieces are read."""
         with kept():  # the random numbers of the microbatch are those of the collate_fn
             rest = self.stream.open(self.epoch, shard, first)
         while True:
@@ -179,13 +179,13 @@ class Shards(OwnOrder):
                 return
 
     def checked(self, sample: Any, shard: int) -> Any:
-        """A sample; an error at the end of the shard."""
+        """Return a sample; raise an error at the end of the shard."""
         if sample is END:
             raise self.wrong(shard, "fewer")
         return sample
 
     def wrong(self, shard: int, how: str) -> CheckpointError:
-        """The error for a shard whose length differs."""
+        """Make the error for a shard whose length differs."""
         return CheckpointError(
             f"shard {self.stream.shards[shard]!r} has {how} than {self.lengths[shard]} samples: "
             "give its actual length, which must not change during a run"
@@ -202,11 +202,11 @@ class _ShardReader(MicrobatchDataset):
 
 
 def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of shards.
+    """Check the lengths of shards, and return them.
 
     Raises:
-        TypeError: no list.
-        ValueError: not an int of at least 0 for each.
+        TypeError: they are not a list.
+        ValueError: there is not an int of at least 0 for each shard.
     """
     check_type("lengths", lengths, Sequence, "a list of numbers of samples")
     sizes = tuple(lengths)

@@ -1,4 +1,4 @@
-"""What lanes read: the shards of a source, and the sources of a loader. Used in the workers too."""
+"""The shards of a source, and the sources of a loader, which lanes read. Also used in workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from anyrank.training.streams.deal import Constants, Until
 from anyrank.training.streams.transforms import Buckets, Pack, resize
 
 LANES_NAME = "lanes-v2"
-DIGESTS = 16  # of a list of shards, to say where two differ
-LONGEST = 100  # characters of a transform's setting that are told
+DIGESTS = 16  # parts of a list of shards, to say where two lists differ
+LONGEST = 100  # characters of a transform's setting to show
 PIECE = 2  # microbatches of rows that are read at once: seeding costs 10 us each time
 
 
@@ -32,8 +32,8 @@ class StreamOrder(Order):
     """The order of the shards; that of the rows follows from what the lanes read.
 
     Attributes:
-        described: window and transform, which make the steps what they are.
-        digest: of the shards.
+        described: text on window and transform, which also determine the steps.
+        digest: digest of the shards.
     """
 
     described: str
@@ -55,9 +55,9 @@ class Streams(OwnOrder):
     """The sources of a loader: one, or those of a mixture.
 
     Args:
-        sources: by name.
+        sources: sources by name.
         endless: whether none of them ends.
-        mix: the weight of each; None for one source.
+        mix: weight of each source; None for one source.
         until: whether the first source that ends, or the last one, ends an epoch.
     """
 
@@ -78,7 +78,7 @@ class Streams(OwnOrder):
         return sum(map(len, self.sources))
 
     def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> StreamOrder:
-        """The order of the shards."""
+        """Return the order of the shards."""
         self.microbatch = microbatch
         for name, source in zip(self.names, self.sources, strict=True):
             source.begin(
@@ -92,17 +92,17 @@ class Streams(OwnOrder):
         return StreamOrder(len(self), seed, shuffle, described, f"{derive(*digests, size=4):08x}")
 
     def constants(self, seed: int, num_microbatches: int) -> Constants:
-        """What deals depend on."""
+        """Return the values that deals depend on."""
         weights = [1.0] if self.mix is None else [float(self.mix[name]) for name in self.names]
         return Constants(num_microbatches, seed, tuple(weights), self.until, self.endless)
 
     @property
     def notes(self) -> list[str]:
-        """What the user is told of how they are read."""
+        """Notes for the user on how the sources are read."""
         return [source.note for source in self.sources if source.note]
 
     def name_of(self, source: int, shard: int) -> str:
-        """What the user calls a shard."""
+        """Return the user's name for a shard."""
         name = self.sources[source].name(shard)
         return f"{name} of {self.names[source]!r}" if self.mix else name
 
@@ -112,15 +112,15 @@ class Stream:
 
     Args:
         shards: arguments of `read`.
-        read: shard -> its rows; with `start=`, from a row on.
-        transform: of the loader.
-        window: rows that are mixed, or None.
-        num_rows: of an epoch, where that is known from elsewhere.
+        read: returns the rows of a shard; with `start=`, those from one on.
+        transform: transform of the loader.
+        window: number of rows that are mixed, or None.
+        num_rows: number of rows of an epoch, if it is known from elsewhere.
 
     Attributes:
-        piece: rows that are read at once.
-        note: what the user is told of how it is read.
-        fingerprint: what the ranks must have alike beside the names of the shards.
+        piece: number of rows that are read at once.
+        note: note for the user on how it is read.
+        fingerprint: text that must be equal on the ranks beside the names of the shards.
     """
 
     def __init__(
@@ -152,20 +152,20 @@ class Stream:
 
     @property
     def described(self) -> str:
-        """Window and transform, as a part of the order's name."""
+        """Text on window and transform, a part of the order's name."""
         described = "" if self.window is None else f", window {self.window}"
         if self.transform is not None:
             described += f", {_describe_transform(self.transform)}"
         return described
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
-        """Take what the loader was given."""
+        """Take the settings of the loader."""
         self.seed, self.shuffle, self.piece = seed, shuffle, self.window or PIECE * microbatch
         if isinstance(self.transform, Buckets):
             self.transform = resize(self.transform, microbatch)
 
     def digests(self, count: int) -> list[str]:
-        """Of the first shards, for comparison: DIGESTS parts of neighbours."""
+        """Digest the first shards for comparison, in DIGESTS parts of neighbours."""
         if count not in self._digests:  # each save asks
             bounds = [number * count // DIGESTS for number in range(DIGESTS + 1)]
             self._digests[count] = [
@@ -175,25 +175,25 @@ class Stream:
         return self._digests[count]
 
     def shard_at(self, reading: int, number: int, num_shards: int) -> int:
-        """The shard at a place of the order of a reading."""
+        """Return the shard at a place in the order of a reading."""
         return int(Order(num_shards, self.seed, self.shuffle).ids(reading, number, number + 1))
 
     # -- as lanes read it -------------------------------------------------------------------------
 
     def name(self, shard: int) -> str:
-        """What the user calls it, and its number."""
+        """Return the user's name for a shard, and its number."""
         text = repr(self.shards[shard])
         return f"{text[:200]} (number {shard})"
 
     def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
-        """The rows of a shard from one on, which begins a piece."""
+        """Open the rows of a shard from one on, which begins a piece."""
         reseed(derive(self.seed, reading, shard, "open"))
         if row and self.has_start:
             rows = iter(self.function(self.shards[shard], start=row - 1))
-            next(rows, None)  # what it draws to get there is drawn now, and not for the piece
+            next(rows, None)  # draws on the way there happen now, and not in the piece
             return rows
         rows = iter(self.function(self.shards[shard]))
-        # As they were read before: what is drawn for them may decide on those that follow.
+        # Read as before: what is drawn for these rows may decide on those that follow.
         for first in range(0, row, self.piece):
             reseed(derive(self.seed, reading, shard, first, "rows"))
             last = deque(enumerate(islice(rows, self.piece), 1), maxlen=1)
@@ -206,7 +206,7 @@ class Stream:
         return rows
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
-        """The next piece, under its random streams and in its order; fewer rows at the end."""
+        """Read the next piece, under its random streams and in its order; fewer rows at the end."""
         reseed(derive(self.seed, reading, shard, row, "rows"))
         piece = list(islice(rows, self.piece))
         if self.window is None:
@@ -214,8 +214,8 @@ class Stream:
         return [piece[number - row] for number in self.numbers(reading, shard, row, len(piece))]
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random streams for what a transform may draw: all but Pack, and Buckets whose
-        key is no function.
+        """Set the random streams that a transform may draw from: any but Pack, and Buckets
+        whose key is not a function.
         """
         is_still = type(transform) is Pack or (
             type(transform) is Buckets and not callable(transform.key)
@@ -224,7 +224,7 @@ class Stream:
             reseed(derive(self.seed, *numbers, "transform"))
 
     def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:
-        """The rows of a piece, by their numbers in the shard, in the piece's order."""
+        """Return the rows of a piece, by their numbers in the shard, in the piece's order."""
         if self.window is None:
             return range(row, row + count)
         numbers = [*range(row, row + count)]
@@ -233,7 +233,7 @@ class Stream:
 
 
 def _check_transform(transform: Any) -> None:
-    """Raise TypeError for what is no transform."""
+    """Raise TypeError for anything that is not a transform."""
     if isinstance(transform, type):
         raise TypeError(f"transform is the class {transform.__name__}: give an object of it")
     if transform is not None and not all(
@@ -247,7 +247,7 @@ def _check_transform(transform: Any) -> None:
 
 
 def be_the_only_worker() -> None:
-    """Tell what is read in a worker that it is the only one: it is asked for whole shards.
+    """Make a worker look like the only one to the code in it, because it is asked for whole shards.
 
     A `read` or a dataset that gives each worker of a DataLoader its part would leave rows out.
     """
@@ -258,7 +258,7 @@ def be_the_only_worker() -> None:
 
 
 def _describe_transform(transform: Any) -> str:
-    """A transform's class and plain settings, which a resume has to find again."""
+    """Describe a transform by its class and plain settings, which a resume has to find again."""
     plain = {
         name: value
         for name, value in getattr(transform, "__dict__", {}).items()
@@ -269,7 +269,7 @@ def _describe_transform(transform: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a setting is the same by its text."""
+    """Return whether the text of a setting identifies it."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, cast("list[Any]", value)))
     if isinstance(value, dict):
@@ -278,16 +278,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shorten(value: Any) -> str:
-    """A setting's text; of a long one the begin, and a digest of all."""
+    """Return a setting's text; for a long one the beginning, and a digest of all."""
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:40]}... {derive(text, size=4):08x}"
 
 
 def _takes_start(read: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `start`.
+    """Return whether a function has an argument `start`.
 
     Raises:
-        TypeError: it has one that cannot be left out, or not be given by name.
+        TypeError: the argument cannot be left out, or cannot be given by name.
     """
     try:
         start = inspect.signature(read).parameters.get("start")

@@ -1,6 +1,6 @@
-"""`anyrank.Pack` and `anyrank.Buckets`: what a lane can make of its rows.
+"""`anyrank.Pack` and `anyrank.Buckets`: transforms of the rows of a lane.
 
-Neither keeps rows in its state: `held()` says which ones it waits with, and they are read again.
+Neither keeps rows in its state: `held()` gives the ones that wait, and they are read again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from anyrank.checks import check_bool, check_function, check_int, check_type
 from anyrank.training.streams.lane import CUT
 
-IGNORED = -100  # a label that torch's cross entropy leaves out
-WAITING = 64  # documents among which the one that fits best is looked for
+IGNORED = -100  # a label that torch's cross entropy ignores
+WAITING = 64  # documents from which the one that fits best is chosen
 
 
 class _Piece(NamedTuple):
@@ -30,10 +30,10 @@ class _Piece(NamedTuple):
 
 
 class _Numbered:
-    """What knows the rows that it is fed with by their numbers, and by those in the lane.
+    """A transform that knows the rows it is fed by their numbers, and by those in the lane.
 
-    Both count up by themselves. A lane tells them, as a subclass may leave rows out, and as rows
-    that are not needed any more are not fed again after a resume.
+    Both numbers count up on their own. A lane sets them, because a subclass may leave rows out, and
+    rows that are no longer needed are not fed again after a resume.
     """
 
     _num_fed = _row_number = 0  # of the next row
@@ -48,7 +48,7 @@ class _Numbered:
         self._num_fed, self._row_number = number, row_number
 
     def _count(self) -> tuple[int, int]:
-        """The number of a row that is fed, and that in the lane."""
+        """Return the number of a row that is fed, and its number in the lane."""
         number, row_number = self._num_fed, self._row_number
         self._num_fed, self._row_number = number + 1, row_number + 1
         return number, row_number
@@ -64,17 +64,18 @@ class Pack(_Numbered):
 
     Args:
         length: tokens of a row, at least 1.
-        key: of the tokens in a document, a dict: a list, an array or a tensor of ints.
-        eos: a token to append to each document that has any; None: none.
-        labels: key of labels in a document, as many as tokens, which are cut alike; default: the
-            tokens. An eos has itself for a label.
-        split: cut documents where a row is full. False keeps documents whole, but for longer ones,
-            and fills rows with the document that fits best, of 64 that wait; needs `pad`.
-        pad: the token that fills up a row. None: the last row of a lane is shorter, and a
+        key: key of the tokens in a document, which is a dict: a list, an array or a tensor of ints.
+        eos: a token to append to each document that is not empty; None for none.
+        labels: key of labels in a document, as many as tokens, which are cut in the same way;
+            default: the tokens. The label of an eos is the eos.
+        split: cut documents where a row is full. False keeps documents whole, unless they are
+            longer, and fills rows with the document that fits best, out of 64 that wait; needs
+            `pad`.
+        pad: the token that fills up a row. None: the last row of a lane is shorter, and is a
             microbatch of its own.
 
     Raises:
-        TypeError, ValueError: an argument that is wrong on its face.
+        TypeError, ValueError: an argument is wrong.
 
     Example::
 
@@ -113,7 +114,7 @@ class Pack(_Numbered):
         self._units_fed = 0  # tokens of all documents
 
     def feed(self, row: Any) -> list[Any]:
-        """The rows that are full with a document."""
+        """Return the rows that a document completes."""
         number, _ = self._count()
         tokens = _ints_of(row, self.key, "key")
         labels = tokens if self.labels is None else _ints_of(row, self.labels, "labels")
@@ -123,7 +124,7 @@ class Pack(_Numbered):
                 f"{self.labels!r}: give as many labels as tokens"
             )
         if not len(tokens):
-            return []  # without an eos, too
+            return []  # no eos either
         if self.eos is not None:
             end = torch.tensor([self.eos])
             tokens, labels = torch.cat([tokens, end]), torch.cat([labels, end])
@@ -132,7 +133,7 @@ class Pack(_Numbered):
         return self._feed_whole(piece) if not self.split else self._feed_part(piece)
 
     def _feed_part(self, piece: _Piece) -> list[Any]:
-        """The rows that are full, of documents one after the other."""
+        """Return the full rows of documents one after the other."""
         self._put(piece, self._start)
         self._start = 0
         rows: list[Any] = []
@@ -151,7 +152,7 @@ class Pack(_Numbered):
         return rows
 
     def _feed_whole(self, piece: _Piece) -> list[Any]:
-        """Full rows of a longer document, and one of documents that wait if these are too many."""
+        """Return full rows of a longer document, and one of waiting documents if too many wait."""
         rows: list[Any] = []
         full = (len(piece.tokens) - 1) // self.length * self.length
         if piece.number >= self._num_again:  # they were given when it was fed first
@@ -177,7 +178,7 @@ class Pack(_Numbered):
         self._waiting += len(tokens)
 
     def _take_fitting(self) -> list[_Piece]:
-        """The document that waits longest, and those that fit best beside it."""
+        """Return the document that waits longest, and those that fit best beside it."""
         parts = [self._pieces.popleft()]
         left = self.length - len(parts[0].tokens)
         while fitting := [piece for piece in self._pieces if len(piece.tokens) <= left]:
@@ -202,7 +203,7 @@ class Pack(_Numbered):
         }
 
     def end(self) -> list[Any]:
-        """The rows of what is left: with split=True one, which is short unless `pad` is given."""
+        """Return rows of the rest: with split=True one, which is short unless `pad` is given."""
         rows: list[Any] = []
         while self._pieces:
             if self.split:
@@ -218,24 +219,24 @@ class Pack(_Numbered):
         return rows
 
     def held(self) -> list[int]:
-        """Numbers of the documents that wait, in the order in which they were fed."""
+        """Return the numbers of the documents that wait, in the order in which they were fed."""
         return [piece.number for piece in self._pieces]
 
     def state_dict(self) -> int | None:
-        """Of the documents that wait: the first one's tokens that were given, or how many wait."""
+        """Return the number of given tokens of the first waiting document, or how many wait."""
         if not self.split:
             return len(self._pieces)
         return self._pieces[0].start if self._pieces else None
 
     def load_state_dict(self, state: int) -> None:
-        """The documents that wait are fed again next."""
+        """Restore the state; the documents that wait are fed again next."""
         if self.split:
             self._start = state
         else:
             self._num_again = state
 
     def _units_of(self, output: Any) -> int:
-        """Tokens in a row."""
+        """Count the tokens in a row."""
         ids: torch.Tensor = output["document_ids"]
         return len(ids) if self.pad is None else int((ids >= 0).sum())
 
@@ -243,18 +244,18 @@ class Pack(_Numbered):
 class Buckets(_Numbered):
     """Gives microbatches of one bucket each, for `transform=` of any `ElasticLoader`.
 
-    Rows wait until a bucket has a microbatch of them. What waits at the end of a lane, or for
-    `patience` rows, goes as a smaller microbatch: every row is in one microbatch of an epoch. With
-    `drop_last=True` it is left out, and counted in the epoch's receipt.
+    Rows wait until a bucket has a microbatch of them. Rows that wait at the end of a lane, or for
+    `patience` rows, become a smaller microbatch: every row is in one microbatch of an epoch. With
+    `drop_last=True` they are left out, and counted in the epoch's receipt.
 
     Args:
-        key: row -> its bucket, anything that can be a key of a dict: an aspect ratio, a length
-            class; or the key of it in a row. It depends on the row alone, and may draw.
+        key: returns the bucket of a row, anything that can be a key of a dict: an aspect ratio, a
+            length class; or the key of it in a row. It depends on the row alone, and may draw.
         patience: rows of the lane for which the first row of a bucket waits, at least 1.
         drop_last: whether all microbatches are full.
 
     Raises:
-        TypeError, ValueError: an argument that is wrong on its face.
+        TypeError, ValueError: an argument is wrong.
 
     Example::
 
@@ -291,7 +292,7 @@ class Buckets(_Numbered):
         self._waiting: dict[Hashable, list[tuple[int, int, Any]]] = {}
 
     def feed(self, row: Any) -> list[Any]:
-        """The rows of a bucket that is full with this one, and of those that waited too long."""
+        """Return the rows of a bucket that this row fills, and of those that waited too long."""
         bucket = self._bucket_of(row)
         number, row_number = self._count()
         rows = self._waiting.setdefault(bucket, [])
@@ -305,10 +306,10 @@ class Buckets(_Numbered):
         return outputs
 
     def _bucket_of(self, row: Any) -> Hashable:
-        """The bucket of a row.
+        """Return the bucket of a row.
 
         Raises:
-            TypeError, ValueError: what `key` gives cannot tell buckets apart, or is missing.
+            TypeError, ValueError: the value of `key` cannot tell buckets apart, or is missing.
         """
         name = f"Buckets({self.key!r})" if isinstance(self.key, str) else "Buckets(key)"
         bucket: Any = (
@@ -331,11 +332,11 @@ class Buckets(_Numbered):
         return bucket
 
     def _take(self, bucket: Hashable) -> list[Any]:
-        """The rows of a bucket, which wait no longer."""
+        """Remove and return the rows of a bucket."""
         return [row for *_, row in self._waiting.pop(bucket)]
 
     def _flush(self, bucket: Hashable) -> list[Any]:
-        """The microbatch of a bucket that is not full."""
+        """Return the microbatch of a bucket that is not full."""
         rows = self._take(bucket)
         if self.drop_last:
             self._num_dropped += len(rows)
@@ -343,21 +344,21 @@ class Buckets(_Numbered):
         return [CUT, *rows, CUT]
 
     def end(self) -> list[Any]:
-        """The rows that wait, each bucket as a microbatch, unless they are dropped."""
+        """Return the rows that wait, each bucket as a microbatch, unless they are dropped."""
         return [output for bucket in [*self._waiting] for output in self._flush(bucket)]
 
     def held(self) -> list[int]:
-        """Numbers of the rows that wait, in the order in which they were fed."""
+        """Return the numbers of the rows that wait, in the order in which they were fed."""
         return [number for rows in self._waiting.values() for _, number, _ in rows]
 
 
 def _value_of(row: Any, key: str, argument: str) -> Any:
-    """A value of a row that is a dict.
+    """Return a value of a row that is a dict.
 
     Args:
-        row: of the user's.
-        key: of the value.
-        argument: of the transform, which gave the key.
+        row: row of the user's.
+        key: key of the value.
+        argument: argument of the transform that gave the key.
 
     Raises:
         TypeError: the row has no keys.
@@ -377,7 +378,7 @@ def _value_of(row: Any, key: str, argument: str) -> Any:
 
 
 def _ints_of(row: Any, key: str, argument: str) -> torch.Tensor:
-    """The ints in a row under a key, int64 of shape [count]."""
+    """Return the ints in a row under a key, int64 of shape [count]."""
     value = _value_of(row, key, argument)
     try:
         ints = torch.as_tensor(value, device="cpu")
@@ -398,13 +399,13 @@ def _ints_of(row: Any, key: str, argument: str) -> torch.Tensor:
 
 
 def _as_text(value: Any) -> str:
-    """A value in an error: its type, and its begin."""
+    """Describe a value for an error: its type, and its beginning."""
     text = repr(value)
     return f"a {type(value).__name__}, {text[:80]}{'...' * (len(text) > 80)}"
 
 
 def resize(buckets: Buckets, microbatch: int) -> Buckets:
-    """Buckets of the same class and settings, for microbatches of a size: the loader's."""
+    """Return buckets of the same class and settings for the loader's microbatch size."""
     resized = copy.deepcopy(buckets)
     resized._microbatch = microbatch  # pyright: ignore[reportPrivateUsage] - of this module
     return resized

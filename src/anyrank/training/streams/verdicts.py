@@ -1,4 +1,4 @@
-"""What is known of an epoch of streams that is over, in words: its receipt."""
+"""The verdict on an epoch of streams that is over, in words: its receipt."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ log = logging.getLogger("anyrank.data")
 
 
 def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
-    """What an epoch's receipt says.
+    """Return the text of an epoch's receipt.
 
-    "Exactly once" is said where the number of rows is known from elsewhere; else it is of the rows
-    that `read` has given.
+    It says "exactly once" if the number of rows is known from elsewhere; otherwise it speaks of the
+    rows that `read` has given.
 
     Args:
-        streams: that were read.
-        deal: at the end of the epoch.
-        changed: what was other when it was read again.
+        streams: streams that were read.
+        deal: deal at the end of the epoch.
+        changed: descriptions of rows that had changed when they were read again.
 
     Raises:
-        CheckpointError: the transform has lost tokens, or made some.
+        CheckpointError: the transform has lost tokens, or added some.
     """
     totals = deal.totals
     num_fed = sum(total.units_fed for total in totals)

@@ -1,10 +1,10 @@
-"""Reading lanes in workers, or in this process: each request goes to the reader that has the lane.
+"""Read lanes in workers, or in this process: each request goes to the reader that has the lane.
 
-A lane gives its blocks one after the other, and which microbatch of a step gets a block changes
-nothing of it. So a rank asks for the blocks that it will need: of a lane that is its own alone, far
-ahead; of one that other ranks read too, those of the step whose table is known. The number of
-workers, and how far they read ahead, change nothing of what is read. While a lane lasts, its
-microbatches only become more, so what was asked for ahead is needed, or is another rank's.
+A lane gives its blocks one after the other, and the microbatch that a block goes to does not change
+it. So a rank asks for the blocks that it will need: of a lane that is its own alone, far ahead; of
+one that other ranks read too, those of the step whose table is known. The number of workers, and
+how far they read ahead, do not change what is read. While a lane lasts, its microbatches only
+become more, so that a block that was asked for ahead is needed, or is another rank's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.lane import Lane, LaneState
 from anyrank.training.streams.sources import Streams, be_the_only_worker
 
-AHEAD = 16  # steps that are asked for ahead, at most; workers have their own limit
+AHEAD = 16  # most steps that are asked for ahead; workers have their own limit
 Key = tuple[int, int, int]  # a lane, the reading in which it is dealt, a block of it
 
 
@@ -34,10 +34,10 @@ class BlockRequest(NamedTuple):
     """One block of a lane; lane -1 for none, which keeps the workers in turn.
 
     Attributes:
-        run: of the loader's iterations: lanes of an earlier one are closed.
-        lane, reading, block: which one.
-        look: blocks that the lane looks for behind it.
-        opening: of the lane, as all ranks know it; None where the reader has it open, alone.
+        run: iteration of the loader: lanes of an earlier one are closed.
+        lane, reading, block: identify the block.
+        look: number of blocks that the lane looks for after it.
+        opening: opening of the lane, as all ranks know it; None if only this reader has it open.
     """
 
     run: int
@@ -50,14 +50,14 @@ class BlockRequest(NamedTuple):
 
 @dataclass(slots=True)
 class BlockAnswer:
-    """A block that was read; no tuple, which a DataLoader with pin_memory would take apart.
+    """A block that was read; not a tuple, which a DataLoader with pin_memory would take apart.
 
     Attributes:
-        lane, reading, block: which one.
-        num_samples: in it; 0 where the lane had ended before.
-        state: of the lane after it; None for a copy.
-        left: blocks that the lane has after it, where that is known; else -1.
-        changes: pieces that were read again, and were others: shard, start, stop.
+        lane, reading, block: identify the block.
+        num_samples: number of its samples; 0 if the lane had ended before.
+        state: state of the lane after it; None for a copy.
+        left: number of blocks that the lane has after it, if known; otherwise -1.
+        changes: pieces that had changed when they were read again: shard, start, stop.
         k: its microbatch in the step.
     """
 
@@ -72,12 +72,12 @@ class BlockAnswer:
 
     @property
     def key(self) -> Key:
-        """Which block it is."""
+        """The key that identifies the block."""
         return self.lane, self.reading, self.block
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sample came, and the batch is a copy of another's."""
+        """Whether it has no sample, so that its batch is a copy of another's."""
         return not self.num_samples
 
     @property
@@ -86,7 +86,7 @@ class BlockAnswer:
         return [self.lane << 32 | self.block] if self.num_samples else []
 
     def __reduce__(self) -> Any:
-        # As plain values: classes take four times as long, in each answer of a worker.
+        # Plain values, because classes take four times as long in each answer of a worker.
         state = None if self.state is None else tuple(self.state)
         return _read_answer, (self.key, self.num_samples, state, self.left, self.changes)
 
@@ -101,8 +101,8 @@ class BlockReader(Dataset[FetchedBatch]):
 
     Args:
         dataset: the sources.
-        seed: of the run.
-        collate_fn: of the loader.
+        seed: seed of the run.
+        collate_fn: function of the loader.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class BlockReader(Dataset[FetchedBatch]):
             self._run = request.run
             self._lanes.clear()
             be_the_only_worker()
-        # Where it raises, the lane has read what it cannot give any more, and is closed.
+        # If it raises, the lane has read what it can no longer give, and is closed.
         lane = self._lanes.pop(request.lane, None)
         if lane is not None and lane.reading != request.reading:
             lane = None
@@ -135,7 +135,7 @@ class BlockReader(Dataset[FetchedBatch]):
         return fetched
 
     def read_once(self, opening: Opening, block: int) -> FetchedBatch:
-        """One block of a lane that others have open too."""
+        """Read one block of a lane that others have open too."""
         return self._take(self._open(opening), block, 0)
 
     def _open(self, opening: Opening) -> Lane:
@@ -151,7 +151,7 @@ class BlockReader(Dataset[FetchedBatch]):
         return Lane(source, opening.lane, opening.reading, transform, shard_at, opening.state)
 
     def _meet(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
-        """A lane that is where all ranks know it to be: if it has come elsewhere, read anew."""
+        """Return a lane where all ranks know it to be; read it anew if it is elsewhere."""
         if lane is None or lane.state.blocks > block:
             return self._open(opening)
         self._skip(lane, opening.state.blocks)
@@ -202,19 +202,19 @@ class BlockReader(Dataset[FetchedBatch]):
 
 
 class BlockRequests:
-    """Which blocks are asked for, and which have come.
+    """The blocks that are asked for, and those that have come.
 
     Args:
-        run: the loader's iteration.
-        num_workers: of this rank; 0: this process reads, and nothing ahead.
+        run: iteration of the loader.
+        num_workers: number of workers of this rank; 0: this process reads, and nothing ahead.
     """
 
     def __init__(self, run: int, num_workers: int) -> None:
         self.run, self.num_workers = run, num_workers
         self._answers: dict[Key, FetchedBatch] = {}
-        self._asked: set[Key] = set()  # whose answers are to come
+        self._asked: set[Key] = set()  # their answers are to come
         self._ended: dict[tuple[int, int], LaneState] = {}
-        self._workers: dict[int, int] = {}  # of the lanes that were asked for
+        self._workers: dict[int, int] = {}  # workers of the lanes that were asked for
         self._opened: set[tuple[int, int]] = set()
         self._queues: list[deque[Key]] = []
         self._needs: Iterator[Key] = iter(())
@@ -228,7 +228,7 @@ class BlockRequests:
         self._number = 0
 
     def begin_step(self, deal: Deal, number: int, microbatches: Collection[int]) -> None:
-        """The table of a step is known, and which of its microbatches are this rank's."""
+        """Begin a step whose table is known; `microbatches` are those of this rank."""
         own_microbatches = frozenset(microbatches)
         if (self._deal, self._number, self._own_microbatches) == (deal, number, own_microbatches):
             return
@@ -246,7 +246,7 @@ class BlockRequests:
                 del self._answers[lane, reading, block]
 
     def _find_needs(self, deal: Deal) -> Iterator[Key]:
-        """The blocks that this rank needs, in the order in which it does."""
+        """Yield the blocks that this rank needs, in that order."""
         blocks = deal.blocks
         for number in range(self._number, self._number + AHEAD):
             for k, lane in enumerate(deal.lanes_of(number, blocks)):
@@ -257,7 +257,7 @@ class BlockRequests:
                     yield lane, deal.reading(deal.source_of(lane)), block
 
     def requests(self) -> Iterator[BlockRequest]:
-        """The requests, each to the worker whose turn it is. Without end."""
+        """Yield the requests, each to the worker whose turn it is. Without end."""
         turn = 0
         while True:
             key = self._next(turn % self.num_workers) if self.num_workers else self._wanted
@@ -288,7 +288,7 @@ class BlockRequests:
         return BlockRequest(self.run, *key, self._looks.get(lane, 0), opening)
 
     def fetch(self, batches: Iterator[FetchedBatch], key: Key) -> FetchedBatch:
-        """A block of the step; raises what reading raises."""
+        """Return a block of the step; raise the errors of reading it."""
         self._wanted = key
         while key not in self._answers:
             if self.num_workers and key[:2] in self._ended and key not in self._asked:
