@@ -1,7 +1,7 @@
-"""Resuming from another tool's checkpoint: what it holds comes over, the rest is reported.
+"""Resume from another tool's checkpoint: take over what it holds, and report the rest.
 
-Weights go the way of `load`. Optimizers and stateful parts are described as a step of a run would
-describe them, and go the way of `resume`.
+Weights are read as in `load`. Optimizers and stateful parts are described as a step of a run would
+describe them, and restored as in `resume`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
-WAYS_OUT = {  # what follows "to go on" in an error about a module
+WAYS_OUT = {  # text after "to go on" in an error about a module
     "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
     "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
 }
@@ -55,7 +55,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
     Raises:
         CheckpointError: weights do not fit the state, which is unchanged; or a rank does not see
             the checkpoint.
-        UnsafeFile: a pickle that would run code, or a header that lies.
+        UnsafeFile: a pickle would run code, or a header lies.
     """
     names = {*state.parts.parts}
 
@@ -98,7 +98,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
 
 
 def _with_counts(source: ForeignCheckpoint, arguments: ResumeArguments) -> ForeignCheckpoint:
-    """The checkpoint with the epochs, and the steps of its schedules, that the caller says."""
+    """Set the epochs, and the steps of the schedules, of the checkpoint as the caller says."""
     epoch, often = arguments.epoch, arguments.scheduler_steps
     if often is not None:
         source = replace(source, scheduler_steps=often, says_scheduler_steps=True)
@@ -120,7 +120,7 @@ def _plan_module(
     """Plan the load of a module. All ranks.
 
     Raises:
-        CheckpointError: its tensors do not fit.
+        CheckpointError: the module's tensors do not fit.
     """
     inner = state.parts
     ways_out = {kind: text.format(part=[part]) for kind, text in WAYS_OUT.items()}
@@ -143,15 +143,15 @@ def _plan_module(
 
 @dataclass(kw_only=True)
 class ForeignStep(ResumeSource):
-    """What another tool saved, as a resume sees a step of a run.
+    """Another tool's checkpoint in the form of a run's step, as a resume needs it.
 
     Attributes:
         source: the checkpoint, by its headers.
         skip: names of parts that stay as they are.
-        chosen: names of parts of which the user says what is read into them.
-        plans: of the modules that are loaded, by part.
-        used: names of its parts that come over.
-        trained: modules whose parameters have state of an optimizer that comes over.
+        chosen: names of parts for which the user says what is read into them.
+        plans: plans of the modules that are loaded, by part.
+        used: names of its parts that are taken over.
+        trained: modules with optimizer state of their parameters that is taken over.
     """
 
     source: ForeignCheckpoint
@@ -162,10 +162,10 @@ class ForeignStep(ResumeSource):
     trained: set[str] = field(default_factory=set[str])
 
     def has_weights(self, part: str) -> bool:
-        """Whether it has the weights of a module.
+        """Return whether it has the weights of a module.
 
         Raises:
-            CheckpointError: it has not those of the model itself.
+            CheckpointError: it lacks those of the model itself.
         """
         if part not in self.source.weights and part == "model":
             raise CheckpointError(
@@ -346,7 +346,7 @@ def _outcome_of(plan: AgreedPlan) -> Outcome:
 
 
 def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
-    """Exact where bytes went as they are into whole tensors."""
+    """Return exact if bytes went unchanged into whole tensors; otherwise the reason."""
     cast = sorted(
         {f"{stored.dtype} to {dtype}" for _, dtype, stored in rows if stored.dtype != dtype}
     )
@@ -360,7 +360,7 @@ def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
 def _record_of(
     part: str, thing: Any, tree: Any
 ) -> tuple[dict[str, Any] | str, dict[str, StoredTensor]]:
-    """The record of a stateful part and the tensors that it refers to, or why there is none."""
+    """Return the record of a stateful part and the tensors it refers to, or why there is none."""
     tensors: dict[str, StoredTensor] = {}
 
     def put(where: str, value: Any) -> Any:
@@ -376,9 +376,10 @@ def _record_of(
 
 
 def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
-    """The state of a loader that goes on in the epoch that the checkpoint was in, from its start.
+    """Return the state of a loader that continues at the start of the checkpoint's epoch.
 
-    Which samples of that epoch were seen is unknown, as the other tool's order is its own.
+    Which samples of that epoch were seen is unknown, because the other tool has an order of its
+    own.
     """
     now = data.state_dict()
     epoch = 0.0 if source.epoch is None else source.epoch
@@ -410,12 +411,12 @@ def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str,
 
 
 def _seen_twice(data: ElasticLoader, source: ForeignCheckpoint, epoch: float) -> int | None:
-    """About how many samples of the epoch that begins again were seen; None where nobody knows.
+    """Estimate how many samples of the epoch that begins again were seen; None if unknown.
 
-    Where the checkpoint counts no samples, by its steps, if they were as large as the loader's.
+    If the checkpoint counts no samples, its steps count, as if they were as large as the loader's.
     """
     now = data.state_dict()
-    if "deal" in now:  # a stream, whose rows nobody has counted
+    if "deal" in now:  # a stream, with rows that nobody has counted
         return None
     if epoch != int(epoch):
         return round((epoch - int(epoch)) * now["n"])

@@ -1,4 +1,4 @@
-"""Looks for other content in a folder for a new run, by names alone: no file is opened."""
+"""Look for other content in a folder for a new run, by names alone: no file is opened."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from anyrank.sources.endings import format_of
 from anyrank.sources.readers.folders import checkpoint_among, is_of_tool
 from anyrank.sources.run_step import INDEX, list_steps
 
-MAX_FOLDERS = 200  # how many are listed; in an object store each costs a request
+MAX_FOLDERS = 200  # most folders to list; in an object store each costs a request
 MEGATRON = "latest_checkpointed_iteration.txt"
-# Weights in a subfolder. Files of a user's own data end in .bin and .pt as well.
+# Weights in a subfolder. Files of a user's own data may also end in .bin and .pt.
 WEIGHTS = re.compile(
     r".*\.(distcp|safetensors|index\.json|ckpt|pth)$|(pytorch_)?model.*\.(bin|pt)$", re.IGNORECASE
 )
 
 
 def _has_run_files(names: Sequence[str]) -> bool:
-    """Whether a save of a run wrote these files; DCP folders of `convert` have neither."""
+    """Return whether a save of a run wrote these files; DCP folders of `convert` have neither."""
     return MANIFEST in names or INDEX in names
 
 
 def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) -> str | None:
-    """Why a folder cannot hold a new run, with the way out; None if it can.
+    """Say why a folder cannot hold a new run, with the way out; None if it can.
 
     Looks into the folder and its subfolders, no deeper.
 
     Args:
-        storage: of the folder.
-        path: of the folder.
-        own_names: subfolders that a save of the run itself may have begun.
+        storage: storage of the folder.
+        path: path of the folder.
+        own_names: pattern of subfolders that a save of the run itself may have begun.
 
     Raises:
         OSError: the storage cannot list the folder.
@@ -59,7 +59,7 @@ def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) 
 
 
 def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
-    """As `find_other_content`, for a subfolder."""
+    """Do what `find_other_content` does, for a subfolder."""
     names = [*_list_entries(storage, folder)]
     if list_steps(storage, folder, names):
         return (
@@ -84,7 +84,7 @@ def _tool_message(path: str, sign: str) -> str:
 
 
 def _list_entries(storage: Storage, folder: str) -> Mapping[str, bool]:
-    """The entries; none if the folder does not exist or this user may not read it (lost+found)."""
+    """List the entries; none if the folder is absent or this user may not read it (lost+found)."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         return storage.entries(folder)
     return {}

@@ -1,8 +1,8 @@
-"""The state of an optimizer that another tool saved, as the record of an optimizer of a run's.
+"""An optimizer state that another tool saved, as the record of an optimizer of a run.
 
 Tools keep it by the parameter's name, or by its number in the optimizer, as `state_dict()` does.
-Numbers mean the parameters of an optimizer that was made alike: with as many groups, of as many
-parameters, in the same order.
+Numbers mean the parameters of an optimizer that was made in the same way: with as many groups, of
+as many parameters, in the same order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from anyrank.sources.tools.checkpoint import ForeignGroup, ForeignOptimizer, Unr
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
 
-# Options that torch added over the years, with defaults that keep what older versions did.
+# Options that torch added over the years, with defaults that keep the older behaviour.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
-# What torch's optimizers keep of each parameter that was stepped, in its shape.
+# State that torch's optimizers keep for each parameter that was stepped, in its shape.
 KEPT = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
     **dict.fromkeys(("SGD", "Muon"), ("momentum_buffer",)),
@@ -35,7 +35,7 @@ KEPT = {
     "Rprop": ("prev", "step_size"),
     "ASGD": ("ax",),
 }
-SHOWN = 10  # problems of one optimizer
+SHOWN = 10  # problems to show for one optimizer
 
 
 def record_of(
@@ -45,14 +45,14 @@ def record_of(
     names: Names,
     rename: Callable[[str], str],
 ) -> tuple[dict[str, Any], dict[str, StoredTensor], list[str]]:
-    """The record of an optimizer part, the tensors that it refers to, and what does not fit.
+    """Make the record of an optimizer part, list the tensors it refers to, and what does not fit.
 
     Args:
-        part: its name in the state.
-        optimizer: as it is now.
-        source: what was saved.
-        names: of the parameters of the state's modules.
-        rename: from the source's names of parameters to the model's.
+        part: name of the part in the state.
+        optimizer: the optimizer as it is now.
+        source: the saved state.
+        names: names of the parameters of the state's modules.
+        rename: maps the source's names of parameters to the model's.
     """
     problems = _problems_of_class(part, optimizer, source)
     if problems:
@@ -99,7 +99,7 @@ def _json(value: Mapping[str, Any], where: str, put: Callable[[str, Any], Any]) 
 
 
 def _options(optimizer: Optimizer, group: ForeignGroup) -> dict[str, Any]:
-    """The hyperparameters of a saved group; what it does not say is as it is made now."""
+    """Return the hyperparameters of a saved group; missing ones are as they are now."""
     now = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     known = {key: value for key, value in group.options.items() if not isinstance(value, Unread)}
     late = {key: now[key] for key in LATER & now.keys() - known.keys()}
@@ -107,7 +107,7 @@ def _options(optimizer: Optimizer, group: ForeignGroup) -> dict[str, Any]:
 
 
 def _problems_of_class(part: str, optimizer: Optimizer, source: ForeignOptimizer) -> list[str]:
-    """Signs that another kind of optimizer saved it."""
+    """List signs that another kind of optimizer saved the state."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer):
         return [
@@ -143,7 +143,7 @@ def _our_names(
     names: Names,
     rename: Callable[[str], str],
 ) -> tuple[dict[str | int, str], list[str]]:
-    """The name of a parameter in the checkpoint -> in this state; and what does not fit."""
+    """Map the checkpoint's names of parameters to this state's; list what does not fit."""
     keys = [*source.state, *(key for group in source.groups for key in group.params)]
     own_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     own_names: dict[str | int, str] = {key: f"parameter {key}" for key in keys}
@@ -179,7 +179,7 @@ def _our_names(
 def _misfits(
     where: str, entries: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
 ) -> list[str]:
-    """What of a parameter's saved state cannot be that parameter's."""
+    """Describe the saved state of a parameter that cannot be that parameter's."""
     lost = [key for key in kept if key not in entries] if entries else []
     problems = [f"{where}: the checkpoint has no {', '.join(lost)}"] if lost else []
     for key, value in entries.items():

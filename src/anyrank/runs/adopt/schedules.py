@@ -13,16 +13,17 @@ from anyrank.runs.state.resume_report import Outcome
 from anyrank.sources.tools.checkpoint import ForeignCheckpoint, is_plain_number
 from anyrank.wording import count
 
-# What a schedule keeps besides its count that its steps change; it cannot be divided.
+# Entries besides its count that a schedule changes in its steps; they cannot be divided.
 COUNTERS = {"T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
 INNER = "_schedulers"  # the states of the schedules within one
-MORE = 1.5  # times the step: a count above it is none of steps that a GradScaler left out
+MORE = 1.5  # times the step: a higher count is not due to steps that a GradScaler left out
 
 
 def other_kind(part: str, thing: Any, tree: Any) -> str | None:
-    """The problem of a saved state that is one of another kind of schedule.
+    """Return the problem of a saved state that comes from another kind of schedule.
 
-    No tool saves the class, so the public entries say it: of the schedule, and of those within it.
+    No tool saves the class, so the public entries show it: those of the schedule, and of those
+    within.
     """
     if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
         return None
@@ -36,7 +37,7 @@ def other_kind(part: str, thing: Any, tree: Any) -> str | None:
 
 
 def _differing_entries(now: Mapping[Any, Any], saved: Mapping[Any, Any]) -> list[str]:
-    """Names of entries that only one of two states of a schedule has."""
+    """Name the entries that only one of two states of a schedule has."""
     names = {str(key) for key in now} ^ {str(key) for key in saved}
     differ = sorted(name for name in names if not name.startswith("_") and name != "verbose")
     inner, saved_inner = _inner(now), _inner(saved)
@@ -48,14 +49,14 @@ def _differing_entries(now: Mapping[Any, Any], saved: Mapping[Any, Any]) -> list
 
 
 def _inner(state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-    """The states of the schedules within one, from files that may hold anything in their place."""
+    """Return the states of the schedules within one, from files that may hold anything there."""
     inner: Any = state.get(INNER)
     rows = cast("list[Any]", inner) if isinstance(inner, list) else []
     return [row for row in rows if isinstance(row, dict)]
 
 
 def counted(state: Any) -> int | float | None:
-    """How often a schedule was stepped, by its state, or by that of the first one within it."""
+    """Return how often a schedule was stepped, by its own state or that of the first one within."""
     if not isinstance(state, dict):
         return None
     known = cast("dict[Any, Any]", state)
@@ -69,16 +70,16 @@ def counted(state: Any) -> int | float | None:
 def in_optimizer_steps(
     part: str, thing: Any, tree: Any, source: ForeignCheckpoint
 ) -> tuple[Any, Outcome | None]:
-    """A schedule's state as it is when the schedule is stepped once in each optimizer step.
+    """Convert a schedule's state to one step of the schedule per optimizer step.
 
-    Where it was stepped more often, as Accelerate does once for each process, its count is divided,
-    and its other constants, which that number multiplied, are those that it is made with now.
+    If it was stepped more often, as Accelerate does once for each process, its count is divided.
+    Its other constants, which that number had multiplied, become those that it is made with now.
 
     Returns:
-        The state, and what became of it if it is not the saved one.
+        The state, and its outcome if it is not the saved one.
 
     Raises:
-        CheckpointError: it cannot be divided.
+        CheckpointError: the state cannot be divided.
     """
     often, step = source.scheduler_steps, source.step
     total = counted(tree)
@@ -111,13 +112,13 @@ def _stepped(source: ForeignCheckpoint) -> str:
 
 
 def _counters(state: Mapping[Any, Any]) -> set[str]:
-    """What a schedule, or one within it, counts besides its steps."""
+    """Name what a schedule, or one within it, counts besides its steps."""
     counters = {str(key) for key in state} & COUNTERS
     return counters.union(*(_counters(row) for row in _inner(state)))
 
 
 def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> dict[str, Any]:
-    """The state of a schedule that is made as `now`, after so many steps, with the saved rates."""
+    """Return the state of a schedule made as `now`, after `steps` steps, with the saved rates."""
     state: dict[str, Any] = {**saved, **now}
     state |= {key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}
     state |= {"last_epoch": steps} if "last_epoch" in now else {}
@@ -137,7 +138,7 @@ def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> d
 
 
 def doubts_on_count(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
-    """What the report warns of where a schedule's count cannot be that of the step."""
+    """Return warnings for the report if a schedule's count cannot be that of the step."""
     total, step = counted(tree), source.step
     if total is None or step is None or source.says_scheduler_steps:
         return []

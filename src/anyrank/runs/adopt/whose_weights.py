@@ -1,4 +1,4 @@
-"""Which of a checkpoint's weights an optimizer has trained, and which are an average of them."""
+"""Find which of a checkpoint's weights an optimizer has trained, and which are an average."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 def average_of(
     state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
 ) -> dict[str, str]:
-    """The one module that the checkpoint has no part for by name, where its average of the weights,
-    which no part is named after, has that module's names and shapes.
+    """Find the one module without a part of its name in the checkpoint whose names and shapes are
+    those of the checkpoint's average of the weights, which no part is named after.
     """
     parts = state.parts.parts
     modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
@@ -29,7 +29,7 @@ def average_of(
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's tensors, by name, without what torch's AveragedModel adds."""
+    """Return the shapes of a model's tensors, by name, without what torch's AveragedModel adds."""
     plain = {key.removeprefix("module."): value for key, value in tensors.items()}
     plain.pop(AVERAGED, None)
     return {key: tuple(value.shape) for key, value in plain.items() if hasattr(value, "shape")}
@@ -38,13 +38,13 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def doubt_on_weights(
     part: str, source: ForeignCheckpoint, path: str, used: Collection[str], is_chosen: bool
 ) -> str | None:
-    """What the report warns of where a model's weights may be others than its optimizer has
+    """Return a warning for the report if a model's weights may not be those that its optimizer has
     trained: an average of them, or one of several tables that could be the model's.
 
     Args:
-        part: the model's, which is read, as is the optimizer's state.
+        part: part of the model, which is read, as is the optimizer's state.
         source: the checkpoint.
-        path: of it.
+        path: path of the checkpoint.
         used: names of what is read.
         is_chosen: whether the user says from which table.
     """

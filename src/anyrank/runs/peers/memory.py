@@ -41,7 +41,7 @@ log = logging.getLogger("anyrank.saving")
 
 
 class PeerMemory(RunListener):
-    """The snapshots of one run, as one rank sees them. All ranks keep and bring together.
+    """The snapshots of one run, as one rank sees them. All ranks keep and fetch them together.
 
     Keeps one snapshot, and a second one while that is written.
 
@@ -72,7 +72,7 @@ class PeerMemory(RunListener):
     # -- keep -------------------------------------------------------------------------------------
 
     def tell(self, number: int) -> bool:
-        """Whether a snapshot is due after this step; the first rank's clock decides."""
+        """Return whether a snapshot is due after this step; the first rank's clock decides."""
         return self._has_room and self._cadence.is_due(number, self._last)
 
     def on_step(self, news: Any) -> None:
@@ -135,7 +135,7 @@ class PeerMemory(RunListener):
 
     @property
     def _is_first_on_machine(self) -> bool:
-        """Whether this rank is the first on its machine."""
+        """Return whether this rank is the first on its machine."""
         return self._machine_ranks[self.ranks.node][0] == self.ranks.rank
 
     def _plan_copies(self, files: Sequence[RankFiles]) -> list[FileTransfer]:
@@ -163,14 +163,14 @@ class PeerMemory(RunListener):
         return SnapshotSearch(folder, verify, self.ranks, self._snapshots(), self.bring)
 
     def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
-        """Only what was restored stays: other snapshots are of steps that are done again."""
+        """Keep only what was restored: other snapshots are of steps that are done again."""
         if report is not None:
             is_snapshot = step is not None and not step.is_on_disk
             self._remove_except(*([step_name(report.step)] if is_snapshot else []))
         return report
 
     def _snapshots(self) -> list[PeerSnapshot]:
-        """The snapshots of which no file is missing, the newest first. Equal on all ranks."""
+        """List the snapshots without missing files, the newest first. Equal on all ranks."""
         answers = self.ranks.together("looking at the machines' memory", self._list_own)
         snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
         missing: dict[tuple[int, str, str], set[str]] = {}
@@ -185,7 +185,7 @@ class PeerMemory(RunListener):
         return [snapshots[key] for key in sorted(snapshots, reverse=True) if not missing[key]]
 
     def _list_own(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
-        """This machine's committed snapshots: of each, its files' sizes, and the absent files."""
+        """List this machine's committed snapshots, each with its files' sizes and absent files."""
         snapshots: dict[tuple[int, str, str], tuple[dict[str, int], set[str]]] = {}
         for step in self.folder.whole_steps() if self._is_first_on_machine else ():
             path = self.folder.join(step.name)
@@ -223,13 +223,13 @@ class PeerMemory(RunListener):
 
 
 def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) -> list[RunListener]:
-    """The memory that `anyrank run` made for these ranks; none, and a warning, without it.
+    """Open the memory that `anyrank run` made for these ranks; warn and return none without it.
     All ranks.
 
     Args:
-        path: of the run.
-        state: of the run.
-        ranks: of the run.
+        path: path of the run.
+        state: state of the run.
+        ranks: ranks of the run.
         cadence: when a snapshot is due.
     """
     root = os.environ.get(PEERS_FOLDER, "")

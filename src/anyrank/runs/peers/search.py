@@ -21,13 +21,13 @@ log = logging.getLogger("anyrank.resume")
 
 @dataclass
 class PeerSnapshot:
-    """A snapshot all of whose files are on the machines.
+    """A snapshot with all of its files on the machines.
 
     Attributes:
-        path: of its folder on this machine.
-        step, run, written: of its manifest.
+        path: path of its folder on this machine.
+        step, run, written: those of its manifest.
         holder: global rank that can read the manifest and the index.
-        sizes: of its files.
+        sizes: sizes of its files.
         machines: file -> indices of the machines that hold it.
     """
 
@@ -40,7 +40,7 @@ class PeerSnapshot:
     machines: dict[str, list[int]]
 
     def examine(self) -> SnapshotCandidate:
-        """It as a candidate, with its damage. On its holder."""
+        """Return it as a candidate, with its damage. On its holder."""
         name = step_name(self.step)
         try:
             manifest = read_manifest(LocalStorage(), self.path)
@@ -59,12 +59,12 @@ class SnapshotCandidate(Candidate):
 
 
 class SnapshotSearch(StepSearch):
-    """As `StepSearch`, of the folder's steps and of snapshots, which are read if both are equally
-    new. Damaged snapshots are skipped, and stay where they are.
+    """Searches the folder's steps and the snapshots; a snapshot is read if both are equally new.
+    Damaged snapshots are skipped, and stay where they are.
 
     Args:
         folder, verify, ranks: as for `StepSearch`.
-        snapshots: the newest first.
+        snapshots: snapshots, the newest first.
         bring: makes files of a snapshot readable on this rank. Called by all ranks.
     """
 
@@ -90,7 +90,7 @@ class SnapshotSearch(StepSearch):
         return replace(candidate, snapshot=snapshot)  # each machine has a folder of its own
 
     def _is_next(self, snapshot: PeerSnapshot) -> bool:
-        """Whether a snapshot is of this run, and no step of the folder is newer. One rank."""
+        """Return whether a snapshot is of this run and the folder has no newer step. One rank."""
         steps = self.folder.steps()
         if steps and steps[0].number > snapshot.step:
             return False

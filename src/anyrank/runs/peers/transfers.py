@@ -1,4 +1,4 @@
-"""Sends the files of a snapshot from one machine's memory to another's."""
+"""Send the files of a snapshot from one machine's memory to another's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyrank.files.storage import join_path, storing
 from anyrank.loading.sharing.passing import exchange
 from anyrank.world.ranks import Ranks
 
-BLOCK_BYTES = 32 << 20  # of a message
+BLOCK_BYTES = 32 << 20  # in one message
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
 
     Args:
         transfers: the same list on all ranks.
-        folder: on this machine; made if it does not exist.
-        ranks: all that the list names, and maybe others.
+        folder: folder on this machine; made if it does not exist.
+        ranks: all ranks that the list names, and maybe others.
 
     Raises:
         CheckpointError: a machine has no room, or lost a file.
@@ -65,7 +65,7 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
     exchange(ranks, sent, received, "sending the snapshot to other machines")
     ranks.run(
         "sending the snapshot to other machines", lambda: None
-    )  # all ranks of the machine read it
+    )  # because all ranks of the machine read it
 
 
 def make_folder(path: str) -> None:
@@ -77,7 +77,7 @@ def make_folder(path: str) -> None:
 def _create(path: str, nbytes: int) -> None:
     """Make a file and reserve its memory: writing to a mapping without memory kills the process."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of an earlier, interrupted transfer
+        os.unlink(path)  # left by an earlier, interrupted transfer
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if nbytes:
@@ -95,5 +95,5 @@ def _map_file(path: str) -> mmap.mmap:
 
 
 def _split(memory: mmap.mmap) -> Sequence[torch.Tensor]:
-    """A mapped file, split into blocks of a message's size."""
+    """Split a mapped file into blocks of a message's size."""
     return torch.frombuffer(memory, dtype=torch.uint8).split(BLOCK_BYTES)
