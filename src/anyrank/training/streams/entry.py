@@ -1,4 +1,4 @@
-"""What `ElasticLoader` calls for shards, iterables and transforms."""
+"""The functions that `ElasticLoader` calls for shards, iterables and transforms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_shards(
     endless: bool,
     options: Mapping[str, Any],
 ) -> OwnOrder:
-    """The dataset of `ElasticLoader.from_shards`, which has these other options; raises as that."""
+    """Open the dataset of `ElasticLoader.from_shards` with its options; raises the same errors."""
     _check_options(options)
     check_bool(endless=endless)
     if lengths is None:
@@ -59,7 +59,7 @@ def open_iterable(
     until: Until,
     options: Mapping[str, Any],
 ) -> OwnOrder:
-    """The dataset of `ElasticLoader.from_iterable`, which has these other options."""
+    """Open the dataset of `ElasticLoader.from_iterable` with its options."""
     _check_options(options)
     _check_tail(options)
     check_bool(endless=endless)
@@ -87,7 +87,7 @@ def open_map_style(
 
 
 def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:
-    """The datasets of a mixture; raises TypeError and ValueError."""
+    """Return the datasets of a mixture; raise TypeError and ValueError for wrong arguments."""
     if not isinstance(mix, Mapping) or not isinstance(datasets, Mapping):
         raise TypeError(
             'mix= is of a dict of datasets: from_iterable({"code": a, "text": b}, '
@@ -107,7 +107,7 @@ def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what needs an order that does not depend on the sizes of steps."""
+    """Refuse options that need an order which does not depend on the sizes of steps."""
     if options.get("on_batch_change", "error") != "error":
         raise ValueError(
             f"on_batch_change={options['on_batch_change']!r}: a step has rows of as many lanes as "
@@ -116,7 +116,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_tail(options: Mapping[str, Any]) -> None:
-    """Refuse to drop what does not fill a step: there is no such rest in lanes."""
+    """Refuse to drop samples that do not fill a step: lanes leave no such rest."""
     if options.get("tail") == "drop":
         raise ValueError(
             "tail='drop': every row of a stream is in a step, and an epoch's last ones are "

@@ -1,9 +1,9 @@
 """The position of an `ElasticLoader` over streams: what its lanes have read, equal on all ranks.
 
-A rank reports its blocks with the agreement on their batches, and of each lane whoever has its last
-block of the step reports where it is. So before the last microbatch of a step runs, all ranks know
-what it has, which lanes come to their end, and whether a step follows. Asking for that changes
-nothing: a step's plan, and the plan of the step after it, are each made once.
+A rank reports its blocks with the agreement on their batches; the rank with a lane's last block of
+the step also reports where the lane is. So before the last microbatch of a step runs, all ranks
+know what the step has, which lanes come to their end, and whether a step follows. Asking for that
+changes nothing: a step's plan, and the plan of the step after it, are each made once.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
 
-BLOCKS_NOTED = 1000  # at most, before they are summed up: that takes some 100 us
+BLOCKS_NOTED = 1000  # most before they are summed up, which takes some 100 us
 CHANGES_NOTED = 20  # in an epoch
 TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
-# Of a block: its microbatch, its samples, what has changed, and of a lane's last one where it is.
+# For a block: its microbatch, its samples, its changes, and for a lane's last one its place.
 Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan(StepPlan):
-    """A step: the lanes whose blocks are its microbatches. What it has is known when it was read.
+    """A step: the lanes whose blocks are its microbatches. Its samples are known when it was read.
 
     Attributes:
-        deal: before the step.
-        lanes: of the microbatches.
-        blocks: of these lanes, the numbers.
-        sizes: samples of the microbatches, as far as they are known.
-        states: of the lanes after the step, and how many blocks each has yet, as far as known.
-        changes: pieces that were others when they were read again: lane, shard, start, stop.
+        deal: deal before the step.
+        lanes: lanes of the microbatches.
+        blocks: numbers of the blocks in these lanes.
+        sizes: numbers of samples of the microbatches, as far as they are known.
+        states: states of the lanes after the step, with the number of blocks that each has left, as
+            far as they are known.
+        changes: pieces that had changed when they were read again: lane, shard, start, stop.
         follows: the deal after the step, and the plan of the next one, if any; once it is known.
         kept: a batch of this rank for its copies.
     """
@@ -82,7 +83,7 @@ class BlockPlan(StepPlan):
         return sum(self.sizes.values())
 
     def is_unknown(self, what: str) -> ValueError:
-        """The error of who asks for something too early."""
+        """Make the error for a caller that asks for something too early."""
         return ValueError(
             f"step {self.number}: {what} is not known yet, as rows are counted while they are "
             "read, but in the last microbatch of a rank: ask after the loop over microbatches, and "
@@ -102,12 +103,12 @@ class BlockPlan(StepPlan):
 
 
 class StreamPosition(Position):
-    """Where a run is in its streams.
+    """The position of a run in its streams.
 
     Attributes:
-        deal: after the last step that counts.
-        changed: what was read again and was other than before, of the epoch, as sentences.
-        verdicts: of finished epochs, what is known of them.
+        deal: deal after the last step that counts.
+        changed: rows of the epoch that had changed when they were read again, as sentences.
+        verdicts: verdicts on finished epochs.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -121,7 +122,7 @@ class StreamPosition(Position):
             log.warning(note)
         self.verdicts: dict[int, EpochVerdict] = {}
         self.changed: list[str] = []
-        self._planned, self._seen = list[int](), list[int]()  # blocks that are not summed up
+        self._planned, self._seen = list[int](), list[int]()  # blocks that are not summed up yet
         self._run = 0
         self._deal_epoch()
 
@@ -237,7 +238,7 @@ class StreamPosition(Position):
         return self.reader.read_once(plan.deal.opening(plan.lanes[slot.k]), plan.blocks[slot.k])
 
     def _copy_for(self, plan: BlockPlan) -> Any:
-        """A batch of another microbatch, for one that has no sample of its own.
+        """Return a batch of another microbatch, for one that has no sample of its own.
 
         Raises:
             CheckpointError: no lane has a row.
@@ -256,7 +257,7 @@ class StreamPosition(Position):
         return copy.deepcopy(plan.kept[0])
 
     def _no_rows(self, rows: int, what: str, number: int) -> CheckpointError:
-        """The error of shards in which no sample was found."""
+        """Make the error for shards in which no sample was found."""
         if rows:
             return CheckpointError(
                 f"epoch {self.epoch}: the transform has made no sample of {count(rows, 'row')}: "
@@ -269,7 +270,7 @@ class StreamPosition(Position):
         )
 
     def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
-        """Take what ranks report of their blocks; with the last of them the step is known."""
+        """Learn what ranks report of their blocks; after the last of them the step is known."""
         for k, num_samples, changes, state in reports:
             plan.sizes[k] = num_samples
             plan.changes.extend((plan.lanes[k], *change) for change in changes)
@@ -348,7 +349,7 @@ class StreamPosition(Position):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """About 400 bytes and 100 for each lane, JSON values, equal on all ranks."""
+        """Return about 400 bytes, and 100 for each lane, of JSON values, equal on all ranks."""
         self._sum_up()
         sources = zip(self.streams.names, self.streams.sources, self.deal.sizes, strict=True)
         return super().state_dict() | {
@@ -397,7 +398,7 @@ class StreamPosition(Position):
     def _compare_shards(
         self, deal: Deal, digests: Mapping[str, Sequence[str]], is_under_way: bool
     ) -> list[str]:
-        """Entries in `notes` for shards that were appended; an error for others."""
+        """Return notes for shards that were appended; raise an error for other differences."""
         notes: list[str] = []
         for source, num_shards in enumerate(deal.sizes):
             stream, name = self.streams.sources[source], self.streams.names[source]
