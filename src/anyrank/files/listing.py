@@ -43,7 +43,7 @@ class Computed(Protocol):
         ...
 
     def with_file_offset(self, base: int) -> Computed:
-        """The same tensor in a listing whose files start `base` later."""
+        """Return the tensor for a listing whose files start `base` later."""
         ...
 
     def open(self, path: str, fetch: Fetch) -> Any:
@@ -84,7 +84,7 @@ class FileInfo:
         return "://" not in self.path and self.computed is None and not self.in_memory
 
     def with_file_offset(self, base: int) -> FileInfo:
-        """The same file in a listing whose files start `base` later."""
+        """Return the file for a listing whose files start `base` later."""
         if self.computed is None or not base:
             return self
         return replace(self, computed=self.computed.with_file_offset(base))
@@ -179,11 +179,11 @@ class Listing:
         return f"{join_first(list(names), SHOWN)}: " if names else ""
 
     def without_memory(self) -> Listing:
-        """The same headers without the tensors of a source in memory, ready to be sent."""
+        """Return the headers without the tensors of a source in memory, ready to be sent."""
         return replace(self, files=tuple(replace(info, tensor=None) for info in self.files))
 
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
-        """The same files with other names or views."""
+        """Return the listing of these files with other names or views."""
         return replace(self, tensors=tensors)
 
 

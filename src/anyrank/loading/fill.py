@@ -133,7 +133,7 @@ so that it is small."""
 
 
 class _Placed(NamedTuple):
-    """What ranks say when their weights are in place.
+    """The message of ranks when their weights are in place.
 
     Attributes:
         columns: of what was moved, and of the peaks of memory: a report says these few numbers of

@@ -37,7 +37,7 @@ class Headers:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What ranks were given as a source, and who of them sees it.
+    """The source that ranks were given, and which of them see it.
 
     Attributes:
         sources: the paths, or "a dict of tensors", and the first rank that was given them; the
@@ -72,7 +72,7 @@ class SourceInfo:
         )
 
     def sees(self, position: int) -> bool:
-        """Whether the rank at a position can read it."""
+        """Return whether the rank at a position can read it."""
         return bool(self.seeing >> position & 1)
 
 

@@ -62,7 +62,7 @@ class AgreedPlan:
 
 @dataclass(frozen=True)
 class _MatchSummary:
-    """What a rank lets the others know of its match, or some ranks of theirs.
+    """One rank's summary of its match for the others, or that of some ranks.
 
     Attributes:
         inventory: of its tensors; of what fills them, and of each frozen part whose hash is known.

@@ -1,4 +1,4 @@
-"""What a function depends on besides its arguments: random state and autocast."""
+"""The inputs of a function besides its arguments: random state and autocast."""
 
 from __future__ import annotations
 

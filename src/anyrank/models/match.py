@@ -235,9 +235,9 @@ def _with_missing(
 
 
 def _is_of_adapter_alone(match: ModelMatch) -> bool:
-    """Whether a source is an adapter's, with which the base stays as it is: a folder with PEFT's
-    configuration, or keys as PEFT saves them, without the adapter's name. PEFT adds the base's
-    embeddings to it where they are adapted.
+    """Return whether a source is only an adapter's, so that the base stays as it is: a folder with
+    PEFT's configuration, or keys as PEFT saves them, without the adapter's name. PEFT adds the
+    base's embeddings to it if they are adapted.
     """
     tensors, stored = match.tensors, match.stored
     added = {

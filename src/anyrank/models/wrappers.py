@@ -55,8 +55,8 @@ class Naming(Protocol):
         ...
 
     def part_of(self, module: nn.Module, child: str, path: Path) -> str:
-        """What a child adds to names: nothing where the library put a module between; `path` ends
-        with the module.
+        """Return what a child adds to names: nothing if the library put a module between; `path`
+        ends with the module.
         """
         ...
 

@@ -38,16 +38,16 @@ class Box:
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same elements, counted from another origin."""
+        """Return the box of the same elements, counted from another origin."""
         offsets = tuple(a - b for a, b in zip(self.offsets, origin, strict=True))
         return Box(offsets, self.sizes)
 
     def shifted(self, amounts: Sequence[int]) -> Box:
-        """The same sizes, moved by an amount in each dim."""
+        """Return the box moved by an amount in each dim."""
         return Box(tuple(a + b for a, b in zip(self.offsets, amounts, strict=True)), self.sizes)
 
     def reversed(self) -> Box:
-        """The same elements of the transposed tensor."""
+        """Return the box of the same elements in the transposed tensor."""
         return Box(self.offsets[::-1], self.sizes[::-1])
 
     def split(self, dim: int, rows: int) -> Iterator[Box]:

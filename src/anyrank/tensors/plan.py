@@ -43,7 +43,7 @@ class Read:
         return local[Box(self.local, self.box.sizes).slices()]
 
     def part(self, box: Box) -> Read:
-        """The same read, limited to a smaller box."""
+        """Return the read, limited to a smaller box."""
         shift = tuple(a - b for a, b in zip(box.offsets, self.box.offsets, strict=True))
         local = tuple(a + b for a, b in zip(self.local, shift, strict=True))
         return Read(self.stored, self.chunk, box, local)

@@ -68,11 +68,11 @@ class StoredTensor:
         return StoredTensor(name, shape, dtype, (chunk,))
 
     def renamed(self, name: str) -> StoredTensor:
-        """The same bytes under another name."""
+        """Return the tensor under another name."""
         return replace(self, name=name)
 
     def transposed(self) -> StoredTensor:
-        """The same bytes with the dims in reverse order."""
+        """Return the tensor of the same bytes with the dims in reverse order."""
         chunks = tuple(
             replace(chunk, box=chunk.box.reversed(), strides=chunk.strides[::-1])
             for chunk in self.chunks
@@ -80,7 +80,7 @@ class StoredTensor:
         return replace(self, shape=self.shape[::-1], chunks=chunks)
 
     def with_file_offset(self, base: int) -> StoredTensor:
-        """The same tensor in a listing whose files start `base` later."""
+        """Return the tensor for a listing whose files start `base` later."""
         chunks = tuple(replace(chunk, file=chunk.file + base) for chunk in self.chunks)
         return replace(self, chunks=chunks)
 

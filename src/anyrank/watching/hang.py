@@ -121,7 +121,7 @@ class PatientStore(Store):
     """The ranks' store for a watch, which must not end because its host was not scheduled."""
 
     def call(self, work: Callable[[Any], T], seconds: float = STORE_SEC) -> T:
-        """As `Store.call`, with another deadline."""
+        """Do what `Store.call` does, with another deadline."""
         return super().call(work, seconds)
 
 

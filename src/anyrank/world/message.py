@@ -1,4 +1,4 @@
-"""What goes from rank to rank through the tree: a head of a fixed length, and what is too long."""
+"""A message through the tree of ranks: a head of a fixed length, and a value too long for it."""
 
 from __future__ import annotations
 

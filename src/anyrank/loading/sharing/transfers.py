@@ -44,7 +44,7 @@ class Strip:
         return Strip(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))))
 
     def transposed(self) -> Strip:
-        """The same elements, where the wanted tensor has the dims in reverse order."""
+        """These elements if the wanted tensor has the dims in reverse order."""
         return Strip(self.box.reversed(), self.source, self.start, self.dims[::-1])
 
     def to_source(self, box: Box) -> Box:

@@ -118,7 +118,7 @@ class ModelMatch:
     idle: list[str] = field(default_factory=list[str])
 
     def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
-        """The same match for a model with the same tensors, or without any."""
+        """Return the match for a model with the same tensors, or without any."""
         return replace(self, tensors=tensors)
 
     @property

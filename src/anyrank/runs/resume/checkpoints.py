@@ -291,8 +291,8 @@ class Checkpoints:
         self.count_step()()
 
     def count_step(self) -> Callable[[], None]:
-        """As `step_done`, for loops of frameworks: returns what is due then, which all ranks call
-        when the code after an epoch's last step, as a schedule's step, has run.
+        """Do what `step_done` does, for loops of frameworks; return what is due then. All ranks call
+        it when the code after an epoch's last step, such as a schedule's, has run.
         """
         self._signals.watch()
         ranks = self._open("step_done")

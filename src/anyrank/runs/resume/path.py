@@ -17,7 +17,7 @@ SHOWN = 8  # names in an error message
 
 
 class PathTarget(NamedTuple):
-    """What a path leads to: a step of this run, one of another run, or neither.
+    """The target of a path: a step of this run, one of another run, or neither.
 
     Attributes:
         own_step: "must" for this run's folder, or the number of one of its steps.

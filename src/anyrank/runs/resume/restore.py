@@ -244,7 +244,7 @@ class _Restorer:
         return notes
 
     def _warnings(self) -> list[str]:
-        """Those notes that people have to know."""
+        """Collect the notes that people have to know."""
         warnings = [text for part in self.matched.values() for text in part.warnings]
         of_settings = [] if self.comparison is None else self.comparison.warnings()
         return [*self.source.warnings(), *warnings, *of_settings]

@@ -94,7 +94,7 @@ class ForeignCheckpoint:
     assumed: list[str] = field(default_factory=list[str])
 
     def for_parts(self, names: Collection[str], chosen: Mapping[str, str]) -> ForeignCheckpoint:
-        """The same checkpoint with its parts named like those of a state.
+        """Return the checkpoint with its parts named like those of a state.
 
         Args:
             names: names of the state's parts. One that is the tool's own name for a part gets that

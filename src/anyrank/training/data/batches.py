@@ -111,7 +111,7 @@ class _Memory:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is values in a memory that is small."""
+    """Return whether a tensor holds plain values in small memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

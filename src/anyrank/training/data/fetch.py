@@ -106,7 +106,7 @@ class OwnOrder:
     def by_microbatch(
         self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
     ) -> MicrobatchDataset:
-        """What the workers index by requests."""
+        """Return the dataset that the workers index by requests."""
         return MicrobatchDataset(self, seed, collate_fn)
 
 

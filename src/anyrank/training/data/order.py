@@ -45,7 +45,7 @@ class Order:
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
 
     def arguments(self) -> dict[str, object]:
-        """What the order depends on, small and by the loader's argument, for comparison."""
+        """Return the inputs of the order, small and by the loader's argument, for comparison."""
         return {
             "dataset": f"{self.n} samples",
             "seed": self.seed,

@@ -55,7 +55,7 @@ class StepPlan:
 
     @property
     def assumed_samples(self) -> int:
-        """What losses are divided by until the number of samples is known: it, if it is planned."""
+        """Divisor of losses until the number of samples is known: this number, if it is planned."""
         return self.samples
 
     @property
@@ -134,7 +134,7 @@ class Schedule:
             )
 
     def arguments(self) -> dict[str, object]:
-        """What the plan depends on, by the loader's argument, for comparison over the ranks."""
+        """Return the inputs of the plan, by the loader's argument, to compare over the ranks."""
         return self.order.arguments() | {
             "global_batch": self.global_batch,
             "microbatch": self.microbatch,

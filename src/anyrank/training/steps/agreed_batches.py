@@ -33,7 +33,7 @@ class Fetcher:
 
 
 class Ahead(NamedTuple):
-    """What ranks say of batches that they have fetched for the next step.
+    """The report of ranks on batches that they have fetched for the next step.
 
     Attributes:
         failures: why ranks could not, the first few, and whose they are.
@@ -75,7 +75,7 @@ class OwnBatches:
             self._cause = error
 
     def ahead(self, rank: int) -> Ahead:
-        """What this rank says of them."""
+        """Return this rank's report on them."""
         if self._cause is None:
             return Ahead({}, 0, self.report)
         return Ahead({as_failure(self._cause): FirstRanks((rank,), 1)}, 1, [])
@@ -167,7 +167,7 @@ def _one_by_one(
 
 
 def _with_samples(entries: Iterator[Entry]) -> Iterator[tuple[MicrobatchSlot, FetchedBatch, bool]]:
-    """Those with a sample, or one if none has any; and whether each is the last."""
+    """Yield entries with a sample, or one if none has any, and whether each is the last."""
     slot, batch = next(entries)
     for following, ahead in entries:
         if ahead.request.is_empty:

@@ -425,7 +425,7 @@ def _bucket_order(
 
 
 def _exact_run() -> ExactRun:
-    """What orders a run's sums. A door: only runs with `exact=True` pay for the import."""
+    """Make what orders a run's sums. A door: only runs with `exact=True` pay for the import."""
     from anyrank.training.exact.run import ExactRun
 
     return ExactRun()

@@ -109,19 +109,19 @@ class Pace:
             self._on_first = lambda: None
 
     def pause(self) -> None:
-        """What was done since the last event belongs to no part of a step."""
+        """Count the time since the last event to no part of a step."""
         self._agreements()
         self._last = time.perf_counter()
 
     @contextlib.contextmanager
     def loading(self) -> Generator[None, None, None]:
-        """What is done here is the loader's, though the step's last gradient was there before."""
+        """Count the time inside as the loader's, though the step's last gradient came before."""
         self._end_wait()
         yield
         self._add("loader")
 
     def _end_wait(self) -> None:
-        """The time since the last gradient was a wait, but for agreements."""
+        """Count the time since the last gradient as a wait, except for agreements."""
         if self._has_gradient:
             self.waited_sec += time.perf_counter() - self._last - self._agreements()
         self.pause()
@@ -132,7 +132,7 @@ class Pace:
         return bool(self._spent)
 
     def take_window(self) -> list[Spent]:
-        """What each part took over the last window, once; empty until the next is full."""
+        """Return what each part took over the last window, once; empty until the next is full."""
         spent, self._spent = self._spent, []
         return spent
 

@@ -60,7 +60,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class RankAccounts:
-    """What a rank has of the epochs since the last check, for comparison, or all ranks together.
+    """The epochs since the last check as a rank has them, or all ranks together, to compare.
 
     Attributes:
         plans: digest of each epoch's number, and of its earlier and planned samples.
@@ -156,7 +156,7 @@ class Position:
         return index, size
 
     def arguments(self) -> dict[str, object]:
-        """What ranks must have given alike, by argument."""
+        """Return the settings that must be equal on the ranks, by argument."""
         return self.schedule.arguments() | {
             "key": self.key,
             "exact": self.exact is not None,
@@ -253,7 +253,7 @@ class Position:
         return self.schedule.following(step)
 
     def take_ahead(self) -> OwnBatches | None:
-        """What was fetched ahead, for the step that begins."""
+        """Take the batches that were fetched ahead, for the step that begins."""
         ahead, self.ahead = self.ahead, None
         return ahead
 
@@ -464,7 +464,7 @@ class Position:
         del self.accounts[:-1]
 
     def rank_accounts(self, ranks: Ranks) -> RankAccounts:
-        """What this rank has to say for `check_receipt`."""
+        """Return this rank's share in `check_receipt`."""
         plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
         return RankAccounts(
             plans=Compared(digest_of(plans), ranks.rank),
@@ -473,7 +473,7 @@ class Position:
         )
 
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
-        """What is known of a finished epoch, all of whose samples were run as planned."""
+        """Judge a finished epoch, all of whose samples were run as planned."""
         order = self.schedule.order
         assert account.planned.count + account.dropped == order.n  # by `check_state_dict` as well
         extra = f", {account.dropped} dropped" if account.dropped else ""

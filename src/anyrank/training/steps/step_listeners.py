@@ -1,5 +1,5 @@
-"""What a process does when a run counts a step, when an optimizer makes one, and around what a
-loader fetches ahead of one.
+"""Listeners of a process: when a run counts a step, when an optimizer makes one, and around what
+a loader fetches ahead of one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _around_fetches: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 class _OptimizerWatcher(Protocol):
-    """What is told of the steps of the process's optimizers, in whichever thread they are."""
+    """The interface to watch the steps of the process's optimizers, in any thread."""
 
     def see_step(self, optimizer: Optimizer, has_stepped: bool) -> None:
         """Called before and after each; what it raises comes out of the optimizer's `step`."""

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a step, and the one function that judges it.
+"""The records that ranks exchange at the end of a step, and the one function that judges them.
 
 Each rank makes a `StepRecord`; they are merged on their way, and every rank judges what they come
 to, so that every rank comes to the same end.
@@ -23,7 +23,7 @@ UNMEASURED = Compared("0", 0)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one rank has seen in a pass over a step's microbatches, or some ranks together.
+    """The events that one rank, or some ranks, saw in a pass over a step's microbatches.
 
     Attributes:
         ranks: how many.

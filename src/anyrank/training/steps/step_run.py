@@ -147,7 +147,7 @@ class Pass:
             )
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer that steps in a body has parameters of this pass."""
+        """Return whether an optimizer that steps in a body has parameters of this pass."""
         if self.slot is None:
             return False
         trained = {*map(id, self.sync.parameters)}
@@ -208,7 +208,7 @@ class Pass:
         return is_checked
 
     def _record(self) -> tuple[StepRecord, dict[str, str]]:
-        """What this rank has seen; and shape and hash of the parameters that it has a hash of."""
+        """Record what this rank has seen; also return shape and hash of its hashed parameters."""
         sync, refusal = self.sync, None
         has_losses = self._is_weighted is not None
         is_untold = not has_losses and not self._had_gradients and sync.has_gradients()

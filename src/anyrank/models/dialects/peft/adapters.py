@@ -191,7 +191,7 @@ def settings_of(
 
 
 def _default_of(setting: Field[Any]) -> Any:
-    """What a setting of a configuration is where nobody gives it."""
+    """Return the default of a setting of a configuration."""
     if setting.default_factory is not MISSING:
         return setting.default_factory()
     return None if setting.default is MISSING else setting.default

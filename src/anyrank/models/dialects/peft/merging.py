@@ -236,7 +236,7 @@ def changes_one_name(weight: ModelTensor, layers: Sequence[Any]) -> str | None:
 def _are_tied(
     factors: Sequence[Factors], others: Sequence[Factors], twins: Mapping[int, int]
 ) -> bool:
-    """Whether two layers add the same, as their factors are one another's transposed."""
+    """Return whether two layers add the same, because their factors are each other's transposed."""
     if len(factors) != len(others):
         return False
     return all(

@@ -41,8 +41,8 @@ class PeftNaming:
         return is_peft(module)
 
     def part_of(self, module: nn.Module, child: str, path: Path) -> str:
-        """What a child adds to names. A layer around a layer of PEFT, as of two parameters of one
-        module, keeps the inner one's `base_layer`: both have a lora_A.
+        """Return what a child adds to names. A layer around a layer of PEFT, as for two parameters
+        of one module, keeps the inner one's `base_layer`: both have a lora_A.
         """
         if _hides(module, child):
             return ""
@@ -85,7 +85,7 @@ class PeftNaming:
 
 
 def _hides(module: nn.Module, child: str) -> bool:
-    """Whether a child's name is the doing of PEFT, and not of the model's author."""
+    """Return whether PEFT, and not the model's author, gave a child its name."""
     if not is_peft(module):
         return False
     if child == "base_model":

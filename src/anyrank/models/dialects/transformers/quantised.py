@@ -115,7 +115,7 @@ class Quantised:
         return self.block[1] if self.method == "mxfp4" else self.shape[-1]
 
     def with_file_offset(self, base: int) -> Quantised:
-        """The same tensor in a listing whose files start `base` later."""
+        """Return the tensor for a listing whose files start `base` later."""
         return replace(
             self,
             values=self.values.with_file_offset(base),

@@ -154,7 +154,7 @@ class SymbolicTensor:
         return self._with_dims(lambda values, new: (*values[:dim], *values[dim + 1 :]))
 
     def reshape(self, *shape: Any) -> SymbolicTensor:
-        """The same elements in another shape, if that is a view of the stored bytes."""
+        """Return the elements in another shape, if that is a view of the stored bytes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         known = math.prod(n for n in sizes if n != -1)
         sizes = tuple(self.numel() // known if n == -1 else int(n) for n in sizes)

@@ -1,4 +1,4 @@
-"""What a script gives otherwise than the saved run's script gave: compared at a resume.
+"""Compare the settings of a script, at a resume, with those of the saved run's script.
 
 With settings="saved" the saved run's settings stay, and the report names what differs; with
 "script" those of the script are used, and schedules stand at their counts with these.
@@ -106,8 +106,8 @@ class Comparison:
     # -- what cannot be used ----------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """What cannot be used: options whose state an optimizer makes in its first step, and
-        schedules whose rates are not known.
+        """Describe settings that cannot be used: options whose state an optimizer makes in its
+        first step, and schedules whose rates are not known.
         """
         options = [
             f"{change.part} {change.key}: {change.value} here, {change.saved} in the saved run, "
@@ -128,8 +128,8 @@ class Comparison:
         return options
 
     def _group_problems(self, driven: Driven) -> list[str]:
-        """Of an optimizer that is not restored: its schedules, which know the rates of the saved
-        run's groups, and not which of its own these are.
+        """Describe the schedules of an optimizer that is not restored: they know the rates of the
+        saved run's groups, but not which of its own these are.
         """
         before, now = self._saved.get(driven.owner or ""), len(driven.optimizer.param_groups)
         if driven.is_restored or not isinstance(before, list):
@@ -231,7 +231,7 @@ class Comparison:
     # -- what is said -----------------------------------------------------------------------------
 
     def warnings(self) -> list[str]:
-        """What people have to know of it, in sentences."""
+        """Return sentences on what people have to know of it."""
         new_groups = self._notes_on_new_groups() if self._used == "saved" else []
         return [*new_groups, *self._notes, *_notes_on(self._changes, self._used)]
 

@@ -46,7 +46,7 @@ def differences(
 
 
 def group_differences(now: Any, before: Any) -> list[tuple[str, str, str]]:
-    """The same of one group; a rate that another one implies is named once."""
+    """List the differences of one group; a rate that another one implies is named once."""
     rows: list[tuple[str, str, str]] = []
     ratios: list[float] = []
     changed = changed_keys(now, before)
@@ -75,7 +75,7 @@ def changed_keys(now: Any, before: Any) -> set[str]:
 
 
 def _is_same(key: str, value: Any, saved: Any) -> bool:
-    """Whether a setting is the saved one; of a list by group, in the groups that both have."""
+    """Return whether a setting is the saved one; for a list by group, in groups of both."""
     if key in BY_GROUP and isinstance(value, list) and isinstance(saved, list):
         pairs = zip(cast("list[Any]", value), cast("list[Any]", saved), strict=False)
         return all(_is_same("", item, before) for item, before in pairs)

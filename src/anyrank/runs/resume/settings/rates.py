@@ -42,7 +42,7 @@ class Driven:
 
     @property
     def counting(self) -> dict[str, Any]:
-        """Those of its restored schedules that go by their count alone."""
+        """Its restored schedules that depend on their count alone."""
         return {part: thing for part, thing in self.restored.items() if goes_by_count(thing)}
 
     @property
@@ -73,7 +73,7 @@ def all_driven(
 
 
 def goes_by_count(part: Any) -> bool:
-    """Whether a schedule goes by its count alone."""
+    """Return whether a schedule depends on its count alone."""
     return isinstance(part, LRScheduler) and not isinstance(part, ReduceLROnPlateau)
 
 
@@ -107,7 +107,7 @@ def give(optimizer: Optimizer, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rates_in(options: Options) -> Options:
-    """Of a group's options those that schedules drive."""
+    """Return those of a group's options that schedules drive."""
     is_cycle = not {"base_momentum", "max_momentum"}.isdisjoint(options)
     keys = (*RATES, *MOMENTA) if is_cycle else RATES
     return {key: options[key] for key in keys if key in options}
