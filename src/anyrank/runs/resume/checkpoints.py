@@ -291,8 +291,8 @@ class Checkpoints:
         self.count_step()()
 
     def count_step(self) -> Callable[[], None]:
-        """Do what `step_done` does, for loops of frameworks; return what is due then. All ranks call
-        it when the code after an epoch's last step, such as a schedule's, has run.
+        """Do what `step_done` does, for loops of frameworks; return what is due. All ranks call it
+        when the code after an epoch's last step, such as a schedule's, has run.
         """
         self._signals.watch()
         ranks = self._open("step_done")
